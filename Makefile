@@ -1,0 +1,83 @@
+# PengServe. `make help` lists the targets.
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+CONFIG ?= deploy/laptop.yaml
+BIN := .venv/bin
+MODEL := .pengserve/demo-model
+FLOORS := planners replicas controller cluster
+PYTEST := timeout 3000 $(BIN)/python -m pytest
+
+# One core does one instance's work, nothing is fetched or reported while it runs.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+export VLLM_NO_USAGE_STATS ?= 1
+export DO_NOT_TRACK ?= 1
+export RAY_USAGE_STATS_ENABLED ?= 0
+export VLLM_CPU_OMP_THREADS_BIND ?= nobind
+export VLLM_LOGGING_LEVEL ?= WARNING
+
+.PHONY: help setup model serve serve-check check lint types imports fast-tests test bench-overhead diagrams clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: .venv/.installed ## Create .venv with the locked CPU set and PengServe itself
+
+.venv/.installed: requirements-cpu.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
+		|| { echo "The lock is for Python 3.11: run make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "Installing the locked CPU set into .venv (about 2.5 GB, once)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-cpu.txt
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+model: $(MODEL)/pengserve-model.json ## Train the demo model into .pengserve/demo-model (two minutes, once)
+
+$(MODEL)/pengserve-model.json: .venv/.installed $(wildcard cluster/demo/*.py)
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/pengserve model make-demo $(MODEL)  # on busy cores, spinning threads take thrice as long
+	@touch $@
+
+serve: setup model ## Set everything up, then serve the demo model with two instances (Ctrl-C stops)
+	@$(BIN)/pengserve up $(CONFIG)
+
+serve-check: ## Run `make serve`, stream one answer, stop it; print the text and the time from command to answer
+	@$(PYTHON) deploy/serve_check.py
+
+check: lint types imports fast-tests ## What every commit passes: ruff, mypy, import-linter, fast tests
+
+lint: setup ## ruff: rules and format
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: .venv/.floors ## mypy, strict on planners and controller
+	@MYPYPATH=.venv/floors $(BIN)/mypy $(FLOORS:%=-p pengserve.%)
+
+# mypy reads no import hooks, and the editable install is one: links show it the same packages.
+.venv/.floors: .venv/.installed Makefile
+	@rm -rf .venv/floors && mkdir -p .venv/floors/pengserve
+	@for floor in $(FLOORS); do ln -s ../../../$$floor .venv/floors/pengserve/$$floor; done
+	@ln -s ../../../cluster/client .venv/floors/pengserve/client
+	@touch $@
+
+imports: setup ## import-linter: the floors of docs/decisions/0001-house-and-floors.md
+	@$(BIN)/lint-imports
+
+fast-tests: setup ## Tests that need neither an engine nor Ray
+	@$(PYTEST) -q -m "not slow and not gpu"
+
+test: setup ## All tests that run on a CPU
+	@$(PYTEST) -q -m "not gpu"
+
+diagrams: setup ## Draw docs/processes.svg again
+	@$(BIN)/python docs/draw_processes.py
+
+bench-overhead: setup model ## PengServe against vLLM's own server and ray.serve.llm; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.overhead
+
+clean: ## Remove what make wrote: .venv, the demo model, caches
+	rm -rf .venv .pengserve build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

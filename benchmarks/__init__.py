@@ -1,0 +1,1 @@
+"""Measurements, run from the root of the repository. Not part of the package."""

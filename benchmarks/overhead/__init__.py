@@ -1,0 +1,1 @@
+"""What PengServe costs against vLLM's own server and against ray.serve.llm, in one run: `make bench-overhead`."""

@@ -1,0 +1,66 @@
+"""What is measured: engine flags, load levels, prompts. One frozen value, written into every result."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SERVED_NAME = "bench"
+MIB = 1 << 20
+
+_TEXT = (
+    "the a parse string value of returns list module object file name when if number function with argument default "
+    "call class error raised by method used for path to and or each line key index type not none true set option"
+)
+
+
+def _engine_flags() -> dict[str, Any]:
+    return {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "async_scheduling": False,
+        "enable_prefix_caching": True,
+        "kv_cache_memory_bytes": 256 * MIB,
+        "block_size": 32,
+        "max_model_len": 1024,
+        "max_num_seqs": 32,
+        "max_num_batched_tokens": 2048,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """One load: so many clients, each sends its next request as soon as the last one ended."""
+
+    num_clients: int
+    num_requests: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One benchmark run. The same for every system in it."""
+
+    model: Path
+    num_instances: int = 2
+    rounds: int = 3
+    levels: tuple[Level, ...] = (
+        Level(num_clients=1, num_requests=16),
+        Level(num_clients=8, num_requests=96),
+        Level(num_clients=32, num_requests=256),
+    )
+    min_words: int = 50  # a word is 1.2 tokens of the demo model
+    max_words: int = 150
+    output_tokens: int = 64
+    level_timeout_s: float = 60.0
+    start_timeout_s: float = 240.0
+    seed: int = 7
+    engine: Mapping[str, Any] = field(default_factory=_engine_flags)
+
+    def prompts(self, round_index: int, level: Level) -> list[str]:
+        """The prompts of one level: equal for all systems, all different, so that no prefix is found in a cache."""
+        source = random.Random(f"{self.seed}/{round_index}/{level.num_clients}")
+        return [
+            " ".join(source.choices(_TEXT.split(), k=source.randint(self.min_words, self.max_words)))
+            for _ in range(level.num_requests)
+        ]

@@ -1,0 +1,48 @@
+"""(c) PengServe: `pengserve up`, as a user runs it."""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from benchmarks.overhead.plan import SERVED_NAME, Plan
+from benchmarks.overhead.systems.base import ServerProcess, free_port
+
+
+class PengServeUp:
+    """One application with all instances, behind HAProxy."""
+
+    name = "pengserve"
+    notes = "`pengserve up`: Ray Serve application, HAProxy, one ingress replica, one process per instance"
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._server: ServerProcess | None = None
+
+    def start(self, plan: Plan) -> list[str]:
+        """Writes the configuration and runs the command; returns once every instance serves."""
+        port = free_port()
+        config = self._logs / "pengserve.yaml"
+        config.parent.mkdir(parents=True, exist_ok=True)
+        settings = {
+            "app": "bench",
+            "model": str(plan.model),
+            "served_model_name": SERVED_NAME,
+            "instances": {"count": plan.num_instances, "device": "cpu", "cpu_threads": 1},
+            "engine": dict(plan.engine),
+            "http": {"port": port},
+        }
+        config.write_text(json.dumps(settings, indent=1), encoding="utf-8")  # JSON is YAML
+        command = Path(sys.executable).with_name("pengserve")
+        self._server = ServerProcess([str(command), "up", str(config)], self._logs / "pengserve.log")
+        url = f"http://127.0.0.1:{port}"
+        give_up_s = time.monotonic() + plan.start_timeout_s
+        self._server.wait_ready(f"{url}/ready", give_up_s)
+        self._server.wait_text(f"{url}/metrics", f'pengserve_links_up{{app="bench"}} {plan.num_instances}.0', give_up_s)
+        return [url]
+
+    def stop(self) -> None:
+        """Ctrl-C: drains and stops all of it."""
+        if self._server is not None:
+            self._server.stop()
+            self._server = None

@@ -1,0 +1,161 @@
+"""The Serve application: `build` is what `serve deploy` and `pengserve up` run.
+
+    import_path: pengserve.cluster.app:build
+    args: {model: ..., instances: {count: 2}, ...}      the fields of `cluster.settings.Settings`; extras are refused
+
+One deployment, `Ingress`, and beside it the deployment-scoped actor `controller`, which creates the instances.
+vLLM is imported in the ingress replicas and the instances, never in the process that builds.
+"""
+
+import asyncio
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve.config import DeploymentActorConfig
+
+from pengserve.cluster.controller_actor import ControllerActor
+from pengserve.cluster.ingress.config import IngressConfig, LimitConfig, OpenAIConfig
+from pengserve.cluster.ingress.security import harden, refuse_unsafe
+from pengserve.cluster.settings import Settings, parse_settings
+from pengserve.controller.ray_shell import channel_token
+from pengserve.planners.types.codec import to_data
+from pengserve.planners.types.config import InstanceConfig
+from pengserve.planners.types.errors import ConfigError
+from pengserve.replicas.environment import process_environment
+
+logger = logging.getLogger(__name__)
+
+CONTROLLER = "controller"
+MAX_ONGOING_REQUESTS = 10_000  # the ingress itself answers 429, in OpenAI's shape and with Retry-After
+MAX_WAIT_FOR_INSTANCE_S = 300.0
+SHUTDOWN_MARGIN_S = 15.0
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 5.0, 30.0
+
+
+@serve.ingress(None)
+class Ingress:
+    """One ingress replica. Serve's HTTP proxy, or HAProxy directly, talks to the ASGI application it builds."""
+
+    def __init__(self, config: IngressConfig, app: str) -> None:
+        logging.basicConfig(level=logging.INFO)
+        harden(config)
+        self._config, self._app_name = config, app
+        self._ingress: Any = None
+
+    async def __serve_build_asgi_app__(self) -> Any:
+        # vLLM reads its environment at import, and `harden` has just set it.
+        from pengserve.cluster.ingress.api import Ingress as IngressRuntime
+        from pengserve.cluster.ingress.process import settle
+        from pengserve.cluster.ingress.ray_source import RayRoutingSource
+        from pengserve.cluster.metrics.facade import Metrics
+
+        token = await asyncio.to_thread(channel_token, self._app_name)
+        config = replace(self._config, instance=replace(self._config.instance, channel_token=token))
+        metrics = Metrics(config.metrics_backend, app=self._app_name, num_ingresses=config.num_ingresses)
+        source = RayRoutingSource(lambda: serve.get_deployment_actor(CONTROLLER))
+        self._ingress = IngressRuntime(config, source, metrics, metrics.exposition)
+        asgi_app = await self._ingress.build_app()
+        settle()
+        return asgi_app
+
+    def check_health(self) -> None:
+        """Serve replaces the replica where this raises."""
+        if self._ingress is not None and self._ingress.is_dead:
+            raise RuntimeError("the ingress's tasks have ended")
+
+
+def build(args: dict[str, Any]) -> serve.Application:
+    """The application for `args`, the data of `Settings` with its secrets in the clear (`Settings.to_args()`).
+
+    Raises:
+        ConfigError: names the key, and what would be accepted.
+    """
+    settings = parse_settings(args)
+    instance = instance_config(settings)
+    ingress = ingress_config(settings, instance)
+    refuse_unsafe(ingress)
+    environment = process_environment(instance)
+    controller = DeploymentActorConfig(
+        name=CONTROLLER,
+        actor_class=ray.remote(ControllerActor),
+        init_kwargs={"config": to_data(settings.controller_config()), "instance_config": to_data(instance)},
+        actor_options={"num_cpus": 0},
+    )
+    deployment = serve.deployment(
+        Ingress,
+        name="Ingress",
+        num_replicas=settings.http.ingress_replicas,
+        max_ongoing_requests=MAX_ONGOING_REQUESTS,
+        ray_actor_options={
+            "num_cpus": 0 if settings.device == "cpu" else 1,
+            # What listens on loopback is of use on the machine that users are on: the head.
+            "resources": {"node:__internal_head__": 0.001} if ingress.is_loopback else {},
+            "runtime_env": {"env_vars": {**environment, "OMP_NUM_THREADS": "1"}},
+        },
+        graceful_shutdown_timeout_s=settings.controller.drain_timeout_s + SHUTDOWN_MARGIN_S,
+        graceful_shutdown_wait_loop_s=0.5,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
+        logging_config={"enable_access_log": False},
+        deployment_actors=[controller],
+    )
+    return deployment.bind(ingress, settings.app)
+
+
+def instance_config(settings: Settings) -> InstanceConfig:
+    """What instances are started with, but for the channel's secret.
+
+    The engine needs the reasoning parser to hold a grammar back until the answer.
+
+    Raises:
+        ConfigError: the parser is named in two ways.
+    """
+    config = settings.instance_config("")
+    parser = settings.openai.reasoning_parser
+    if parser is None:
+        return config
+    if config.engine.get("reasoning_parser", parser) != parser:
+        raise ConfigError("openai.reasoning_parser and engine.reasoning_parser differ: keep the first")
+    return replace(config, engine={**config.engine, "reasoning_parser": parser})
+
+
+def ingress_config(settings: Settings, instance: InstanceConfig) -> IngressConfig:
+    """What ingresses are started with."""
+    limits, openai = settings.limits, settings.openai
+    admin_key = settings.security.admin_key
+    return IngressConfig(
+        instance=instance,
+        num_instances=settings.instances.count,
+        num_ingresses=settings.http.ingress_replicas,
+        served_model_names=tuple(settings.served_model_name),
+        host=settings.http.host,
+        api_keys=tuple(key.get_secret_value() for key in settings.security.api_keys),
+        admin_key=admin_key.get_secret_value() if admin_key else "",
+        limits=LimitConfig(
+            max_body_bytes=limits.max_body_bytes,
+            max_n=limits.max_n,
+            max_stop_strings=limits.max_stop_strings,
+            max_queued_requests=limits.max_queued_requests,
+            request_timeout_s=limits.request_timeout_s,
+            no_instance_timeout_s=min(settings.controller.start_timeout_s, MAX_WAIT_FOR_INSTANCE_S),
+        ),
+        openai=OpenAIConfig(
+            chat_template=_template(openai.chat_template),
+            tool_call_parser=openai.tool_call_parser,
+            enable_auto_tool_choice=openai.enable_auto_tool_choice,
+            reasoning_parser=openai.reasoning_parser,
+        ),
+        metrics_backend=settings.metrics.backend,
+        is_id_echoed=True,
+    )
+
+
+def _template(chat_template: str | None) -> str | None:
+    """The template's text: the file may not exist on the ingress's machine."""
+    if chat_template and len(chat_template) < 4096 and Path(chat_template).is_file():
+        return Path(chat_template).read_text(encoding="utf-8")
+    return chat_template

@@ -1,0 +1,193 @@
+"""The `pengserve` command: what each sub-command takes. The work is in the modules beside this one.
+
+Those are imported inside the commands, so that `pengserve --help` costs neither rich tables nor httpx, Ray or vLLM.
+"""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pengserve.planners.types.errors import PengServeError
+
+app = typer.Typer(
+    name="pengserve",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="A cluster of vLLM instances behind one OpenAI API.\n\n"
+    "Begin with `pengserve model make-demo demo-model`, then `pengserve up --model demo-model`.\n\n"
+    "Something does not work? `pengserve doctor` looks at this machine and says what to do.",
+)
+model_app = typer.Typer(no_args_is_help=True, help="Make models to try PengServe with.")
+app.add_typer(model_app, name="model")
+
+Url = Annotated[
+    str, typer.Option("--url", envvar="PENGSERVE_URL", help="Address of the running application.", show_default=True)
+]
+AdminKey = Annotated[
+    str | None,
+    typer.Option("--admin-key", envvar="PENGSERVE_ADMIN_KEY", help="Key of the cluster routes.", show_default=False),
+]
+Config = Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file with settings.", show_default=False)]
+DEFAULT_URL = "http://127.0.0.1:8000"
+
+
+@app.command()
+def up(
+    config: Config = None,
+    model: Annotated[
+        str | None, typer.Option(help="Hugging Face model directory (or hub name).", show_default=False)
+    ] = None,
+    instances: Annotated[int | None, typer.Option(min=1, help="Number of instances.", show_default=False)] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="HTTP port.", show_default=False)] = None,
+    host: Annotated[str | None, typer.Option(help="HTTP address to listen on.", show_default=False)] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda.", show_default=False)] = None,
+    proxy: Annotated[str | None, typer.Option(help="haproxy or serve.", show_default=False)] = None,
+    detach: Annotated[
+        bool, typer.Option("--detach", help="Deploy onto the Ray cluster at RAY_ADDRESS and return.")
+    ] = False,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=1, help="Seconds to wait for the first ready instance.")
+    ] = 600,
+) -> None:
+    """Start instances and the OpenAI API, and stay until Ctrl-C.
+
+    Ctrl-C (or SIGTERM) lets running answers finish, then stops everything that was started; a second one stops at once.
+
+    Settings come from CONFIG, then `PENGSERVE_` variables (`PENGSERVE_HTTP__PORT=9000`), then the options here.
+
+    - `pengserve up --model ./demo-model`
+    - `pengserve up serve.yaml --instances 4 --port 9000`
+    - `RAY_ADDRESS=auto pengserve up serve.yaml --detach`
+    """
+    from pengserve.cluster.cli.up import run_detached, run_foreground
+    from pengserve.cluster.settings import load_settings
+
+    settings = load_settings(
+        config,
+        model=model,
+        instances={"count": instances, "device": device},
+        http={"port": port, "host": host, "proxy": proxy},
+    )
+    raise typer.Exit((run_detached if detach else run_foreground)(settings, timeout_s))
+
+
+@app.command()
+def down(
+    application: Annotated[str, typer.Option("--app", help="Name of the application.")] = "pengserve",
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0, help="Seconds that running answers may take.")] = 60,
+) -> None:
+    """Drain and remove an application from the Ray cluster at RAY_ADDRESS.
+
+    For what `pengserve up --detach` or `serve deploy` started. A `pengserve up` in the foreground stops with Ctrl-C.
+    """
+    from pengserve.cluster.cli.down import run_down
+
+    run_down(application, url, admin_key, timeout_s)
+
+
+@app.command()
+def status(
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole snapshot as JSON.")] = False,
+) -> None:
+    """Show the instances, where they run, and their load.
+
+    - `pengserve status`
+    - `pengserve status --json | jq '.instances[].stats'`
+    """
+    from pengserve.cluster.cli.watch import run_status
+
+    run_status(url, admin_key, as_json)
+
+
+@app.command()
+def top(
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+    interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between frames.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and leave.")] = False,
+) -> None:
+    """Watch instances, lanes, KV and weight memory, queues and tokens per second. Ctrl-C leaves."""
+    from pengserve.cluster.cli.watch import run_top
+
+    run_top(url, admin_key, interval_s, once)
+
+
+@app.command()
+def events(
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+    after: Annotated[int, typer.Option(min=0, help="Leave out events up to this number.")] = 0,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay, and print events as they happen.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Show what happened in the cluster: instances started, lost and replaced, routes and layouts changed.
+
+    - `pengserve events`
+    - `pengserve events --follow --json >> events.jsonl`
+    """
+    from pengserve.cluster.cli.watch import run_events
+
+    run_events(url, admin_key, after, follow, as_json)
+
+
+@app.command()
+def doctor(
+    config: Config = None,
+    model: Annotated[str | None, typer.Option(help="Model directory to look at.", show_default=False)] = None,
+    port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="HTTP port to look at.", show_default=False)
+    ] = None,
+) -> None:
+    """Look for what would keep PengServe from running here, and say what to do.
+
+    Each line is ok, warn or fail. The exit code is 1 where one fails.
+
+    - `pengserve doctor`
+    - `pengserve doctor serve.yaml`
+    """
+    from pengserve.cluster.cli.doctor import run_doctor
+
+    raise typer.Exit(run_doctor(config, model, port))
+
+
+@model_app.command("make-demo")
+def make_demo(
+    directory: Annotated[Path, typer.Argument(help="Where to write the model.")],
+    seed: Annotated[int, typer.Option(help="Seed of weights and data order.")] = 0,
+) -> None:
+    """Train a small Llama model, on text found in every Python, within three minutes on two cores.
+
+    The result is an ordinary Hugging Face directory. A second run with the same seed returns at once.
+
+    - `pengserve model make-demo demo-model && pengserve up --model demo-model`
+    """
+    from pengserve.cluster.cli.model import run_make_demo
+
+    run_make_demo(directory, seed)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line; ends the process with 0, with 1 and one sentence on stderr, or with 2 for wrong usage."""
+    try:
+        app(args=list(arguments) if arguments is not None else None)
+    except PengServeError as error:
+        typer.echo(f"pengserve: {error}", err=True)
+        sys.exit(1)
+    except BrokenPipeError:
+        # `pengserve events | head`: nobody reads on. Python would complain again when it flushes at exit.
+        sys.stderr.close()
+        sys.exit(0)
+
+
+if __name__ == "__main__":
+    main()

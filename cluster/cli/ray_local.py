@@ -1,0 +1,216 @@
+"""Ray and Ray Serve from the command line: a local cluster that lives as long as the command, or one that runs already.
+
+Ray is imported inside the functions, after the variables it reads at import are in place.
+"""
+
+import contextlib
+import io
+import logging
+import math
+import os
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from pengserve.cluster.cli.doctor import is_port_free
+from pengserve.cluster.settings import Settings
+from pengserve.planners.types.errors import ConfigError
+from pengserve.planners.types.units import MIB
+
+NAMESPACE = "pengserve"
+SPARE_CPUS = 4  # logical CPUs for the ingress, the controller and Serve's own actors; they are bookkeeping, not cores
+OBJECT_STORE_BYTES = 128 * MIB  # tokens and KV do not travel through it
+SHUTDOWN_TIMEOUT_S = 20.0
+CONNECT_TIMEOUT_S = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+def ray_environment(settings: Settings, scratch: str) -> dict[str, str]:
+    """Variables of a local cluster's processes. `scratch` is a private directory with a short path."""
+    environment = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        # Ray would start an idle Python process for each logical CPU.
+        "RAY_prestart_worker_first_driver": "0",
+        # The application was drained before Serve stops it: nothing is left that 30 s of grace could save.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+    }
+    if settings.http.proxy == "haproxy":
+        stats_port, metrics_port = _free_ports(2)
+        environment |= {
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            "RAY_SERVE_HAPROXY_NBTHREAD": "1",
+            # HAProxy's defaults are fixed ports, and fixed paths in /tmp: two applications on a machine would collide.
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
+            "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{scratch}/haproxy.cfg",
+            "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{scratch}/admin.sock",
+            "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{scratch}/metrics.sock",
+            "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": scratch,
+            "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": f"{scratch}/server-state",
+        }
+    return environment
+
+
+@contextlib.contextmanager
+def local_ray(settings: Settings) -> Iterator[str]:
+    """A Ray cluster of this machine alone, and its log directory; everything in it ends with the block."""
+    # Unix sockets have paths of at most 107 bytes and Serve puts a node id of 56 into them: no TMPDIR here.
+    scratch = tempfile.mkdtemp(prefix="ps-", dir="/tmp")
+    os.environ.update(ray_environment(settings, scratch))
+    import ray
+
+    num_cpus = (
+        math.ceil(settings.instances.count * settings.instances.cpus + settings.http.ingress_replicas) + SPARE_CPUS
+    )
+    try:
+        context = ray.init(
+            address="local",
+            num_cpus=num_cpus,
+            num_gpus=0 if settings.device == "cpu" else None,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+        )
+        quiet_ray()
+        yield os.path.join(str(context.address_info["session_dir"]), "logs")
+    finally:
+        with _ray_unheard():
+            ray.shutdown()
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def join_ray() -> None:
+    """Connect to the cluster at RAY_ADDRESS, or to the one that runs on this machine.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    import ray
+    from ray._private.services import get_ray_address_from_environment
+
+    try:
+        address = get_ray_address_from_environment("auto", None)
+        # Ray itself tries for minutes, and the file it finds the address in outlives the cluster.
+        if "://" not in address:
+            host, _, port = address.rpartition(":")
+            socket.create_connection((host, int(port)), timeout=CONNECT_TIMEOUT_S).close()
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except (OSError, ValueError, RuntimeError) as error:
+        logger.debug("no Ray cluster", exc_info=error)
+        raise ConfigError(
+            "found no Ray cluster to work on: set RAY_ADDRESS, or run `ray start --head`; without --detach,"
+            " `pengserve up` starts its own"
+        ) from None
+    quiet_ray()
+
+
+def quiet_ray() -> None:
+    """Leave Ray's and Serve's own news to their log files."""
+    import ray.serve  # noqa: F401  importing it sets its logger's level, so it comes first
+
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def deploy(settings: Settings) -> None:
+    """Run the application on the connected cluster; returns when Serve calls it running.
+
+    Raises:
+        Exception: what Serve or the application's builder raised.
+    """
+    from ray import serve
+
+    from pengserve.cluster.app import build
+
+    http = settings.http
+    serve.start(
+        proxy_location="EveryNode",
+        http_options={
+            "host": http.host,
+            "port": http.port,
+            "ssl_keyfile": http.ssl_keyfile,
+            "ssl_certfile": http.ssl_certfile,
+        },
+        logging_config={"enable_access_log": False, "log_level": "WARNING"},
+    )
+    serve.run(build(settings.to_args()), name=settings.app, route_prefix="/")
+
+
+def remove_application(app: str) -> int:
+    """Delete a Serve application and the instances it left behind; the number of those.
+
+    Serve itself goes with the last application, or the next one could not choose another port.
+    """
+    from ray import serve
+
+    if app in serve.status().applications:
+        serve.delete(app)
+    num_left = _remove_instances(app)
+    if not serve.status().applications:
+        serve.shutdown()
+    return num_left
+
+
+def stop_serve(timeout_s: float = SHUTDOWN_TIMEOUT_S) -> bool:
+    """Shut Serve down, with its proxies; False when it took longer than `timeout_s` and goes on alone."""
+    from ray import serve
+
+    with _ray_unheard():
+        return run_with_timeout(serve.shutdown, timeout_s)
+
+
+def run_with_timeout(action: Any, timeout_s: float) -> bool:
+    """Run `action` in a thread; False when it was not over in `timeout_s`. Its errors are logged, not raised."""
+
+    def run() -> None:
+        try:
+            action()
+        except Exception:  # the caller is stopping everything: no error may keep it from the next step
+            logger.debug("while stopping", exc_info=True)
+
+    thread = threading.Thread(target=run, name="pengserve-stop", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return not thread.is_alive()
+
+
+@contextlib.contextmanager
+def _ray_unheard() -> Iterator[None]:
+    # Ray prints errors of actors to the driver's stdout, and being killed is one; here it is what was asked for.
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
+
+
+def _remove_instances(app: str) -> int:
+    # Detached actors outlive their application when its controller was killed before it could stop them.
+    import ray
+    from ray import PlacementGroupID
+    from ray.util import list_named_actors, placement_group_table, remove_placement_group
+    from ray.util.placement_group import PlacementGroup
+
+    prefix = f"pengserve:{app}:"
+    left = [a["name"] for a in list_named_actors(all_namespaces=True) if a["namespace"] == NAMESPACE]
+    left = [name for name in left if name.startswith(prefix)]
+    for name in left:
+        with contextlib.suppress(ValueError):  # gone by itself meanwhile
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE))
+    for group_id, group in placement_group_table().items():
+        if group["name"].startswith(prefix) and group["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))
+    return len(left)
+
+
+def _free_ports(count: int) -> list[int]:
+    # Above Serve's own ranges and below the kernel's ephemeral ones, so that nobody takes them before HAProxy does.
+    ports = [port for port in range(18400, 18600) if is_port_free("", port)][:count]
+    if len(ports) < count:
+        raise ConfigError("no free TCP port between 18400 and 18600 for HAProxy's statistics")
+    return ports

@@ -1,0 +1,322 @@
+"""`pengserve up`: start, wait until answers flow, stay, drain, stop."""
+
+import importlib.util
+import json
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import FrameType, TracebackType
+
+from pydantic import SecretStr
+from rich.console import Console
+
+from pengserve.client import PengServe, PengServeAPIError, PengServeError
+from pengserve.cluster.cli import ray_local
+from pengserve.cluster.cli.doctor import is_port_free
+from pengserve.cluster.cli.progress import Steps
+from pengserve.cluster.settings import Settings, refuse_unsafe_environment
+from pengserve.planners.types.errors import ConfigError, EngineError
+from pengserve.planners.types.events import EventKind
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState
+
+POLL_PERIOD_S = 0.3
+HOPELESS_STARTS = 3  # failed starts of one slot, with no instance ever ready, after which waiting on is no use
+INSIST_TIMEOUT_S = 2.0
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequest:
+    """SIGINT and SIGTERM: the first asks to stop, the second insists (KeyboardInterrupt)."""
+
+    def __init__(self) -> None:
+        self._asked = threading.Event()
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether the first signal came."""
+        return self._asked.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for the first signal; whether it came."""
+        return self._asked.wait(timeout_s)
+
+    def listen(self) -> None:
+        """Take over both signals; main thread only."""
+        for number in STOP_SIGNALS:
+            signal.signal(number, self._on_signal)
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take over both signals inside the block."""
+        kept = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+        self.listen()
+        try:
+            yield
+        finally:
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._asked.is_set():
+            raise KeyboardInterrupt
+        self._asked.set()
+
+
+def run_foreground(settings: Settings, timeout_s: float) -> int:
+    """Start a local Ray and the application, stay until a signal, drain and stop. The process's exit code."""
+    _check_before_start(settings)
+    if not is_port_free(settings.http.host, settings.http.port):
+        raise ConfigError(
+            f"{settings.http.host}:{settings.http.port} is taken: stop what listens there, or choose another --port"
+        )
+    settings = _with_loopback_channels(_with_admin_key(settings))
+    console = Console(stderr=True)
+    stop = StopRequest()
+    try:
+        with stop.listening():
+            return _serve_locally(settings, timeout_s, console, stop)
+    except KeyboardInterrupt:
+        console.print("Stopped at once.")
+        return 130
+
+
+def run_detached(settings: Settings, timeout_s: float) -> int:
+    """Deploy onto a running Ray cluster, wait until an instance is ready, and leave it running."""
+    _check_before_start(settings)
+    console = Console(stderr=True)
+    stop = StopRequest()
+    with Steps(console) as steps:
+        steps.waiting("ray", "connecting")
+        ray_local.join_ray()
+        steps.done("ray", "connected")
+        with stop.listening(), _client(settings) as client:
+            _bring_up(settings, client, steps, stop, timeout_s)
+    if stop.is_asked:
+        console.print(f"Deploying goes on in the cluster; remove it with `pengserve down --app {settings.app}`.")
+        return 130
+    _print_hint(settings, console)
+    return 0
+
+
+def curl_line(settings: Settings) -> str:
+    """A line to paste into a shell that streams a chat answer. Keys stay out of it: it is printed."""
+    body = {
+        "model": settings.served_model_name[0],
+        "stream": True,
+        "max_tokens": 64,
+        "messages": [{"role": "user", "content": "What does a dictionary do?"}],
+    }
+    tls = "-k " if settings.http.ssl_certfile else ""
+    key = ' -H "Authorization: Bearer $PENGSERVE_API_KEY"' if settings.security.api_keys else ""
+    return (
+        f"curl -N {tls}{local_url(settings)}/v1/chat/completions -H 'Content-Type: application/json'{key}"
+        f" -d '{json.dumps(body)}'"
+    )
+
+
+def local_url(settings: Settings) -> str:
+    """Where this machine finds the application."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(settings.http.host, settings.http.host)
+    scheme = "https" if settings.http.ssl_certfile else "http"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.http.port}"
+
+
+def _serve_locally(settings: Settings, timeout_s: float, console: Console, stop: StopRequest) -> int:
+    with ExitStack() as cluster:
+        with Steps(console) as steps:
+            steps.waiting("ray", "starting a local cluster")
+            logs = cluster.enter_context(ray_local.local_ray(settings))
+            cluster.push(_stop_serve)
+            stop.listen()  # again: Ray took SIGTERM for itself while it started
+            steps.done("ray", "local cluster")
+            with _client(settings) as client:
+                try:
+                    _bring_up(settings, client, steps, stop, timeout_s)
+                except PengServeError:
+                    console.print(f"Logs of every process: {logs}", soft_wrap=True, highlight=False)
+                    raise
+        if not stop.is_asked:
+            _print_hint(settings, console)
+            while not stop.wait(1.0):
+                pass
+        _drain(settings, console)
+        console.print("Stopping.")
+    console.print("Stopped.")
+    return 0
+
+
+def _stop_serve(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    # Whoever insists gets no graceful end: Ray's processes are killed right after this.
+    ray_local.stop_serve(INSIST_TIMEOUT_S if kind is KeyboardInterrupt else ray_local.SHUTDOWN_TIMEOUT_S)
+
+
+def _bring_up(settings: Settings, client: PengServe, steps: Steps, stop: StopRequest, timeout_s: float) -> None:
+    """Deploy, and show what is missing until every instance is ready or a signal asks to stop.
+
+    Raises:
+        EngineError: the deployment failed, or no instance became ready.
+    """
+    deadline_s = time.monotonic() + timeout_s
+    deployment = _Deployment(settings)
+    ready, failures = 0, dict[str, list[str]]()
+    steps.waiting("ingress", "deploying")
+    while not stop.wait(POLL_PERIOD_S):
+        if deployment.error is not None:
+            raise EngineError(f"the application did not start: {_one_line(deployment.error)}") from deployment.error
+        snapshot = _snapshot(client)
+        if snapshot is not None:
+            steps.done("ingress", local_url(settings))
+            failures = _start_failures(client)
+            ready = _show_instances(snapshot, failures, steps)
+            if ready == settings.instances.count and deployment.is_over and _is_ready(client):
+                return
+        if time.monotonic() > deadline_s:
+            if ready:
+                return  # answers flow; the slow ones join when they are ready
+            whys = [why for slot in failures.values() for why in slot]
+            raise EngineError(f"no instance was ready after {timeout_s:g} s: {whys[-1] if whys else 'still loading'}")
+
+
+class _Deployment:
+    """`ray_local.deploy` in a thread of its own: Serve's call blocks, and signals reach the main thread alone."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, args=(settings,), name="pengserve-deploy", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether Serve is done, one way or the other."""
+        return not self._thread.is_alive()
+
+    def _run(self, settings: Settings) -> None:
+        try:
+            ray_local.deploy(settings)
+        except Exception as error:  # whatever Serve or the builder raised is shown by the main thread
+            self.error = error
+
+
+def _is_ready(client: PengServe) -> bool:
+    try:
+        return client.ready()
+    except PengServeError:
+        return False
+
+
+def _show_instances(snapshot: ClusterSnapshot, failures: Mapping[str, Sequence[str]], steps: Steps) -> int:
+    """One line an instance; the number of ready ones.
+
+    Raises:
+        EngineError: none is ready and one slot failed so often that it always will.
+    """
+    num_ready = sum(i.state is InstanceState.READY for i in snapshot.instances)
+    for instance in snapshot.instances:
+        name = f"instance {instance.instance_id}"
+        whys = failures.get(str(instance.instance_id), ())
+        if instance.state is InstanceState.READY:
+            steps.done(name, f"{instance.device.device} on {instance.device.node_ip}")
+        elif not whys:
+            steps.waiting(name, "loading the model")
+        elif num_ready or len(whys) < HOPELESS_STARTS:
+            steps.failed(name, f"trying again after: {whys[-1]}")
+        else:
+            raise EngineError(f"{name} failed {len(whys)} times: {whys[-1]}")
+    return num_ready
+
+
+def _start_failures(client: PengServe) -> dict[str, list[str]]:
+    """Why starts failed, by slot, the newest last."""
+    failures: dict[str, list[str]] = {}
+    try:
+        events = client.events(limit=500)
+    except PengServeError:
+        return {}  # the ingress is busy starting; the next poll asks again
+    for event in events:
+        if event.kind in (EventKind.INSTANCE_ERROR, EventKind.INSTANCE_LOST):
+            slot = event.span.removeprefix("instance:").partition(".")[0]
+            failures.setdefault(slot, []).append(event.why)
+    return failures
+
+
+def _snapshot(client: PengServe) -> ClusterSnapshot | None:
+    try:
+        return client.status()
+    except PengServeAPIError as error:
+        if error.status_code in (401, 403):
+            raise
+        return None  # a proxy answers before the ingress does
+    except PengServeError:
+        return None
+
+
+def _drain(settings: Settings, console: Console) -> None:
+    timeout_s = settings.controller.drain_timeout_s
+    console.print(
+        f"Draining: running answers finish, new ones are refused (at most {timeout_s:g} s; Ctrl-C stops at once).",
+        soft_wrap=True,
+        highlight=False,
+    )
+    with _client(settings) as client:
+        try:
+            if not client.drain(timeout_s):
+                console.print(f"Some answers were not finished after {timeout_s:g} s.")
+        except PengServeError as error:
+            console.print(f"Could not drain: {error}", soft_wrap=True, highlight=False)
+
+
+def _client(settings: Settings) -> PengServe:
+    def reveal(secret: SecretStr | None) -> str | None:
+        return secret.get_secret_value() if secret else None
+
+    keys = settings.security.api_keys
+    # The certificate is the user's own and names a host, not this machine's loopback address.
+    return PengServe(
+        local_url(settings),
+        api_key=reveal(keys[0] if keys else None),
+        admin_key=reveal(settings.security.admin_key),
+        verify=settings.http.ssl_certfile is None,
+    )
+
+
+def _with_admin_key(settings: Settings) -> Settings:
+    # On an open address the cluster routes are closed without an admin key, and this command has to drain over them.
+    if settings.http.is_loopback or settings.security.admin_key:
+        return settings
+    security = settings.security.model_copy(update={"admin_key": SecretStr(secrets.token_urlsafe(32))})
+    return settings.model_copy(update={"security": security})
+
+
+def _check_before_start(settings: Settings) -> None:
+    refuse_unsafe_environment()
+    for package in ("ray", "vllm"):
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{package} is not installed: run `pip install 'pengserve[cpu]'`, or `[gpu]` with CUDA")
+    if settings.model.startswith((".", "/", "~")) and not Path(settings.model).is_dir():
+        raise ConfigError(
+            f"the model directory {settings.model} does not exist: `pengserve model make-demo DIR` makes one to try"
+        )
+
+
+def _with_loopback_channels(settings: Settings) -> Settings:
+    """A local cluster has one node: nobody outside needs to reach its instances."""
+    instances = settings.instances
+    local = instances.model_copy(update={"channel_host": instances.channel_host or "127.0.0.1"})
+    return settings.model_copy(update={"instances": local})
+
+
+def _print_hint(settings: Settings, console: Console) -> None:
+    console.print("\nReady. Paste this into another shell:\n")
+    # The line itself goes to stdout, so that a script can read it.
+    Console().print(curl_line(settings), soft_wrap=True, highlight=False, markup=False)
+    console.print("\nWatch it with `pengserve top`; stop with Ctrl-C.", highlight=False)
+
+
+def _one_line(error: BaseException) -> str:
+    # Ray wraps an error in the whole remote traceback; its last line is the error itself.
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__

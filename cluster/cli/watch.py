@@ -1,0 +1,84 @@
+"""`pengserve status`, `top` and `events`: they read the running application over HTTP and change nothing."""
+
+import json
+import time
+
+from rich.console import Console
+from rich.live import Live
+
+from pengserve.client import PengServe, PengServeConnectionError
+from pengserve.cluster.cli.views import event_line, status_view, top_view
+from pengserve.planners.types.codec import to_data
+from pengserve.planners.types.snapshot import ClusterSnapshot
+
+EVENT_PAGE = 500
+FOLLOW_PERIOD_S = 1.0
+
+
+def run_status(url: str, admin_key: str | None, as_json: bool) -> None:
+    """Print the snapshot once."""
+    with PengServe(url, admin_key=admin_key) as client:
+        snapshot = client.status()
+    if as_json:
+        print(json.dumps(to_data(snapshot), indent=2))
+    else:
+        _console().print(status_view(snapshot))
+
+
+def run_top(url: str, admin_key: str | None, interval_s: float, once: bool) -> None:
+    """Redraw until Ctrl-C; with `once`, print one frame over an interval of `interval_s`."""
+    console = _console()
+    with PengServe(url, admin_key=admin_key) as client:
+        before, now = None, client.status()
+        if once:
+            time.sleep(interval_s)
+            console.print(top_view(now, client.status()))
+            return
+        try:
+            with Live(top_view(before, now), console=console, screen=True, auto_refresh=False) as live:
+                while True:
+                    time.sleep(interval_s)
+                    before, now, note = _next_frame(client, before, now)
+                    live.update(top_view(before, now, note), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def run_events(url: str, admin_key: str | None, after: int, follow: bool, as_json: bool) -> None:
+    """Print events after number `after`, all there are, and with `follow` those to come."""
+    console = _console()
+    with PengServe(url, admin_key=admin_key) as client:
+        try:
+            while True:
+                page = client.events(after=after, limit=EVENT_PAGE)
+                for event in page:
+                    if as_json:
+                        print(json.dumps(to_data(event)), flush=True)
+                    else:
+                        console.print(event_line(event), soft_wrap=True)
+                    after = event.seq
+                if len(page) == EVENT_PAGE:
+                    continue
+                if not follow:
+                    return
+                time.sleep(FOLLOW_PERIOD_S)
+        except KeyboardInterrupt:
+            return
+
+
+def _next_frame(
+    client: PengServe, before: ClusterSnapshot | None, now: ClusterSnapshot
+) -> tuple[ClusterSnapshot | None, ClusterSnapshot, str]:
+    # The view outlives a restart of what it watches. Rates span two different snapshots, so one that did not change
+    # (the controller ticks at its own pace) keeps its predecessor.
+    try:
+        newest = client.status()
+    except PengServeConnectionError as error:
+        return before, now, str(error)
+    return (now, newest, "") if newest.time_s > now.time_s else (before, newest, "")
+
+
+def _console() -> Console:
+    console = Console()
+    # Into a pipe or a file, rich would wrap at 80 columns; tables that people grep stay on one line instead.
+    return console if console.is_terminal else Console(width=200)

@@ -1,0 +1,242 @@
+"""The blocking and the async client."""
+
+import asyncio
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import httpx
+
+from pengserve.client import protocol
+from pengserve.client.protocol import DEFAULT_URL, Call, Endpoint, Pause, Program, Readiness
+from pengserve.planners.types.errors import PengServeError
+from pengserve.planners.types.events import Event
+from pengserve.planners.types.snapshot import ClusterSnapshot, RoutingTable
+
+if TYPE_CHECKING:
+    import openai
+
+T = TypeVar("T")
+
+_OPENAI_MISSING = "the openai package is not installed: run `pip install 'pengserve[openai]'`"
+
+
+class PengServe:
+    """A blocking client of one PengServe application. Safe to share between threads.
+
+        with PengServe(admin_key="...") as client:
+            client.wait_ready(timeout_s=120)
+            print(client.status().layout)
+            client.openai().chat.completions.create(model=client.models()[0], messages=[...])
+
+    Every call raises `PengServeAPIError` where the server refuses and `PengServeConnectionError` where none answers.
+    """
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        admin_key: str | None = None,
+        timeout_s: float = 10.0,
+        verify: bool | str = True,
+    ) -> None:
+        """`api_key` opens the OpenAI routes, `admin_key` the cluster routes; `timeout_s` bounds each wait for bytes.
+
+        `verify` is how a TLS certificate is checked: against the system's authorities, those in a file, or not at all.
+        """
+        self._endpoint = Endpoint.at(base_url, api_key, admin_key, timeout_s)
+        self._http = httpx.Client(**self._endpoint.client_options(verify))
+
+    def status(self) -> ClusterSnapshot:
+        """All that the controller knows of the cluster now."""
+        return self._call(protocol.status())
+
+    def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
+        """Events with a sequence number above `after`, oldest first, at most `limit`."""
+        return self._call(protocol.events(after, limit))
+
+    def routing(self) -> RoutingTable:
+        """Where requests go now."""
+        return self._call(protocol.routing())
+
+    def live(self) -> bool:
+        """Whether a server answers at all. False where none does."""
+        try:
+            return self._call(protocol.live())
+        except PengServeError:
+            return False
+
+    def readiness(self) -> Readiness:
+        """Whether new requests are taken, and what is missing if not."""
+        return self._call(protocol.readiness())
+
+    def ready(self) -> bool:
+        """Whether new requests are taken."""
+        return self.readiness().ready
+
+    def wait_ready(self, timeout_s: float = 600.0) -> None:
+        """Return once new requests are taken. Raises `PengServeTimeoutError` after `timeout_s`."""
+        self._run(protocol.wait_ready(timeout_s, time.monotonic))
+
+    def drain(self, timeout_s: float = 60.0) -> bool:
+        """Take no new requests and let the running ones finish; True when all did within `timeout_s`."""
+        return self._call(protocol.drain(timeout_s))
+
+    def models(self) -> tuple[str, ...]:
+        """Names that requests may put into `model`."""
+        return self._call(protocol.models())
+
+    def openai(self, **options: Any) -> "openai.OpenAI":
+        """An `openai.OpenAI` for this server; `options` go to its constructor."""
+        try:
+            import openai
+        except ImportError:
+            raise PengServeError(_OPENAI_MISSING) from None
+        return openai.OpenAI(**self._endpoint.openai_options(options))
+
+    def close(self) -> None:
+        """Close the connections. The client cannot be used afterwards."""
+        self._http.close()
+
+    def __enter__(self) -> "PengServe":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _call(self, call: Call[T]) -> T:
+        try:
+            response = self._http.send(self._endpoint.request(call))
+        except httpx.HTTPError as error:
+            raise self._endpoint.failure(error) from error
+        return self._endpoint.answer(call, response)
+
+    def _run(self, program: Program[T]) -> T:
+        try:
+            wanted = next(program)
+            while True:
+                if isinstance(wanted, Pause):
+                    time.sleep(wanted.seconds)
+                    wanted = program.send(None)
+                    continue
+                try:
+                    answer = self._call(wanted)
+                except PengServeError as error:
+                    wanted = program.throw(error)
+                else:
+                    wanted = program.send(answer)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+
+
+class AsyncPengServe:
+    """`PengServe` for asyncio: the same calls, awaited.
+
+    async with AsyncPengServe() as client:
+        await client.wait_ready()
+        print(await client.status())
+    """
+
+    def __init__(
+        self,
+        base_url: str = DEFAULT_URL,
+        *,
+        api_key: str | None = None,
+        admin_key: str | None = None,
+        timeout_s: float = 10.0,
+        verify: bool | str = True,
+    ) -> None:
+        """`api_key` opens the OpenAI routes, `admin_key` the cluster routes; `timeout_s` bounds each wait for bytes.
+
+        `verify` is how a TLS certificate is checked: against the system's authorities, those in a file, or not at all.
+        """
+        self._endpoint = Endpoint.at(base_url, api_key, admin_key, timeout_s)
+        self._http = httpx.AsyncClient(**self._endpoint.client_options(verify))
+
+    async def status(self) -> ClusterSnapshot:
+        """See `PengServe.status`."""
+        return await self._call(protocol.status())
+
+    async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
+        """See `PengServe.events`."""
+        return await self._call(protocol.events(after, limit))
+
+    async def routing(self) -> RoutingTable:
+        """See `PengServe.routing`."""
+        return await self._call(protocol.routing())
+
+    async def live(self) -> bool:
+        """See `PengServe.live`."""
+        try:
+            return await self._call(protocol.live())
+        except PengServeError:
+            return False
+
+    async def readiness(self) -> Readiness:
+        """See `PengServe.readiness`."""
+        return await self._call(protocol.readiness())
+
+    async def ready(self) -> bool:
+        """See `PengServe.ready`."""
+        return (await self.readiness()).ready
+
+    async def wait_ready(self, timeout_s: float = 600.0) -> None:
+        """See `PengServe.wait_ready`."""
+        await self._run(protocol.wait_ready(timeout_s, time.monotonic))
+
+    async def drain(self, timeout_s: float = 60.0) -> bool:
+        """See `PengServe.drain`."""
+        return await self._call(protocol.drain(timeout_s))
+
+    async def models(self) -> tuple[str, ...]:
+        """See `PengServe.models`."""
+        return await self._call(protocol.models())
+
+    def openai(self, **options: Any) -> "openai.AsyncOpenAI":
+        """An `openai.AsyncOpenAI` for this server; `options` go to its constructor."""
+        try:
+            import openai
+        except ImportError:
+            raise PengServeError(_OPENAI_MISSING) from None
+        return openai.AsyncOpenAI(**self._endpoint.openai_options(options))
+
+    async def close(self) -> None:
+        """See `PengServe.close`."""
+        await self._http.aclose()
+
+    async def __aenter__(self) -> "AsyncPengServe":
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def _call(self, call: Call[T]) -> T:
+        try:
+            response = await self._http.send(self._endpoint.request(call))
+        except httpx.HTTPError as error:
+            raise self._endpoint.failure(error) from error
+        return self._endpoint.answer(call, response)
+
+    async def _run(self, program: Program[T]) -> T:
+        try:
+            wanted = next(program)
+            while True:
+                if isinstance(wanted, Pause):
+                    await asyncio.sleep(wanted.seconds)
+                    wanted = program.send(None)
+                    continue
+                try:
+                    answer = await self._call(wanted)
+                except PengServeError as error:
+                    wanted = program.throw(error)
+                else:
+                    wanted = program.send(answer)
+        except StopIteration as end:
+            result: T = end.value
+            return result

@@ -1,0 +1,191 @@
+"""One ingress, put together: the FastAPI application, the engine client behind it, and the tasks that feed it."""
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+from starlette.types import ASGIApp
+
+from pengserve.cluster.ingress import errors, openai_front
+from pengserve.cluster.ingress.cluster_api import attach_cluster_routes, cluster_router
+from pengserve.cluster.ingress.config import IngressConfig
+from pengserve.cluster.ingress.engine_client import ClusterEngineClient
+from pengserve.cluster.ingress.guard import Guard, current_ticket
+from pengserve.cluster.ingress.links import LinkPool
+from pengserve.cluster.ingress.meters import IngressMeters
+from pengserve.cluster.ingress.records import RequestBook
+from pengserve.cluster.ingress.routes import RouteWatcher, RoutingSource
+from pengserve.cluster.ingress.traffic import Ticket, Traffic
+from pengserve.cluster.metrics import catalog
+from pengserve.cluster.metrics.facade import Metrics
+from pengserve.planners.types.errors import EngineError
+from pengserve.planners.types.snapshot import RoutingTable
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_PERIOD_S = 5.0
+SNAPSHOT_TIMEOUT_S = 5.0
+
+
+class Ingress:
+    """Everything one ingress owns. `app` answers from the start; `start` begins to follow the controller."""
+
+    def __init__(
+        self,
+        config: IngressConfig,
+        source: RoutingSource,
+        metrics: Metrics,
+        metrics_endpoint: Callable[[], tuple[bytes, str]] | None = None,
+    ) -> None:
+        """Reads the model's configuration and tokenizer; takes seconds, and no accelerator.
+
+        Raises:
+            ConfigError: an engine argument is not usable.
+        """
+        self.config, self._source, self._metrics = config, source, metrics
+        self._metrics_endpoint = metrics_endpoint
+        vllm_config = openai_front.make_vllm_config(config)
+        self.meters = IngressMeters(metrics, vllm_config, config.num_instances)
+        self.traffic = Traffic(
+            max_queued=config.limits.max_queued_requests,
+            num_ingresses=config.num_ingresses,
+            num_slots=self._num_slots,
+        )
+        self.client = ClusterEngineClient(vllm_config, config.limits, self.meters, self._admit)
+        self.links = LinkPool(
+            self.client,
+            token=config.instance.channel_token,
+            client_id=f"ingress-{secrets.token_hex(4)}",
+            report_lost=source.report_lost,
+        )
+        self.book = RequestBook(
+            self.client,
+            config.limits,
+            ready_links=self.links.ready,
+            discard_link=self.links.discard,
+            max_model_len=lambda: self.client.model_config.max_model_len,
+        )
+        self.client.use_book(self.book)
+        self.watcher = RouteWatcher(source, self._on_table, lambda up: self.meters.cluster.on_controller(up=up))
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def build_app(self) -> ASGIApp:
+        """The ASGI application, lifespan included: it starts and stops this ingress."""
+
+        @asynccontextmanager
+        async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+            self.start()
+            try:
+                yield
+            finally:
+                await self.stop()
+
+        app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, lifespan=lifespan, redirect_slashes=False)
+        errors.install(app)
+        await openai_front.attach(app, self.client, self.config)
+        attach_cluster_routes(
+            app,
+            cluster_router(
+                source=self._source,
+                table=lambda: self.watcher.table,
+                why_not_ready=self.why_not_ready,
+                start_draining=self.start_draining,
+                metrics_endpoint=self._metrics_endpoint,
+            ),
+        )
+        return Guard(
+            app,
+            config=self.config,
+            traffic=self.traffic,
+            vocab_size=self.client.model_config.get_vocab_size(),
+            on_rejected=self.meters.rejected,
+        )
+
+    def start(self) -> None:
+        """Begins to follow the controller and to place requests. In the event loop."""
+        jobs: list[tuple[str, Callable[[], Coroutine[None, None, None]]]] = [
+            ("routes", self.watcher.run),
+            ("requests", self.book.run),
+            ("sweep", self.links.sweep),
+            ("metrics", self._publish),
+        ]
+        self._tasks = [asyncio.create_task(_forever(name, job), name=f"ingress-{name}") for name, job in jobs]
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether a task that should run for ever has ended."""
+        return any(task.done() for task in self._tasks)
+
+    async def stop(self) -> None:
+        """Ends all tasks and closes all links."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.links.close()
+        self.client.shutdown()
+
+    def start_draining(self) -> None:
+        """Takes no new requests from now on; those in flight go on."""
+        self.traffic.is_draining = True
+
+    def why_not_ready(self) -> str:
+        """What is missing before new requests can be answered; empty when nothing is."""
+        if self.traffic.is_draining:
+            return "draining"
+        if self.links.ready():
+            return ""
+        if not self.watcher.table.routes:
+            return "no instance is ready" if self.watcher.controller_up else "the controller has not answered yet"
+        return "connecting to the instances"
+
+    def _num_slots(self) -> int:
+        return sum(link.capacity.max_num_seqs for link in self.links.ready())
+
+    def _admit(self, num_sequences: int) -> None:
+        ticket = current_ticket.get() or Ticket(num_sequences)
+        try:
+            self.traffic.admit(ticket)
+        except errors.OverloadedError:
+            self.meters.rejected("no_instance" if self.traffic.is_draining else "overload")
+            raise
+
+    def _on_table(self, table: RoutingTable) -> None:
+        # A drain is asked of one ingress; the others learn of it here.
+        if table.is_draining:
+            self.start_draining()
+        self.links.apply(table)
+        self.meters.cluster.on_routing(table)
+
+    async def _publish(self) -> None:
+        """Brings in what only the controller knows, and pushes where nobody scrapes."""
+        running = self._metrics.gauge(catalog.REQUESTS_RUNNING)
+        self._metrics.on_refresh(lambda: running.set(self.traffic.num_in_flight))
+        while True:
+            await _quietly(self._take_snapshot(), SNAPSHOT_TIMEOUT_S)
+            if self._metrics.backend_name == "ray":
+                self._metrics.refresh()
+            await asyncio.sleep(SNAPSHOT_PERIOD_S)
+
+    async def _take_snapshot(self) -> None:
+        self.meters.cluster.on_snapshot(await self._source.snapshot())
+
+
+async def _quietly(work: Awaitable[None], timeout_s: float) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await work
+    except (EngineError, TimeoutError):
+        logger.debug("the controller gave no snapshot")
+
+
+async def _forever(name: str, job: Callable[[], Coroutine[None, None, None]]) -> None:
+    """Runs `job` again where a fault of ours ended it: an ingress without its tasks would be deaf."""
+    while True:
+        try:
+            await job()
+        except Exception:
+            logger.exception("the ingress task %s failed; it is started again", name)
+            await asyncio.sleep(1.0)

@@ -1,0 +1,108 @@
+"""`/live`, `/ready`, `/metrics` and `/cluster/...`: for load balancers, scrapers, people and the SDK."""
+
+import asyncio
+from collections.abc import Callable
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+
+from pengserve.cluster.ingress.body import parse_object
+from pengserve.cluster.ingress.errors import RequestRefused
+from pengserve.cluster.ingress.routes import RoutingSource
+from pengserve.planners.types.codec import to_data
+from pengserve.planners.types.errors import EngineError
+from pengserve.planners.types.snapshot import RoutingTable
+
+CONTROLLER_TIMEOUT_S = 10.0
+MAX_EVENTS = 1000
+MAX_DRAIN_S = 3600.0
+DEFAULT_DRAIN_S = 60.0
+
+
+def cluster_router(
+    *,
+    source: RoutingSource,
+    table: Callable[[], RoutingTable],
+    why_not_ready: Callable[[], str],
+    start_draining: Callable[[], None],
+    metrics_endpoint: Callable[[], tuple[bytes, str]] | None,
+) -> APIRouter:
+    """The routes. `why_not_ready` tells what is missing, or an empty string."""
+    router = APIRouter()
+
+    @router.get("/live")
+    async def live() -> JSONResponse:
+        return JSONResponse({"live": True})
+
+    @router.get("/ready")
+    async def ready() -> JSONResponse:
+        why = why_not_ready()
+        headers = {"Retry-After": "1"} if why else None
+        return JSONResponse({"ready": not why, "why": why}, status_code=503 if why else 200, headers=headers)
+
+    @router.get("/metrics")
+    async def metrics() -> Response:
+        if metrics_endpoint is None:
+            raise RequestRefused(404, "Metrics are exported elsewhere.")
+        body, content_type = metrics_endpoint()
+        return Response(body, headers={"Content-Type": content_type})
+
+    @router.get("/cluster/status")
+    async def status() -> JSONResponse:
+        async with _asking_controller(CONTROLLER_TIMEOUT_S):
+            return JSONResponse(to_data(await source.snapshot()))
+
+    @router.get("/cluster/events")
+    async def events(after: int = 0, limit: int = 100) -> JSONResponse:
+        if not 1 <= limit <= MAX_EVENTS:
+            raise RequestRefused(400, f"limit: a number from 1 to {MAX_EVENTS} is accepted", param="limit")
+        if not 0 <= after < 2**63:
+            raise RequestRefused(400, "after: a sequence number is expected", param="after")
+        async with _asking_controller(CONTROLLER_TIMEOUT_S):
+            return JSONResponse({"events": to_data(await source.events(after, limit))})
+
+    @router.get("/cluster/routing")
+    async def routing() -> JSONResponse:
+        return JSONResponse(to_data(table()))
+
+    @router.post("/cluster/drain")
+    async def drain(request: Request) -> JSONResponse:
+        body = await request.body()
+        timeout_s = _drain_timeout_s(parse_object(body) if body else {})
+        start_draining()
+        async with _asking_controller(timeout_s + CONTROLLER_TIMEOUT_S):
+            return JSONResponse({"drained": await source.drain(timeout_s)})
+
+    return router
+
+
+def attach_cluster_routes(app: FastAPI, router: APIRouter) -> None:
+    """Adds the routes to `app`."""
+    app.include_router(router, include_in_schema=False)
+
+
+class _asking_controller:
+    """503 where the controller does not answer."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout = asyncio.timeout(timeout_s)
+
+    async def __aenter__(self) -> None:
+        await self._timeout.__aenter__()
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        try:
+            await self._timeout.__aexit__(type(error) if error else None, error, None)
+        except TimeoutError as late:
+            error = late
+        if isinstance(error, EngineError | TimeoutError):
+            raise RequestRefused(503, "The controller does not answer; serving goes on without it.") from error
+
+
+def _drain_timeout_s(data: dict[str, object]) -> float:
+    value = data.get("timeout_s", DEFAULT_DRAIN_S)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_DRAIN_S:
+        raise RequestRefused(
+            400, f"timeout_s: a number of seconds from 0 to {MAX_DRAIN_S:g} is accepted", param="timeout_s"
+        )
+    return float(value)

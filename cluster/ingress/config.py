@@ -1,0 +1,51 @@
+"""What one ingress needs to run, as frozen values. `cluster/app.py` makes it from the settings."""
+
+from dataclasses import dataclass, field
+
+from pengserve.planners.types.config import InstanceConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitConfig:
+    """What one request, and all of them together, may ask for."""
+
+    max_body_bytes: int = 4 << 20
+    max_n: int = 16
+    max_stop_strings: int = 16
+    max_queued_requests: int = 512  # sequences that may wait beyond what the instances run at once
+    request_timeout_s: float = 0.0  # 0: no limit
+    no_instance_timeout_s: float = 300.0  # a request waits so long for an instance to become ready
+    max_losses: int = 32  # instances that may die under one request before it is given up
+    max_losses_in_place: int = 8  # the same, in a row without one new token
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenAIConfig:
+    """How vLLM's OpenAI layer reads and writes messages."""
+
+    chat_template: str | None = None  # a file or the template itself
+    tool_call_parser: str | None = None
+    enable_auto_tool_choice: bool = False
+    reasoning_parser: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IngressConfig:
+    """One ingress of an application."""
+
+    instance: InstanceConfig  # the engine arguments: both sides must read the model in the same way
+    num_instances: int
+    num_ingresses: int = 1
+    served_model_names: tuple[str, ...] = ()  # empty: the model's own name
+    host: str = "127.0.0.1"  # where HTTP is bound
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    admin_key: str = field(default="", repr=False)
+    limits: LimitConfig = field(default_factory=LimitConfig)
+    openai: OpenAIConfig = field(default_factory=OpenAIConfig)
+    metrics_backend: str = "auto"
+    is_id_echoed: bool = False  # a server in front (Ray Serve) puts the request's x-request-id on the answer itself
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether nobody outside this machine can connect."""
+        return self.host in ("127.0.0.1", "localhost", "::1")

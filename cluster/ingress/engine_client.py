@@ -1,0 +1,350 @@
+"""vLLM's `EngineClient` over a whole cluster: no engine in this process, requests that outlive instances."""
+
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
+from copy import copy
+from typing import Any, NoReturn
+
+from pengserve.cluster.ingress.config import LimitConfig
+from pengserve.cluster.ingress.meters import IngressMeters
+from pengserve.cluster.ingress.records import RequestBook
+from pengserve.cluster.ingress.vllm_openai_seam import (
+    STREAM_FINISHED,
+    EngineClient,
+    EngineCoreOutput,
+    EngineCoreRequest,
+    EngineGenerateError,
+    GenerationError,
+    GracefulHTTPError,
+    InputProcessor,
+    IterationStats,
+    OutputProcessor,
+    ParentRequest,
+    RequestOutput,
+    RequestOutputCollector,
+    RetryableRequestError,
+    VLLMClientError,
+    VllmConfig,
+    extract_prompt_components,
+    renderer_from_config,
+)
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.replicas.engine.link import InstanceLink, StepBatch
+
+logger = logging.getLogger(__name__)
+
+OUTPUTS_PER_SLICE = 128  # outputs processed before other tasks get a turn
+
+
+class ClusterEngineClient(EngineClient):
+    """What vLLM's OpenAI layer calls. Also the `LinkHandler` of the link pool and the `RecordEvents` of the book.
+
+    The path of a token: link -> `on_batch` -> book (noted, stale ones dropped) -> OutputProcessor (text, stop
+    strings, logprobs) -> collector -> `generate`.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        limits: LimitConfig,
+        meters: IngressMeters,
+        admit: Callable[[int], None] = lambda n: None,
+    ) -> None:
+        """`admit(n)` raises GracefulHTTPError where n more sequences are too many."""
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.renderer = renderer_from_config(vllm_config)
+        self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self.book: RequestBook  # set by `use_book`: book and links need this client, and it needs them
+        self._output_processor = OutputProcessor(
+            self.renderer.tokenizer,
+            log_stats=meters.vllm is not None,
+            stream_interval=vllm_config.scheduler_config.stream_interval,
+        )
+        self._limits, self._meters, self._admit = limits, meters, admit
+        self._closed = False
+
+    def use_book(self, book: RequestBook) -> None:
+        """Sends requests through `book` from now on."""
+        self.book = book
+
+    # What vLLM's OpenAI layer calls --------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests are taken."""
+        return not self._closed
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether this client was shut down."""
+        return self._closed
+
+    @property
+    def errored(self) -> bool:
+        """A cluster does not fail as an engine does: requests wait for the next instance."""
+        return False
+
+    @property
+    def dead_error(self) -> BaseException:
+        """Never raised while `errored` is False."""
+        return RetryableRequestError("The server is shutting down.")
+
+    async def get_supported_tasks(self) -> tuple[Any, ...]:
+        """Text generation."""
+        return ("generate",)
+
+    def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
+        """Refuses before anything of the answer is sent.
+
+        Raises:
+            GracefulHTTPError: too much is in flight, or the application drains.
+        """
+        self._admit(n)
+
+    async def generate(
+        self,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: str,
+        *,
+        prompt_text: str | None = None,
+        reasoning_ended: bool | None = None,
+        reasoning_parser_kwargs: dict[str, Any] | None = None,
+        **inputs: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Outputs of a request as they come, from whichever instances it needs.
+
+        Raises:
+            VLLMClientError: the request cannot be run.
+            GenerationError: it was given up; only a `RetryableRequestError` is worth another try.
+        """
+        collector: RequestOutputCollector | None = None
+        outcome = "failed"
+        try:
+            request = await self._process_inputs(request_id, prompt, sampling_params, inputs)
+            request.reasoning_ended = reasoning_ended
+            request.reasoning_parser_kwargs = reasoning_parser_kwargs
+            collector = self._start(request, extract_prompt_components(self.model_config, prompt).text)
+            async with asyncio.timeout(self._limits.request_timeout_s or None):
+                finished = False
+                while not finished:
+                    output = collector.get_nowait() or await collector.get()
+                    finished = output.finished
+                    if output is not STREAM_FINISHED:
+                        yield output
+            outcome = "ok"
+        except (asyncio.CancelledError, GeneratorExit):
+            outcome = "aborted"
+            raise
+        except TimeoutError as error:
+            raise RetryableRequestError("The request took longer than this server allows.") from error
+        except (VLLMClientError, GracefulHTTPError, GenerationError):
+            raise
+        except Exception as error:
+            if isinstance(error, ValueError) and collector is None:
+                raise  # vLLM's checks of the input
+            logger.exception("request %s failed", request_id)
+            raise EngineGenerateError() from error
+        finally:
+            if collector is not None:
+                if outcome != "ok":
+                    self._abort([collector.request_id], internal=True)
+                collector.close()
+            self._meters.ended(outcome)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Aborts requests by the ids they were given to `generate` with."""
+        self._abort([request_id] if isinstance(request_id, str) else list(request_id), internal=False)
+
+    async def is_tracing_enabled(self) -> bool:
+        """No traces are exported."""
+        return False
+
+    async def do_log_stats(self) -> None:
+        """Metrics are recorded with every batch."""
+
+    async def check_health(self) -> None:
+        """Always healthy; `/ready` tells whether there are instances."""
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """Frees the renderer's threads."""
+        if not self._closed:
+            self._closed = True
+            self.renderer.shutdown()
+
+    # What links and the book call ----------------------------------------------------------------------------
+
+    def on_up(self, link: InstanceLink) -> None:
+        """A link is open."""
+        max_model_len = link.capacity.max_model_len
+        if max_model_len < self.model_config.max_model_len:
+            self.model_config.max_model_len = max_model_len  # the engine fitted it to its memory
+        self._meters.link_up(link)
+        self.book.wake()
+
+    def on_down(self, link: InstanceLink, *, lost: bool) -> None:
+        """A link is gone: its requests go on elsewhere."""
+        self._meters.link_down(link, lost=lost)
+        self.book.lose(link)
+
+    def is_busy(self, link: InstanceLink) -> bool:
+        """Whether a request runs over `link`."""
+        return self.book.is_busy(link)
+
+    async def on_batch(self, link: InstanceLink, batch: StepBatch) -> None:
+        """Hands a batch's tokens to their requests."""
+        outputs = batch.outputs
+        iteration_stats = IterationStats() if self._meters.vllm is not None and outputs.outputs else None
+        for start in range(0, len(outputs.outputs), OUTPUTS_PER_SLICE):
+            if start:
+                await asyncio.sleep(0)
+            accepted = self.book.accept(link, outputs.outputs[start : start + OUTPUTS_PER_SLICE])
+            self._process(accepted, outputs.timestamp, iteration_stats, outputs.weight_version)
+        self._output_processor.update_scheduler_stats(outputs.scheduler_stats)
+        self._meters.batch(link, batch, iteration_stats)
+
+    def on_failed(self, request_id: str, error: Exception) -> None:
+        """The book gave a request up."""
+        state = self._output_processor.request_states.get(request_id)
+        if state is not None and state.queue is not None:
+            state.queue.put(error)  # `generate` raises it and aborts what else belongs to the request
+
+    def on_finished(self, output: EngineCoreOutput) -> None:
+        """A request was complete when its instance died."""
+        self._process([output], 0.0, None, None)
+
+    def on_dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
+        """A request went to an instance."""
+        self._meters.dispatched(key, num_resumed_tokens)
+
+    def on_resumed(self, gap_s: float) -> None:
+        """A lost request's next token came."""
+        self._meters.resumed(gap_s)
+
+    # Inside --------------------------------------------------------------------------------------------------
+
+    async def _process_inputs(
+        self, request_id: str, prompt: Any, params: Any, inputs: Mapping[str, Any]
+    ) -> EngineCoreRequest:
+        tasks = await self.get_supported_tasks()
+        inputs = {**inputs, "trace_headers": None, "data_parallel_rank": None}
+        processor = self.input_processor
+        if isinstance(prompt, dict) and "type" in prompt:  # rendered already: nothing here blocks
+            request = processor.process_inputs(request_id, prompt, params, supported_tasks=tasks, **inputs)
+        else:
+            request = await processor.process_inputs_async(request_id, prompt, params, supported_tasks=tasks, **inputs)
+        processor.assign_request_id(request)
+        return request
+
+    def _start(self, request: EngineCoreRequest, prompt_text: str | None) -> RequestOutputCollector:
+        """Registers the request, as `n` sequences, and sends them off."""
+        params = request.sampling_params
+        assert params is not None, "only generation is supported"
+        collector = RequestOutputCollector(params.output_kind, request.request_id)
+        if params.n == 1:
+            self._output_processor.add_request(request, prompt_text, None, 0, collector)
+            self.book.add(request)
+            return collector
+        parent = ParentRequest(request)
+        children = []
+        for index in range(params.n):
+            child = copy(request)
+            child.request_id, child.sampling_params = parent.get_child_info(index)
+            self._output_processor.add_request(child, prompt_text, parent, index, collector)
+            children.append(child)
+        for child in children:
+            self.book.add(child)
+        return collector
+
+    def _process(
+        self,
+        outputs: list[EngineCoreOutput],
+        timestamp_s: float,
+        iteration_stats: IterationStats | None,
+        weight_version: str | None,
+    ) -> None:
+        try:
+            processed = self._output_processor.process_outputs(
+                outputs, timestamp_s, iteration_stats, weight_version=weight_version
+            )
+        except Exception as error:
+            # Nothing can be said of the requests in this batch; those of other batches go on.
+            logger.exception("a batch of outputs could not be processed")
+            for output in outputs:
+                failure = EngineGenerateError()
+                failure.__cause__ = error
+                self.on_failed(output.request_id, failure)
+            return
+        if processed.reqs_to_abort:
+            self.book.abort(processed.reqs_to_abort)
+
+    def _abort(self, request_ids: list[str], *, internal: bool) -> None:
+        self.book.abort(self._output_processor.abort_requests(request_ids, internal))
+
+    # What a cluster does not do; no route leads here -----------------------------------------------------------
+
+    async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
+        """Pooling models are not served."""
+        _unsupported("encode")
+        yield
+
+    async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None:
+        """No request carries KV transfer parameters."""
+
+    async def start_profile(self, *args: Any, **kwargs: Any) -> None:
+        """Not offered."""
+        _unsupported("start_profile")
+
+    async def stop_profile(self) -> None:
+        """Not offered."""
+        _unsupported("stop_profile")
+
+    async def reset_mm_cache(self) -> None:
+        """Not offered."""
+        _unsupported("reset_mm_cache")
+
+    async def reset_encoder_cache(self) -> None:
+        """Not offered."""
+        _unsupported("reset_encoder_cache")
+
+    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+        """Not offered."""
+        _unsupported("reset_prefix_cache")
+
+    async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
+        """Not offered."""
+        _unsupported("sleep")
+
+    async def release_kv_cache_memory(self) -> None:
+        """Not offered."""
+        _unsupported("release_kv_cache_memory")
+
+    async def wake_up(self, tags: list[str] | None = None) -> bool:
+        """Not offered."""
+        _unsupported("wake_up")
+
+    async def is_sleeping(self) -> bool:
+        """Never."""
+        return False
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        """Not offered."""
+        _unsupported("add_lora")
+
+    async def pause_generation(self, *, mode: Any = "abort", clear_cache: bool = True) -> None:
+        """Not offered."""
+        _unsupported("pause_generation")
+
+    async def resume_generation(self) -> None:
+        """Not offered."""
+        _unsupported("resume_generation")
+
+    async def is_paused(self) -> bool:
+        """Never."""
+        return False
+
+
+def _unsupported(name: str) -> NoReturn:
+    raise NotImplementedError(f"a PengServe ingress has no {name}")

@@ -1,0 +1,235 @@
+"""The first thing a request meets: its id, its key, its size, its shape, and a place among those in flight.
+
+Pure ASGI, so that streams pass through untouched. The body is read here, once, and handed on as one message.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+import re
+import secrets
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pengserve.cluster.ingress.body import check_common, check_generation, parse_object
+from pengserve.cluster.ingress.config import IngressConfig
+from pengserve.cluster.ingress.errors import RequestRefused, respond
+from pengserve.cluster.ingress.traffic import Ticket, Traffic
+
+logger = logging.getLogger(__name__)
+
+BODY_TIMEOUT_S = 60.0
+GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
+TOKEN_PATHS = frozenset({"/tokenize", "/detokenize"})
+ADMIN_PREFIX = "/cluster/"
+
+# Headers by which vLLM lets a trusted router steer it; a client is none.
+_DROPPED_HEADERS = frozenset({b"x-data-parallel-rank", b"x-vllm-priority", b"x-session-id", b"x-request-id"})
+_SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
+
+current_ticket: ContextVar[Ticket | None] = ContextVar("current_ticket", default=None)
+
+
+class Keys:
+    """A set of keys that is compared in constant time."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys if key]
+
+    def __bool__(self) -> bool:
+        return bool(self._digests)
+
+    def accept(self, key: str) -> bool:
+        """Whether `key` is one of them."""
+        digest = hashlib.sha256(key.encode("utf-8", "replace")).digest()
+        found = False
+        for known in self._digests:
+            found |= hmac.compare_digest(digest, known)
+        return found
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One request as the guard sees it."""
+
+    scope: Scope
+    headers: Headers
+    request_id: str
+    started: bool = False  # the head of the answer is out
+    finished: bool = False  # and its end as well
+
+
+class Guard:
+    """ASGI middleware around the whole application."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        config: IngressConfig,
+        traffic: Traffic,
+        vocab_size: int,
+        on_rejected: Callable[[str], None] = lambda reason: None,
+    ) -> None:
+        self._app, self._config, self._traffic, self._vocab_size = app, config, traffic, vocab_size
+        self._on_rejected = on_rejected
+        self._api_keys = Keys(config.api_keys)
+        self._admin_keys = Keys([config.admin_key])
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": 1000})
+            return
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        exchange = _Exchange(scope, headers, _request_id(headers))
+        send = self._noting(exchange, send)
+        try:
+            await self._serve(exchange, receive, send)
+        except RequestRefused as refused:
+            self._on_rejected(_REASONS.get(refused.status, "invalid"))
+            await respond(refused)(scope, receive, send)
+        except Exception as error:  # the last line: whatever came through, the client gets an answer in shape
+            if exchange.finished:
+                return  # Starlette raises again what it has answered already
+            if exchange.started:
+                logger.exception("request %s failed in the middle of its answer", exchange.request_id)
+                raise
+            await respond(error)(scope, receive, send)
+
+    async def _serve(self, exchange: _Exchange, receive: Receive, send: Send) -> None:
+        path = _path(exchange.scope)
+        self._authenticate(path, exchange.headers)
+        scope = _with_own_headers(exchange)
+        if exchange.scope["method"] != "POST" or path not in GENERATION_PATHS | TOKEN_PATHS:
+            await self._app(scope, _bounded(receive, self._config.limits.max_body_bytes), send)
+            return
+        body = await self._read(exchange.headers, receive)
+        data = parse_object(body)
+        replayed = _replay(body, receive)
+        if path in TOKEN_PATHS:
+            check_common(data)
+            await self._app(scope, replayed, send)
+            return
+        num_sequences = check_generation(data, self._config.limits, self._vocab_size)
+        with self._traffic.ticket(num_sequences) as ticket:
+            token = current_ticket.set(ticket)
+            try:
+                await self._app(scope, replayed, send)
+            finally:
+                current_ticket.reset(token)
+
+    def _noting(self, exchange: _Exchange, send: Send) -> Send:
+        """`send` that puts the request id on the answer and notes that it has begun."""
+        is_echoed = self._config.is_id_echoed and exchange.headers.get("x-request-id") == exchange.request_id
+
+        async def noting(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.started = True
+                message.setdefault("headers", [])
+                if not is_echoed:
+                    MutableHeaders(scope=message)["x-request-id"] = exchange.request_id
+            elif message["type"] == "http.response.body" and not message.get("more_body", False):
+                exchange.finished = True
+            await send(message)
+
+        return noting
+
+    def _authenticate(self, path: str, headers: Headers) -> None:
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        bearer = key.strip() if scheme.lower() == "bearer" else ""
+        if path.startswith(ADMIN_PREFIX):
+            self._authenticate_admin(headers.get("x-pengserve-admin-key") or bearer)
+            return
+        is_guarded = path.startswith("/v1") or path in TOKEN_PATHS
+        if is_guarded and self._api_keys and not self._api_keys.accept(bearer):
+            raise RequestRefused(401, "An API key is needed: send it as `Authorization: Bearer KEY`.")
+
+    def _authenticate_admin(self, key: str) -> None:
+        if not self._admin_keys:
+            if self._config.is_loopback:
+                return
+            raise RequestRefused(403, "Cluster routes are closed until security.admin_key is set.")
+        if not self._admin_keys.accept(key):
+            raise RequestRefused(401, "The admin key is needed: send it as `x-pengserve-admin-key` or a bearer key.")
+
+    async def _read(self, headers: Headers, receive: Receive) -> bytes:
+        """The whole body, never more than the limit in memory."""
+        if headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
+            raise RequestRefused(400, "Content-Type must be application/json.", param="Content-Type")
+        most = self._config.limits.max_body_bytes
+        announced = headers.get("content-length", "")
+        if announced.isdecimal() and int(announced[:18]) > most:
+            raise _too_large(most)
+        chunks, size = [], 0
+        try:
+            async with asyncio.timeout(BODY_TIMEOUT_S):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise RequestRefused(400, "The body ended early.")
+                    chunk = message.get("body", b"")
+                    size += len(chunk)
+                    if size > most:
+                        raise _too_large(most)
+                    chunks.append(chunk)
+                    if not message.get("more_body", False):
+                        return b"".join(chunks)
+        except TimeoutError:
+            raise RequestRefused(408, f"The body did not arrive within {BODY_TIMEOUT_S:g} s.") from None
+
+
+_REASONS = {401: "auth", 403: "auth", 413: "body_size"}
+
+
+def _path(scope: Scope) -> str:
+    root = scope.get("root_path", "")
+    path: str = scope["path"]
+    return path.removeprefix(root) if root else path
+
+
+def _request_id(headers: Headers) -> str:
+    given = headers.get("x-request-id", "")
+    return given if _SANE_ID.fullmatch(given) else secrets.token_hex(16)
+
+
+def _with_own_headers(exchange: _Exchange) -> Scope:
+    kept = [(name, value) for name, value in exchange.scope["headers"] if name.lower() not in _DROPPED_HEADERS]
+    return {**exchange.scope, "headers": [*kept, (b"x-request-id", exchange.request_id.encode())]}
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """`receive` with the body, already read, as its first message."""
+    first: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def replay() -> Message:
+        return first.pop() if first else await receive()
+
+    return replay
+
+
+def _bounded(receive: Receive, most: int) -> Receive:
+    """`receive` that refuses to hand on more than `most` bytes."""
+    size = 0
+
+    async def bounded() -> Message:
+        nonlocal size
+        message = await receive()
+        size += len(message.get("body", b""))
+        if size > most:
+            raise _too_large(most)
+        return message
+
+    return bounded
+
+
+def _too_large(most: int) -> RequestRefused:
+    return RequestRefused(413, f"The body may have at most {most} bytes.")

@@ -1,0 +1,145 @@
+"""One channel per route of the routing table: opened, read, given up and opened again."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from pengserve.planners.types.errors import EngineError, LinkLostError
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.snapshot import Route, RoutingTable
+from pengserve.replicas.engine.link import InstanceLink, StepBatch
+
+logger = logging.getLogger(__name__)
+
+CONNECT_TIMEOUT_S = 5.0
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.05, 2.0
+SWEEP_S = 1.0
+REPORT_TIMEOUT_S = 5.0
+
+
+class LinkHandler(Protocol):
+    """Who uses the links. All methods are called in the event loop and, but for `on_batch`, must not wait."""
+
+    def on_up(self, link: InstanceLink) -> None:
+        """`link` is open and takes requests."""
+
+    async def on_batch(self, link: InstanceLink, batch: StepBatch) -> None:
+        """The next batch of `link`; batches of one link come one after the other."""
+
+    def on_down(self, link: InstanceLink, *, lost: bool) -> None:
+        """`link` is gone: `lost` if unasked, else closed here."""
+
+    def is_busy(self, link: InstanceLink) -> bool:
+        """Whether a request still runs over `link`."""
+
+
+class LinkPool:
+    """Keeps the links in step with the routing table.
+
+    An instance that left the table (it drains) gets nothing new, and its link is closed when its last request ended.
+    """
+
+    def __init__(
+        self, handler: LinkHandler, *, token: str, client_id: str, report_lost: Callable[[InstanceKey, str], Awaitable]
+    ) -> None:
+        self._handler, self._token, self._client_id = handler, token, client_id
+        self._report_lost = report_lost
+        self._routes: dict[InstanceKey, Route] = {}
+        self._links: dict[InstanceKey, InstanceLink] = {}
+        self._closing: set[InstanceKey] = set()
+        self._keepers: dict[InstanceKey, asyncio.Task[None]] = {}
+        self._reports: set[asyncio.Task[None]] = set()
+
+    def apply(self, table: RoutingTable) -> None:
+        """Takes a newer table into use. Returns at once; new links open in the background."""
+        self._routes = {route.key: route for route in table.routes}
+        for key, route in self._routes.items():
+            if key not in self._keepers:
+                self._keepers[key] = asyncio.create_task(self._keep(route), name=f"link-{key}")
+
+    def ready(self) -> list[InstanceLink]:
+        """Open links that take new requests."""
+        return [link for key, link in self._links.items() if key in self._routes]
+
+    def discard(self, link: InstanceLink) -> None:
+        """A send over `link` failed: it gets nothing more, until its reader has seen the end as well."""
+        key = link.key
+        if key in self._links and self._links[key] is link:
+            del self._links[key]
+
+    async def sweep(self) -> None:
+        """Closes links that nobody needs any more. Runs until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            for key, link in list(self._links.items()):
+                if key not in self._routes and not self._handler.is_busy(link):
+                    self._closing.add(key)
+                    await link.close()
+
+    async def close(self) -> None:
+        """Closes everything; requests that still run are aborted by their instances."""
+        keepers = list(self._keepers.values())
+        self._routes, self._closing = {}, set(self._links)
+        for link in list(self._links.values()):
+            await link.close()
+        for task in (*keepers, *self._reports):
+            task.cancel()
+        await asyncio.gather(*keepers, *self._reports, return_exceptions=True)
+
+    async def _keep(self, route: Route) -> None:
+        """Connects as long as the route is in the table, and reads until the link is lost."""
+        pause_s = FIRST_PAUSE_S
+        try:
+            while route.key in self._routes:
+                why = await self._connect_and_read(route)
+                if route.key in self._closing:
+                    return
+                if not why:
+                    pause_s = FIRST_PAUSE_S
+                    continue
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+        finally:
+            self._closing.discard(route.key)
+            del self._keepers[route.key]
+
+    async def _connect_and_read(self, route: Route) -> str:
+        """Why no connection came about; an empty string when there was one and it has ended."""
+        try:
+            link = await InstanceLink.connect(
+                route.endpoint, token=self._token, client_id=self._client_id, timeout_s=CONNECT_TIMEOUT_S
+            )
+            if link.key != route.key:
+                await link.close()
+                raise LinkLostError(f"{route.endpoint} is instance {link.key} now")
+        except LinkLostError as error:
+            logger.warning("instance %s: %s", route.key, error)
+            self._report(route.key, str(error))
+            return str(error)
+        self._links[link.key] = link
+        logger.info("instance %s: channel open", link.key)
+        try:
+            self._handler.on_up(link)
+            async for batch in link.batches():
+                await self._handler.on_batch(link, batch)
+        except LinkLostError as error:
+            if link.key not in self._closing:
+                logger.warning("%s", error)
+                self._report(link.key, str(error))
+        finally:
+            self.discard(link)
+            self._handler.on_down(link, lost=link.key not in self._closing)
+        return ""
+
+    def _report(self, key: InstanceKey, why: str) -> None:
+        task = asyncio.create_task(self._send_report(key, why))
+        self._reports.add(task)
+        task.add_done_callback(self._reports.discard)
+
+    async def _send_report(self, key: InstanceKey, why: str) -> None:
+        try:
+            async with asyncio.timeout(REPORT_TIMEOUT_S):
+                await self._report_lost(key, why)
+        except (EngineError, TimeoutError) as error:
+            logger.info("the loss of instance %s could not be reported: %s", key, error or "no answer")

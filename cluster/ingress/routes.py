@@ -1,0 +1,76 @@
+"""Where the routing table comes from, and the task that keeps it current."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Protocol
+
+from pengserve.planners.types.errors import EngineError
+from pengserve.planners.types.events import Event
+from pengserve.planners.types.ids import Epoch, InstanceKey
+from pengserve.planners.types.snapshot import ClusterSnapshot, RoutingTable
+
+logger = logging.getLogger(__name__)
+
+POLL_TIMEOUT_S = 10.0  # one long poll; the controller answers at once when the table changes
+GRACE_S = 5.0  # on top of what a call may take by itself
+FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
+
+EMPTY_TABLE = RoutingTable(version=-1, epoch=Epoch(0), routes=())
+
+
+class RoutingSource(Protocol):
+    """The controller, as an ingress sees it. Every method raises EngineError while it cannot be reached."""
+
+    async def routing(self, known_version: int, timeout_s: float) -> RoutingTable:
+        """The table as soon as it is newer than `known_version`, else the current one after `timeout_s`."""
+
+    async def snapshot(self) -> ClusterSnapshot:
+        """All that is known of the cluster."""
+
+    async def events(self, after: int, limit: int) -> tuple[Event, ...]:
+        """Events with a sequence number above `after`."""
+
+    async def report_lost(self, key: InstanceKey, why: str) -> None:
+        """This ingress lost its channel to an instance."""
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Drains and stops all instances; True when nothing was left running."""
+
+
+class RouteWatcher:
+    """Follows the routing table. While the controller is away the last table stays in use."""
+
+    def __init__(
+        self,
+        source: RoutingSource,
+        on_table: Callable[[RoutingTable], None],
+        on_controller: Callable[[bool], None] = lambda up: None,
+    ) -> None:
+        self._source, self._on_table, self._on_controller = source, on_table, on_controller
+        self.table = EMPTY_TABLE
+        self.controller_up = False
+
+    async def run(self) -> None:
+        """Runs until cancelled."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                async with asyncio.timeout(POLL_TIMEOUT_S + GRACE_S):
+                    table = await self._source.routing(self.table.version, POLL_TIMEOUT_S)
+            except (EngineError, TimeoutError) as error:
+                self._set_up(False, str(error) or "no answer")
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+                continue
+            pause_s = FIRST_PAUSE_S
+            self._set_up(True, "")
+            if table.version > self.table.version:
+                self.table = table
+                self._on_table(table)
+
+    def _set_up(self, up: bool, why: str) -> None:
+        if up != self.controller_up:
+            logger.log(logging.INFO if up else logging.WARNING, "controller %s %s", "answers" if up else "away:", why)
+        self.controller_up = up
+        self._on_controller(up)

@@ -1,0 +1,1 @@
+"""Metrics: a catalog, one facade over Prometheus and Ray, and what keeps the cluster's values up to date."""

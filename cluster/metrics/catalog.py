@@ -1,0 +1,250 @@
+"""Every metric PengServe exports, declared once. Documentation, dashboards and tests are made from this list.
+
+A spec's `name` is the name in a Prometheus scrape of the ingress. Through Ray the same metric is `ray_` + `name`.
+Every metric carries the label `app`. The slot of an instance is the label `instance_id`: Prometheus itself owns
+`instance` and would rename ours.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+APP_LABEL = "app"
+"""Label of every metric: the application's name."""
+
+
+class MetricKind(StrEnum):
+    """How a metric moves."""
+
+    COUNTER = "counter"  # only grows; its name ends in `_total`
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class MetricArea(StrEnum):
+    """What a metric is about; sections of the document and rows of the dashboard."""
+
+    TRAFFIC = "Traffic"
+    INSTANCES = "Instances"
+    MEMORY = "Memory"
+    CLUSTER = "Cluster"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricSpec:
+    """One metric: name, kind, unit, labels beside `app`, and what it means."""
+
+    name: str
+    kind: MetricKind
+    area: MetricArea
+    unit: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()  # upper bounds of a histogram, ascending
+
+    def __post_init__(self) -> None:
+        if not self.name.startswith("pengserve_") or ":" in self.name:
+            raise ValueError(f"{self.name} must begin with pengserve_ and have no colon")
+        if (self.kind is MetricKind.COUNTER) != self.name.endswith("_total"):
+            raise ValueError(f"{self.name}: counters, and only they, end in _total")
+        if (self.kind is MetricKind.HISTOGRAM) != bool(self.buckets):
+            raise ValueError(f"{self.name}: histograms, and only they, have buckets")
+        if list(self.buckets) != sorted(set(self.buckets)):
+            raise ValueError(f"{self.name}: buckets must ascend")
+
+    @property
+    def all_labels(self) -> tuple[str, ...]:
+        """Label names in the order that values are given: `app` first."""
+        return (APP_LABEL, *self.labels)
+
+
+CATALOG: dict[str, MetricSpec] = {}
+"""All specs by name, in the order of declaration."""
+
+
+def _declare(spec: MetricSpec) -> MetricSpec:
+    if spec.name in CATALOG:
+        raise ValueError(f"{spec.name} is declared twice")
+    CATALOG[spec.name] = spec
+    return spec
+
+
+def _counter(name: str, area: MetricArea, unit: str, text: str, *labels: str) -> MetricSpec:
+    return _declare(
+        MetricSpec(name=name, kind=MetricKind.COUNTER, area=area, unit=unit, help=text, labels=tuple(labels))
+    )
+
+
+def _gauge(name: str, area: MetricArea, unit: str, text: str, *labels: str) -> MetricSpec:
+    return _declare(MetricSpec(name=name, kind=MetricKind.GAUGE, area=area, unit=unit, help=text, labels=tuple(labels)))
+
+
+def _histogram(
+    name: str, area: MetricArea, unit: str, text: str, *labels: str, buckets: tuple[float, ...]
+) -> MetricSpec:
+    return _declare(
+        MetricSpec(
+            name=name, kind=MetricKind.HISTOGRAM, area=area, unit=unit, help=text, labels=tuple(labels), buckets=buckets
+        )
+    )
+
+
+# One engine step takes from under a millisecond (tiny model) to a few seconds (long prefill).
+_STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
+# From the loss of an instance until the stream goes on: milliseconds, or as long as a replacement takes to load.
+_RESUME_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+_TRAFFIC, _INSTANCES = MetricArea.TRAFFIC, MetricArea.INSTANCES
+_MEMORY, _CLUSTER = MetricArea.MEMORY, MetricArea.CLUSTER
+
+# Traffic: what clients ask of the ingress and what becomes of it.
+REQUESTS = _counter(
+    "pengserve_requests_total",
+    _TRAFFIC,
+    "requests",
+    "Requests that ended, by outcome: `ok` (finished by itself), `aborted` (the client went away), `failed`.",
+    "outcome",
+)
+REQUESTS_RUNNING = _gauge(
+    "pengserve_requests_running", _TRAFFIC, "requests", "Requests this ingress holds open, queued ones included."
+)
+REJECTED = _counter(
+    "pengserve_rejected_total",
+    _TRAFFIC,
+    "requests",
+    "Requests refused before they reached an instance, by reason: `auth`, `body_size`, `invalid`, `overload`, "
+    "`no_instance`, `not_found`.",
+    "reason",
+)
+RESUMED = _counter(
+    "pengserve_requests_resumed_total",
+    _TRAFFIC,
+    "requests",
+    "Requests taken over by another instance, by reason: `lost` (the instance died), `drained`.",
+    "reason",
+)
+RESUMED_TOKENS = _counter(
+    "pengserve_resumed_output_tokens_total",
+    _TRAFFIC,
+    "tokens",
+    "Output tokens that resumed requests already had; the new instance computes their KV again.",
+)
+RESUME_SECONDS = _histogram(
+    "pengserve_resume_seconds",
+    _TRAFFIC,
+    "seconds",
+    "From the loss of a request's instance to the next token from another one.",
+    buckets=_RESUME_BUCKETS_S,
+)
+DISPATCHED = _counter(
+    "pengserve_dispatch_total", _TRAFFIC, "requests", "Requests sent to an instance, resumed ones included.",
+    "instance_id",
+)  # fmt: skip
+
+# Instances: one series per slot. A replacement takes over the series of the dead one.
+INSTANCE_UP = _gauge(
+    "pengserve_instance_up", _INSTANCES, "0 or 1", "1 while the instance is ready for new requests.", "instance_id"
+)
+INSTANCE_INCARNATION = _gauge(
+    "pengserve_instance_incarnation",
+    _INSTANCES,
+    "lives",
+    "How often the slot was filled; each step up is one replacement.",
+    "instance_id",
+)
+INSTANCE_RUNNING = _gauge(
+    "pengserve_instance_requests_running",
+    _INSTANCES,
+    "requests",
+    "Requests in the instance's running batch.",
+    "instance_id",
+)
+INSTANCE_WAITING = _gauge(
+    "pengserve_instance_queue_length",
+    _INSTANCES,
+    "requests",
+    "Requests that wait in the instance's scheduler.",
+    "instance_id",
+)
+INSTANCE_STEP_SECONDS = _histogram(
+    "pengserve_instance_step_seconds",
+    _INSTANCES,
+    "seconds",
+    "Duration of one engine step: schedule, run, sample.",
+    "instance_id",
+    buckets=_STEP_BUCKETS_S,
+)
+INSTANCE_PROMPT_TOKENS = _counter(
+    "pengserve_instance_prompt_tokens_total", _INSTANCES, "tokens", "Prompt tokens computed.", "instance_id"
+)
+INSTANCE_GENERATED_TOKENS = _counter(
+    "pengserve_instance_generated_tokens_total", _INSTANCES, "tokens", "Output tokens sampled.", "instance_id"
+)
+INSTANCE_PREEMPTIONS = _counter(
+    "pengserve_instance_preemptions_total",
+    _INSTANCES,
+    "preemptions",
+    "Running requests put back into the queue for want of KV blocks.",
+    "instance_id",
+)
+INSTANCE_RESUMED = _counter(
+    "pengserve_instance_resumed_total",
+    _INSTANCES,
+    "requests",
+    "Half-decoded requests the instance took over from others.",
+    "instance_id",
+)
+
+# Memory: what each instance holds.
+KV_BLOCKS_USED = _gauge(
+    "pengserve_instance_kv_blocks_used", _MEMORY, "blocks", "KV blocks that running requests hold.", "instance_id"
+)
+KV_BLOCKS = _gauge(
+    "pengserve_instance_kv_blocks", _MEMORY, "blocks", "KV blocks the instance has in all.", "instance_id"
+)
+KV_BYTES = _gauge(
+    "pengserve_instance_kv_bytes", _MEMORY, "bytes", "Size of the instance's KV cache over all layers.", "instance_id"
+)
+WEIGHT_BYTES = _gauge(
+    "pengserve_instance_weight_bytes", _MEMORY, "bytes", "Size of the model parameters it holds.", "instance_id"
+)
+RSS_BYTES = _gauge(
+    "pengserve_instance_rss_bytes", _MEMORY, "bytes", "Resident memory of the instance's process.", "instance_id"
+)
+VIRTUAL_KV_LOAD = _gauge(
+    "pengserve_virtual_kv_load",
+    _MEMORY,
+    "ratio",
+    "Resident KV blocks plus those its queue will need, over all its blocks. Above 1 it is overloaded. "
+    "The dispatcher picks the instance with the least.",
+    "instance_id",
+)
+PREFIX_QUERIES = _counter(
+    "pengserve_instance_prefix_query_tokens_total",
+    _MEMORY,
+    "tokens",
+    "Prompt tokens looked up in the prefix cache.",
+    "instance_id",
+)
+PREFIX_HITS = _counter(
+    "pengserve_instance_prefix_hit_tokens_total",
+    _MEMORY,
+    "tokens",
+    "Prompt tokens found in the prefix cache.",
+    "instance_id",
+)
+
+# Cluster: the shape of the application, as this ingress knows it.
+BUILD_INFO = _gauge("pengserve_build_info", _CLUSTER, "1", "Always 1; the label tells the version.", "version")
+INSTANCES = _gauge("pengserve_instances", _CLUSTER, "instances", "Instances by state.", "state")
+ROUTES = _gauge("pengserve_routes", _CLUSTER, "routes", "Groups that requests can be sent to.")
+ROUTING_VERSION = _gauge(
+    "pengserve_routing_version", _CLUSTER, "version", "Version of the routing table in use; grows with every change."
+)
+LAYOUT_EPOCH = _gauge("pengserve_layout_epoch", _CLUSTER, "epoch", "Epoch of the layout in use.")
+CONTROLLER_UP = _gauge(
+    "pengserve_controller_up", _CLUSTER, "0 or 1", "1 while the controller answers; serving goes on without it."
+)
+LINKS_UP = _gauge("pengserve_links_up", _CLUSTER, "links", "Open request channels to instances.")
+LINK_LOST = _counter(
+    "pengserve_link_lost_total", _CLUSTER, "links", "Request channels that broke unasked.", "instance_id"
+)

@@ -1,0 +1,141 @@
+"""Keeps the metrics of instances and of the cluster in step with what the ingress hears of them."""
+
+import asyncio
+from collections.abc import Callable
+from importlib.metadata import version
+
+from pengserve.cluster.metrics import catalog
+from pengserve.cluster.metrics.catalog import MetricSpec
+from pengserve.cluster.metrics.facade import Histogram, Metrics
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.snapshot import (
+    ClusterSnapshot,
+    InstanceSnapshot,
+    InstanceState,
+    InstanceStats,
+    KvCapacity,
+    RoutingTable,
+)
+from pengserve.planners.types.units import blocks_for
+
+_TOTALS: tuple[tuple[MetricSpec, str], ...] = (
+    (catalog.INSTANCE_PROMPT_TOKENS, "total_prompt_tokens"),
+    (catalog.INSTANCE_GENERATED_TOKENS, "total_generated_tokens"),
+    (catalog.INSTANCE_PREEMPTIONS, "total_preemptions"),
+    (catalog.INSTANCE_RESUMED, "total_resumed"),
+    (catalog.PREFIX_QUERIES, "total_prefix_queries"),
+    (catalog.PREFIX_HITS, "total_prefix_hits"),
+)
+
+
+class ClusterValues:
+    """Newest stats, snapshot and routing table, turned into metrics when they are read.
+
+    Only `on_batch` is on the hot path: one dict store and one histogram observation. Totals of an instance only grow
+    within one incarnation; the counters add the differences, so a replacement's totals go on top of the dead one's.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._stats: dict[InstanceKey, InstanceStats] = {}
+        self._capacity: dict[InstanceKey, KvCapacity] = {}
+        self._counted: dict[InstanceKey, InstanceStats] = {}
+        self._step_seconds: dict[int, Histogram] = {}
+        metrics.gauge(catalog.BUILD_INFO, version=version("pengserve")).set(1)
+        metrics.on_refresh(self.publish)
+
+    def on_batch(self, key: InstanceKey, stats: InstanceStats) -> None:
+        """A token batch arrived from an instance with these stats."""
+        self._stats[key] = stats
+        histogram = self._step_seconds.get(key.instance_id)
+        if histogram is None:
+            histogram = self._metrics.histogram(catalog.INSTANCE_STEP_SECONDS, instance_id=str(key.instance_id))
+            self._step_seconds[key.instance_id] = histogram
+        histogram.observe(stats.last_step_s)
+
+    def on_link_up(self, key: InstanceKey, capacity: KvCapacity) -> None:
+        """A request channel to an instance was opened."""
+        self._capacity[key] = capacity
+        self._metrics.gauge(catalog.INSTANCE_UP, instance_id=str(key.instance_id)).set(1)
+        self._metrics.gauge(catalog.INSTANCE_INCARNATION, instance_id=str(key.instance_id)).set(key.incarnation)
+        self._metrics.gauge(catalog.LINKS_UP).set(len(self._capacity))
+
+    def on_link_down(self, key: InstanceKey, *, lost: bool) -> None:
+        """A request channel is gone: `lost` if unasked, else closed by us."""
+        self.publish()  # what the instance did until its end is still to be counted
+        self._capacity.pop(key, None)
+        self._stats.pop(key, None)
+        self._counted.pop(key, None)
+        self._metrics.gauge(catalog.LINKS_UP).set(len(self._capacity))
+        slot = str(key.instance_id)
+        if lost:
+            self._metrics.counter(catalog.LINK_LOST, instance_id=slot).inc()
+        if not any(other.instance_id == key.instance_id for other in self._capacity):
+            for spec in (catalog.INSTANCE_UP, catalog.INSTANCE_RUNNING, catalog.INSTANCE_WAITING):
+                self._metrics.gauge(spec, instance_id=slot).set(0)
+            for spec in (catalog.KV_BLOCKS_USED, catalog.VIRTUAL_KV_LOAD):
+                self._metrics.gauge(spec, instance_id=slot).set(0)
+
+    def on_routing(self, table: RoutingTable) -> None:
+        """A routing table is in use."""
+        self._metrics.gauge(catalog.ROUTING_VERSION).set(table.version)
+        self._metrics.gauge(catalog.LAYOUT_EPOCH).set(table.epoch)
+        self._metrics.gauge(catalog.ROUTES).set(len(table.routes))
+
+    def on_controller(self, *, up: bool) -> None:
+        """The controller answered, or did not."""
+        self._metrics.gauge(catalog.CONTROLLER_UP).set(up)
+
+    def on_snapshot(self, snapshot: ClusterSnapshot) -> None:
+        """The controller's view of all instances, dead and starting ones too."""
+        for state in InstanceState:
+            num = sum(instance.state is state for instance in snapshot.instances)
+            self._metrics.gauge(catalog.INSTANCES, state=state.value).set(num)
+        for instance in snapshot.instances:
+            self._publish_snapshot(instance)
+
+    def publish(self) -> None:
+        """Sets all gauges and counters from the newest stats."""
+        for key, stats in self._stats.items():
+            self._publish_stats(key, stats)
+
+    async def publish_forever(self, period_s: float, snapshot: Callable[[], None] | None = None) -> None:
+        """For Ray, which nobody scrapes through `exposition`: refreshes every `period_s` until cancelled."""
+        while True:
+            if snapshot is not None:
+                snapshot()
+            self._metrics.refresh()
+            await asyncio.sleep(period_s)
+
+    def _publish_stats(self, key: InstanceKey, stats: InstanceStats) -> None:
+        slot, metrics = str(key.instance_id), self._metrics
+        metrics.gauge(catalog.INSTANCE_RUNNING, instance_id=slot).set(stats.num_running)
+        metrics.gauge(catalog.INSTANCE_WAITING, instance_id=slot).set(stats.num_waiting)
+        metrics.gauge(catalog.KV_BLOCKS_USED, instance_id=slot).set(stats.kv_blocks_used)
+        capacity = self._capacity.get(key)
+        if capacity is not None:
+            self._publish_capacity(slot, capacity)
+            queued = blocks_for(stats.queued_tokens, capacity.block_size)
+            load = (stats.kv_blocks_used + queued) / max(capacity.num_blocks, 1)
+            metrics.gauge(catalog.VIRTUAL_KV_LOAD, instance_id=slot).set(load)
+        before = self._counted.get(key, InstanceStats())
+        for spec, field in _TOTALS:
+            grown = getattr(stats, field) - getattr(before, field)
+            if grown > 0:
+                metrics.counter(spec, instance_id=slot).inc(grown)
+        self._counted[key] = stats
+
+    def _publish_capacity(self, slot: str, capacity: KvCapacity) -> None:
+        kv_bytes = capacity.num_blocks * capacity.bytes_per_block
+        self._metrics.gauge(catalog.KV_BLOCKS, instance_id=slot).set(capacity.num_blocks)
+        self._metrics.gauge(catalog.KV_BYTES, instance_id=slot).set(kv_bytes)
+        self._metrics.gauge(catalog.WEIGHT_BYTES, instance_id=slot).set(capacity.weight_bytes)
+
+    def _publish_snapshot(self, instance: InstanceSnapshot) -> None:
+        slot = str(instance.instance_id)
+        ready = instance.state is InstanceState.READY
+        self._metrics.gauge(catalog.INSTANCE_UP, instance_id=slot).set(ready)
+        self._metrics.gauge(catalog.INSTANCE_INCARNATION, instance_id=slot).set(instance.key.incarnation)
+        self._metrics.gauge(catalog.RSS_BYTES, instance_id=slot).set(instance.rss_bytes)
+        if instance.capacity is not None:
+            self._publish_capacity(slot, instance.capacity)

@@ -1,0 +1,401 @@
+"""The user's configuration: a YAML file, then `PENGSERVE_` variables, then explicit overrides; the later one wins.
+
+    instances: {count: 4}                          in the file
+    PENGSERVE_INSTANCES__COUNT=4                   in the environment
+    load_settings(path, instances={"count": 4})    in code
+
+Only `load_settings` (and `unsafe_environment`) look at the environment, and this is the one file that does.
+`Settings` is a plain pydantic model: `Settings.model_validate(data)` and `parse_settings(data)` take the data as it is.
+That matters to the Serve builder, which runs on another machine: the values travel there once, made by
+`Settings.to_args()`, and a stray variable over there changes nothing.
+
+Standard library and pydantic only: the command line imports this for `--help`.
+"""
+
+import difflib
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
+
+from pengserve.planners.types.config import ControllerConfig, InstanceConfig
+from pengserve.planners.types.errors import ConfigError
+from pengserve.planners.types.units import MIB
+
+ENV_PREFIX = "PENGSERVE_"
+
+# Read by the command line (typer) for commands that talk to a running application; no setting of one.
+CLI_VARIABLES = frozenset({"PENGSERVE_URL", "PENGSERVE_API_KEY", "PENGSERVE_ADMIN_KEY"})
+
+# Kubernetes puts these into every pod beside a service called "pengserve..."; nobody wrote them by hand.
+_KUBERNETES_VARIABLE = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)$")
+
+_LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+
+CPU_ENGINE_DEFAULTS: Mapping[str, Any] = {
+    "enforce_eager": True,  # compiling costs minutes and gains little for models that fit a CPU
+    "async_scheduling": False,
+    "enable_prefix_caching": True,
+    "kv_cache_memory_bytes": 256 * MIB,
+}
+CUDA_ENGINE_DEFAULTS: Mapping[str, Any] = {"async_scheduling": False, "enable_prefix_caching": True}
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
+
+
+class InstanceSettings(_Section):
+    """How many instances, and what each one gets."""
+
+    count: int = Field(default=2, ge=1, le=4096)
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto looks at the machine that reads the settings
+    cpu_threads: int = Field(default=1, ge=1)  # OpenMP threads of an instance on CPU
+    cpus: float = Field(default=1, ge=0)  # logical CPUs that Ray reserves for an instance
+    gpus: float | None = Field(default=None, ge=0)  # None: 1 on cuda, 0 on cpu
+    channel_host: str = ""
+    lease_s: float = Field(default=30, gt=0)
+
+
+class HttpSettings(_Section):
+    """Where the OpenAI API listens."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=1, le=65535)
+    ingress_replicas: int = Field(default=1, ge=1)
+    proxy: Literal["haproxy", "serve"] = "haproxy"
+    ssl_keyfile: str | None = None
+    ssl_certfile: str | None = None
+
+    @model_validator(mode="after")
+    def _both_ssl_files(self) -> "HttpSettings":
+        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
+            raise ValueError("ssl_keyfile and ssl_certfile go together: give both or neither")
+        if self.ssl_keyfile is not None and self.proxy == "haproxy":
+            raise ValueError("TLS needs `proxy: serve`: HAProxy as Ray Serve runs it speaks none")
+        return self
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether nobody outside this machine can connect."""
+        return self.host in _LOOPBACK_HOSTS
+
+
+class SecuritySettings(_Section):
+    """Keys. Empty `api_keys` leaves the API open, which is accepted on a loopback address alone."""
+
+    api_keys: list[SecretStr] = []
+    admin_key: SecretStr | None = None
+
+    @field_validator("api_keys", mode="before")
+    @classmethod
+    def _one_key_is_a_list(cls, value: Any) -> Any:
+        return _as_list(value)
+
+    @model_validator(mode="after")
+    def _no_empty_keys(self) -> "SecuritySettings":
+        keys = [*self.api_keys, *([self.admin_key] if self.admin_key else [])]
+        if any(not key.get_secret_value().strip() for key in keys):
+            raise ValueError("an empty key would let everybody in: leave it out or give it a value")
+        return self
+
+
+class LimitSettings(_Section):
+    """What one request, and all of them together, may ask for."""
+
+    max_body_bytes: int = Field(default=4 * MIB, ge=1024)
+    max_n: int = Field(default=16, ge=1)
+    max_stop_strings: int = Field(default=16, ge=0)
+    max_queued_requests: int = Field(default=512, ge=1)
+    request_timeout_s: float = Field(default=0, ge=0)  # 0: no limit
+
+
+class OpenAISettings(_Section):
+    """How vLLM's OpenAI layer reads and writes messages."""
+
+    chat_template: str | None = None
+    tool_call_parser: str | None = None
+    enable_auto_tool_choice: bool = False
+    reasoning_parser: str | None = None
+
+
+class ControllerSettings(_Section):
+    """The control loop's periods and patience; see `planners.types.config.ControllerConfig`."""
+
+    tick_s: float = Field(default=0.5, gt=0)
+    status_timeout_s: float = Field(default=3, gt=0)
+    lost_after_s: float = Field(default=10, gt=0)
+    start_timeout_s: float = Field(default=600, gt=0)
+    restart_backoff_s: float = Field(default=1, gt=0)
+    restart_backoff_max_s: float = Field(default=60, gt=0)
+    drain_timeout_s: float = Field(default=60, ge=0)
+
+
+class MetricsSettings(_Section):
+    """Who collects metrics: Prometheus scrapes the ingress, or Ray's agent exports them."""
+
+    backend: Literal["auto", "prometheus", "ray"] = "auto"
+
+
+class Settings(_Section):
+    """Everything the user decides about one application. Unknown keys are refused."""
+
+    app: str = Field(default="pengserve", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    model: str = Field(min_length=1)
+    served_model_name: list[str] = []  # empty: the last part of `model`
+    instances: InstanceSettings = InstanceSettings()
+    engine: dict[str, Any] = {}  # vLLM engine arguments by their Python names, passed through
+    http: HttpSettings = HttpSettings()
+    security: SecuritySettings = SecuritySettings()
+    limits: LimitSettings = LimitSettings()
+    openai: OpenAISettings = OpenAISettings()
+    controller: ControllerSettings = ControllerSettings()
+    metrics: MetricsSettings = MetricsSettings()
+    event_log: str = ""  # JSONL file; empty keeps events in memory alone
+
+    @field_validator("served_model_name", mode="before")
+    @classmethod
+    def _one_name_is_a_list(cls, value: Any) -> Any:
+        return _as_list(value)
+
+    @field_validator("engine")
+    @classmethod
+    def _python_names(cls, value: dict[str, Any]) -> dict[str, Any]:
+        engine = {key.replace("-", "_"): item for key, item in value.items()}
+        for key, instead in {"model": "model", "served_model_name": "served_model_name"}.items():
+            if key in engine:
+                raise ValueError(f"{key} is set by the top-level key {instead!r}, not under engine")
+        return engine
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_model(cls, data: Any) -> Any:
+        # A local directory becomes absolute here, in the user's current directory: instances run elsewhere.
+        if not isinstance(data, Mapping) or not isinstance(data.get("model"), str) or not data["model"]:
+            return data
+        directory = Path(data["model"]).expanduser()
+        model = str(directory.resolve()) if directory.is_dir() else data["model"]
+        names = data.get("served_model_name") or [Path(model).name]
+        return {**data, "model": model, "served_model_name": names}
+
+    @model_validator(mode="after")
+    def _open_only_on_loopback(self) -> "Settings":
+        if not self.http.is_loopback and not self.security.api_keys:
+            raise ValueError(
+                f"http.host {self.http.host!r} can be reached from other machines, so security.api_keys must hold at"
+                " least one key; or use 127.0.0.1"
+            )
+        return self
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        """The device in use: `auto` is cuda where this machine has a CUDA driver, else cpu."""
+        if self.instances.device == "auto":
+            return "cuda" if has_cuda_driver() else "cpu"
+        return self.instances.device
+
+    @property
+    def gpus_per_instance(self) -> float:
+        """GPUs that Ray reserves for an instance."""
+        if self.instances.gpus is not None:
+            return self.instances.gpus
+        return 1.0 if self.device == "cuda" else 0.0
+
+    def engine_args(self) -> dict[str, Any]:
+        """The vLLM engine arguments of an instance: the device's defaults under the user's."""
+        defaults = CPU_ENGINE_DEFAULTS if self.device == "cpu" else CUDA_ENGINE_DEFAULTS
+        return {**defaults, **self.engine}
+
+    def instance_config(self, channel_token: str) -> InstanceConfig:
+        """What an instance is started with. `channel_token` is the request channel's shared secret."""
+        return InstanceConfig(
+            app=self.app,
+            model=self.model,
+            device=self.device,
+            cpu_threads=self.instances.cpu_threads,
+            engine=self.engine_args(),
+            channel_token=channel_token,
+            channel_host=self.instances.channel_host,
+            lease_s=self.instances.lease_s,
+            drain_timeout_s=self.controller.drain_timeout_s,
+        )
+
+    def controller_config(self) -> ControllerConfig:
+        """What the controller is started with."""
+        return ControllerConfig(
+            app=self.app,
+            num_instances=self.instances.count,
+            cpus_per_instance=self.instances.cpus,
+            gpus_per_instance=self.gpus_per_instance,
+            event_log_path=self.event_log,
+            **self.controller.model_dump(),
+        )
+
+    def to_args(self) -> dict[str, Any]:
+        """The settings as JSON data WITH the secrets in the clear, for the Serve builder alone; never log it.
+
+        `Settings.model_validate(settings.to_args())` equals `settings`.
+        """
+        data = self.model_dump(mode="json")
+        admin_key = self.security.admin_key
+        data["security"] = {
+            "api_keys": [key.get_secret_value() for key in self.security.api_keys],
+            "admin_key": admin_key.get_secret_value() if admin_key else None,
+        }
+        return data
+
+
+def load_settings(path: str | os.PathLike[str] | None, **overrides: Any) -> Settings:
+    """Settings from the YAML file at `path` (None: no file), then the environment, then `overrides`.
+
+    Overrides are nested as in the file (`instances={"count": 4}`); a None among them says nothing.
+
+    Raises:
+        ConfigError: names the key or variable, and what would be accepted.
+    """
+    data = _merge(_merge(_read_yaml(path), _read_environment()), _without_none(overrides))
+    return parse_settings(data, source=str(path) if path is not None else "")
+
+
+def parse_settings(data: Mapping[str, Any], source: str = "") -> Settings:
+    """Settings from data alone; the environment is not read.
+
+    Raises:
+        ConfigError: names the key, and what would be accepted.
+    """
+    try:
+        return Settings.model_validate(data)
+    except ValidationError as error:
+        problems = "; ".join(dict.fromkeys(_explain(e) for e in error.errors(include_url=False)))
+        raise ConfigError(f"{problems}{f' (in {source})' if source else ''}") from None
+
+
+def has_cuda_driver() -> bool:
+    """Whether this machine has an NVIDIA driver. Looks at files alone: importing torch would cost seconds."""
+    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+
+
+def unsafe_environment() -> list[str]:
+    """One sentence for each variable that makes vLLM accept what a server must not; empty when all is well."""
+    traps = {
+        "VLLM_SERVER_DEV_MODE": "it opens routes that reset, sleep and collectively call the engine",
+        "VLLM_ALLOW_INSECURE_SERIALIZATION": "it lets pickled code in over the network",
+    }
+    return [
+        f"{name} is set, and {why}: unset it and start again"
+        for name, why in traps.items()
+        if os.environ.get(name, "").strip().lower() not in ("", "0", "false")
+    ]
+
+
+def refuse_unsafe_environment() -> None:
+    """Raise ConfigError where `unsafe_environment` finds anything."""
+    if traps := unsafe_environment():
+        raise ConfigError("; ".join(traps))
+
+
+class _Environment(Settings, BaseSettings):
+    # Lends its fields to pydantic-settings' environment reader; never instantiated.
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, env_nested_delimiter="__", extra="forbid")
+
+
+def _read_yaml(path: str | os.PathLike[str] | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    try:
+        data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read the configuration file {path}: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if data is None:
+        return {}
+    if not isinstance(data, dict) or not all(isinstance(key, str) for key in data):
+        raise ConfigError(f"{path} must hold keys and values, such as `model: ./my-model`")
+    return data
+
+
+def _read_environment() -> dict[str, Any]:
+    _refuse_unknown_variables()
+    try:
+        data = EnvSettingsSource(_Environment, case_sensitive=False)()
+    except SettingsError as error:
+        raise ConfigError(
+            f"{error}: lists and whole sections are given as JSON, for example"
+            f" {ENV_PREFIX}SERVED_MODEL_NAME='[\"demo\"]'"
+        ) from None
+    # Engine arguments have no declared types here, so "2048" and "true" are read as YAML reads them.
+    if isinstance(engine := data.get("engine"), dict):
+        data["engine"] = {k: yaml.safe_load(v) if isinstance(v, str) else v for k, v in engine.items()}
+    return data
+
+
+def _refuse_unknown_variables() -> None:
+    # A misspelt variable would be left out without a word, so it is refused as a misspelt key is. What follows a
+    # section's `__` is checked by the model.
+    known = [ENV_PREFIX + path.replace(".", "__").upper() for path in _paths(Settings)]
+    for name in sorted(os.environ):
+        upper = name.upper()
+        rest = upper.removeprefix(ENV_PREFIX)
+        if rest == upper or upper in CLI_VARIABLES or _KUBERNETES_VARIABLE.search(rest):
+            continue
+        if rest == "PORT" and "://" in os.environ[name]:  # Kubernetes again
+            continue
+        if rest.split("__")[0].lower() not in Settings.model_fields:
+            raise ConfigError(f"the variable {name} sets nothing{_did_you_mean(upper, known)}")
+
+
+def _paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _paths(field.annotation, f"{prefix}{name}.")
+
+
+def _did_you_mean(key: str, known: list[str]) -> str:
+    by_end = [
+        name for name in known if re.split(r"__|\.", name)[-1] == re.split(r"__|\.", key.removeprefix(ENV_PREFIX))[-1]
+    ]
+    guesses = by_end[:1] or difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    return (
+        f"; did you mean {guesses[0]}?"
+        if guesses
+        else f"; known: {', '.join(k for k in known if '__' not in k and '.' not in k)}"
+    )
+
+
+def _explain(error: Mapping[str, Any]) -> str:
+    # Values are left out under `security`: an error message ends up in logs.
+    key = ".".join(str(part) for part in error["loc"])
+    message = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key!r}{_did_you_mean(key, list(_paths(Settings)))}"
+    if error["type"] == "missing":
+        hint = ", a local Hugging Face directory (`pengserve model make-demo DIR` makes one)" if key == "model" else ""
+        return f"{key} is missing: give it{hint}"
+    if error["type"] == "value_error":
+        return f"{key}: {message}" if key else message
+    got = "" if key.startswith("security") or isinstance(error["input"], Mapping) else f", got {error['input']!r}"
+    return f"{key}: {message[:1].lower()}{message[1:]}{got}"
+
+
+def _merge(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        merged[key] = _merge(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return merged
+
+
+def _without_none(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: _without_none(v) if isinstance(v, Mapping) else v for k, v in data.items() if v is not None}

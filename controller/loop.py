@@ -1,0 +1,285 @@
+"""The control loop: observe -> plan -> act -> log, once a tick and at once on news."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+from pengserve.controller import recovery
+from pengserve.controller import state as transitions
+from pengserve.controller.calls import Call, Calls
+from pengserve.controller.events import Change, EventLog
+from pengserve.controller.ports import ReplicaPort
+from pengserve.controller.state import Answered, ClusterState, Drained, Gone, Killed, Observation, Slot, Transition
+from pengserve.planners.types.config import ControllerConfig
+from pengserve.planners.types.errors import EngineError
+from pengserve.planners.types.events import Event, EventKind
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState, RoutingTable
+
+logger = logging.getLogger(__name__)
+
+_CREATE_TIMEOUT_S = 60.0  # reserving and registering; placing and loading come after it
+_KILL_TIMEOUT_S = 30.0
+_DRAIN_GRACE_S = 5.0  # for the answer to a drain, beyond the time the drain itself has
+_RECOVERY_RETRY_S = 1.0
+_MIN_PERIOD_S = 0.02  # a call that fails at once, again and again, must not make the loop spin
+
+
+class Controller:
+    """Owns the cluster's state. All methods run on one event loop, and none of them blocks it.
+
+    consumes: answers of instances, `report_lost`, `drain`
+    produces: instances, routing tables, events
+    waits for: a tick, or news that cannot wait for one
+    is unblocked by: the end of a create, drain or kill; an instance that is gone; a report of an ingress
+    """
+
+    def __init__(
+        self,
+        config: ControllerConfig,
+        port: ReplicaPort,
+        log: EventLog,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.config = config
+        self._port, self._log = port, log
+        self._clock, self._wall_clock = clock, wall_clock
+        self._started_s = wall_clock()
+        self._past = log.tail(limit=1 << 30)
+        self._state: ClusterState | None = None  # None until recovered
+        self._news = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._calls = Calls(on_end=self._news.set)
+        self._asked_s: dict[InstanceKey, float] = {}
+        self._drain_errors = 0
+        self._stopped = False
+
+    # What the world asks ----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Recovers, then ticks until `stop`. An error in one tick is logged and costs that tick alone."""
+        self._log.append([Change(kind=EventKind.CONTROLLER_START, span=self._span, why=f"app {self.config.app}")])
+        while not self._stopped:
+            self._news.clear()
+            period_s = self.config.tick_s
+            try:
+                if self._state is None:
+                    await self.recover()
+                await self.tick()
+            except Exception:
+                # Supervision must outlive any one failure, also one of its own code: the next tick observes anew.
+                logger.exception("a tick of the controller failed")
+                period_s = max(period_s, _RECOVERY_RETRY_S)
+            await asyncio.sleep(_MIN_PERIOD_S)
+            try:
+                await asyncio.wait_for(self._news.wait(), period_s)
+            except TimeoutError:
+                continue
+
+    async def routing(self, known_version: int, timeout_s: float) -> RoutingTable:
+        """The table once its version is above `known_version`, or at the time-out the one there is.
+
+        Raises:
+            EngineError: the controller has not recovered within `timeout_s`; ask again, and keep the table you have.
+        """
+        async with self._changed:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait_for(
+                        lambda: self._state is not None and self._state.routing.version > known_version
+                    )
+            except TimeoutError:
+                logger.debug("no newer routes than %d", known_version)
+        return self._ready_state().routing
+
+    async def recovered(self, timeout_s: float) -> None:
+        """Waits until the controller knows its cluster.
+
+        Raises:
+            EngineError: it does not within `timeout_s`.
+        """
+        async with self._changed:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._changed.wait_for(lambda: self._state is not None)
+            except TimeoutError:
+                self._ready_state()
+
+    def snapshot(self) -> ClusterSnapshot:
+        """The cluster as it was at the last tick.
+
+        Raises:
+            EngineError: the controller has not recovered yet.
+        """
+        state = self._ready_state()
+        return transitions.snapshot(state, time_s=self._wall_clock(), started_s=self._started_s)
+
+    def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
+        """At most `limit` events with a number above `after`."""
+        return self._log.tail(after, limit)
+
+    def report_lost(self, key: InstanceKey, why: str) -> None:
+        """An ingress has lost its link to `key`: looks at once. Only what the instance's own actor says counts."""
+        logger.info("an ingress lost its link to instance %s: %s", key, why)
+        self._news.set()
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Drains all instances, then ends them; True where all had finished what they ran. Nothing starts after it."""
+        errors_before = self._drain_errors
+        state = self._ready_state()
+        if not state.closing:
+            await self._accept(transitions.drain_all(state, "the application is drained", timeout_s, self._clock()))
+        self._news.set()
+        async with self._changed:
+            try:
+                async with asyncio.timeout(timeout_s + _KILL_TIMEOUT_S):
+                    await self._changed.wait_for(self._is_over)
+            except TimeoutError:
+                return False
+        return self._drain_errors == errors_before
+
+    async def stop(self) -> None:
+        """Ends the loop. Instances live on, for the next controller or until their lease ends."""
+        if not self._stopped:
+            self._stopped = True
+            self._news.set()
+            await self._calls.close()
+            self._log.append([Change(kind=EventKind.CONTROLLER_STOP, span=self._span, why="asked to")])
+            self._log.close()
+
+    # One tick ---------------------------------------------------------------------------------------------------------
+
+    async def recover(self) -> None:
+        """Takes over what an earlier controller left."""
+        base = recovery.bases(self._wall_clock(), self._past)
+        found = await recovery.recover(self.config, self._port, base, self._clock())
+        self._log.append(recovery.close_open_spans(self._past, found.state.slots))
+        self._past = ()
+        await self._accept(found)
+        data = {
+            "num_adopted": sum(slot.alive for slot in found.state.slots),
+            "version": found.state.routing.version,
+            "epoch": base.epoch,
+        }
+        layout = ", ".join(str(group) for group in found.state.layout.groups[:16])
+        self._log.append(
+            [
+                Change(kind=EventKind.CONTROLLER_RECOVERED, span=self._span, data=data),
+                Change(kind=EventKind.LAYOUT_CHANGED, why="every application begins so", data={"groups": layout}),
+            ]
+        )
+
+    async def tick(self) -> None:
+        """Observes all instances, plans, begins what the plan asks for."""
+        state = self._ready_state()
+        self._ask(state)
+        await self._calls.settle(self.config.tick_s, patient=self._patient(state))
+        seen = self._collect()
+        now_s = self._clock()
+        # `drain` may have run while this waited: read the state again, and let nothing await until it is written.
+        await self._accept(transitions.observe(self._ready_state(), seen, now_s))
+        await self._act(now_s)
+
+    def _ask(self, state: ClusterState) -> None:
+        """Begins a status call to each life that is created; gives up those that are too old."""
+        now_s = self._clock()
+        living = {slot.key: slot for slot in state.slots if slot.alive}
+        self._asked_s = {key: asked_s for key, asked_s in self._asked_s.items() if key in living}
+        self._calls.forget(lambda call, key: call is not Call.STATUS or not self._is_old(living.get(key), now_s))
+        for key, slot in living.items():
+            if not self._calls.under_way(Call.CREATE, key) and not self._calls.under_way(Call.STATUS, key):
+                self._asked_s[key] = now_s
+                self._calls.begin(Call.STATUS, key, partial(self._port.status, key), news=not slot.answered)
+
+    def _is_old(self, slot: Slot | None, now_s: float) -> bool:
+        """Whether a status call should be given up. One to an instance that waits for its place waits with it."""
+        if slot is None:
+            return True
+        return slot.answered and now_s - self._asked_s.get(slot.key, now_s) > self.config.status_timeout_s
+
+    def _patient(self, state: ClusterState) -> list[tuple[Call, InstanceKey]]:
+        """Calls that no tick waits for: drains, and the first answer of an instance that is being placed."""
+        return [
+            (Call.DRAIN if slot.state is InstanceState.DRAINING else Call.STATUS, slot.key)
+            for slot in state.slots
+            if slot.state is InstanceState.DRAINING or (slot.alive and not slot.answered)
+        ]
+
+    def _collect(self) -> list[tuple[InstanceKey, Observation]]:
+        """What the calls that ended have to say; a failure that says nothing certain is silence."""
+        seen: list[tuple[InstanceKey, Observation]] = []
+        for call, key, task in self._calls.collect():
+            error = task.exception()
+            if error is None:
+                observation = _meaning(call, task.result())
+                if observation is not None:
+                    seen.append((key, observation))
+            elif isinstance(error, EngineError) and call is not Call.KILL:
+                seen.append((key, Gone(str(error))))
+            elif call is Call.CREATE:
+                seen.append((key, Gone(f"it could not be created: {type(error).__name__}: {error}")))
+            else:
+                logger.warning("%s of instance %s failed: %s: %s", call, key, type(error).__name__, error)
+        return seen
+
+    async def _act(self, now_s: float) -> None:
+        actions = transitions.plan(self._ready_state(), now_s)
+        for key in actions.kills:
+            self._begin(Call.KILL, key, partial(self._port.kill, key), _KILL_TIMEOUT_S)
+        for key in actions.drains:
+            timeout_s = max(0.0, self._ready_state().slots[key.instance_id].deadline_s - now_s)
+            self._begin(
+                Call.DRAIN,
+                key,
+                partial(self._port.drain, key, timeout_s),
+                timeout_s + _DRAIN_GRACE_S,
+            )
+        if actions.replace is not None:
+            plan = actions.replace
+            await self._accept(transitions.create(self._ready_state(), plan.slots, plan.why, now_s))
+            for instance_id in plan.slots:
+                key = self._ready_state().slots[instance_id].key
+                self._begin(Call.CREATE, key, partial(self._port.create, key), _CREATE_TIMEOUT_S)
+
+    def _begin(
+        self, call: Call, key: InstanceKey, work: Callable[[], Coroutine[Any, Any, Any]], timeout_s: float
+    ) -> None:
+        async def bounded() -> Any:
+            async with asyncio.timeout(timeout_s):
+                return await work()
+
+        self._calls.begin(call, key, bounded)
+
+    async def _accept(self, transition: Transition) -> None:
+        """Makes the transition's state the one that counts, logs what happened, and wakes who waits for it."""
+        self._state = transition.state
+        self._log.append(transition.changes)
+        self._drain_errors += sum(change.kind is EventKind.INSTANCE_DRAIN_ERROR for change in transition.changes)
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _is_over(self) -> bool:
+        state = self._ready_state()
+        return not state.strays and not any(slot.alive or slot.doomed for slot in state.slots)
+
+    def _ready_state(self) -> ClusterState:
+        if self._state is None:
+            raise EngineError("the controller is still recovering; ask again in a moment")
+        return self._state
+
+    @property
+    def _span(self) -> str:
+        return f"controller:{self._started_s:.3f}"
+
+
+def _meaning(call: Call, result: object) -> Observation | None:
+    if isinstance(result, InstanceSnapshot):
+        return Answered(result)
+    if call is Call.DRAIN:
+        return Drained(complete=bool(result))
+    return Killed() if call is Call.KILL else None

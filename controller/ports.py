@@ -1,0 +1,52 @@
+"""What the controller asks of the world: one protocol, so that its state machine is tested without a cluster."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.snapshot import InstanceSnapshot
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Discovery:
+    """What earlier controllers of this application left behind."""
+
+    living: tuple[InstanceKey, ...] = ()  # started from the same configuration; can be adopted
+    leftovers: tuple[InstanceKey, ...] = ()  # reserved resources of the dead, and instances of another configuration
+    newest: tuple[InstanceKey, ...] = ()  # the newest life each slot ever had, also where nothing of it is left
+
+
+class ReplicaPort(Protocol):
+    """Creates, asks and ends instances. All calls are idempotent; the caller bounds them in time."""
+
+    async def create(self, key: InstanceKey) -> None:
+        """Reserves resources and starts an instance. Returns before it is placed; one that exists is left alone.
+
+        Raises:
+            EngineError: it cannot be created; says why.
+        """
+        ...
+
+    async def status(self, key: InstanceKey) -> InstanceSnapshot:
+        """The instance's own view of itself; renews its lease. Waits for as long as it is being placed.
+
+        Raises:
+            EngineError: the instance is gone for good. Any other trouble shows as silence.
+        """
+        ...
+
+    async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
+        """Lets running requests finish; True once nothing runs there.
+
+        Raises:
+            EngineError: the instance is gone.
+        """
+        ...
+
+    async def kill(self, key: InstanceKey) -> None:
+        """Ends the instance, if it lives, and frees its resources."""
+        ...
+
+    async def discover(self) -> Discovery:
+        """Instances and reservations of this application that exist now."""
+        ...

@@ -1,0 +1,284 @@
+"""Everything of the controller that touches Ray: the port to the instances, and the actor that runs the loop.
+
+Names in the cluster, all in namespace "pengserve":
+
+    actor             pengserve:{app}:instance:{instance_id}.{incarnation}
+    placement group   pengserve:{app}:instance:{instance_id}.{incarnation}:{fingerprint of the configuration}
+    key-value store   pengserve:{app}:instance:{instance_id} -> the name of the slot's newest life
+                      pengserve:{app}:channel-token -> the shared secret of the application's request channels
+
+Actors and groups are detached, so that they outlive a controller; a new one finds them by these names. The fingerprint
+keeps it from adopting instances that run another model or other engine arguments.
+"""
+
+import asyncio
+import hashlib
+import logging
+import re
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import ray
+from ray import PlacementGroupID
+from ray.exceptions import (
+    ActorPlacementGroupRemoved,
+    ActorUnavailableError,
+    ActorUnschedulableError,
+    RayActorError,
+    RuntimeEnvSetupError,
+)
+from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list, _internal_kv_put
+from ray.util import list_named_actors, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from pengserve.controller.events import EventLog
+from pengserve.controller.loop import Controller
+from pengserve.controller.ports import Discovery
+from pengserve.planners.types.config import ControllerConfig
+from pengserve.planners.types.errors import EngineError
+from pengserve.planners.types.events import Event
+from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, RoutingTable
+
+logger = logging.getLogger(__name__)
+
+NAMESPACE = "pengserve"
+
+_INSTANCE_CONCURRENCY = 16  # a drain waits inside the actor; status calls must pass it
+_RECOVERY_TIMEOUT_S = 15.0  # for calls that come right after a controller's start
+_MIN_CPUS = 0.001  # a bundle cannot be empty
+_GONE = (RayActorError, ActorPlacementGroupRemoved, ActorUnschedulableError, RuntimeEnvSetupError)
+
+T = TypeVar("T")
+
+
+def instance_name(app: str, key: InstanceKey | InstanceId | str) -> str:
+    """Name of an instance's actor; of a slot, or the beginning of all, where `key` is less than a life."""
+    return f"pengserve:{app}:instance:{key}"
+
+
+def fingerprint(*parts: Any) -> str:
+    """Short hash of what instances are started with."""
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
+
+
+def channel_token(app: str) -> str:
+    """The application's secret for request channels: made by whoever asks first, the same for all on this cluster.
+
+    It is kept here because Serve shows the arguments of deployments and their actors on its dashboard.
+    """
+    name = f"pengserve:{app}:channel-token"
+    _internal_kv_put(name, secrets.token_urlsafe(32), overwrite=False, namespace=NAMESPACE)
+    token: bytes = _internal_kv_get(name, namespace=NAMESPACE)
+    return token.decode()
+
+
+class RayPort:
+    """`ReplicaPort` over Ray: an instance is a detached named actor in a placement group of its own.
+
+    Ray's own calls block on its control service, so each runs in a thread.
+    """
+
+    def __init__(
+        self, config: ControllerConfig, instance_config: Any, actor_class: type, actor_env: Mapping[str, str]
+    ) -> None:
+        self._config, self._instance_config = config, instance_config
+        self._actor_class: Any = ray.remote(actor_class)
+        self._env = dict(actor_env)
+        self._fingerprint = fingerprint(instance_config, sorted(self._env.items()), self._bundle())
+        self._name = re.compile(rf"pengserve:{re.escape(config.app)}:instance:(\d+)\.(\d+)(?::(\w+))?")
+        self._handles: dict[InstanceKey, Any] = {}
+        self._groups: dict[InstanceKey, PlacementGroup] = {}  # of the instances this controller created
+        # A create that outlives its time-out must not leave an instance behind after its kill.
+        self._one_at_a_time: dict[InstanceKey, threading.Lock] = {}
+
+    async def create(self, key: InstanceKey) -> None:
+        """See `ReplicaPort`. Two controllers that overlap for a moment agree on one instance by its name."""
+        lock = self._one_at_a_time.setdefault(key, threading.Lock())
+        self._handles[key] = await _in_thread(lock, lambda: self._create(key))
+
+    async def status(self, key: InstanceKey) -> InstanceSnapshot:
+        """See `ReplicaPort`."""
+        handle = await self._handle(key)
+        answer: InstanceSnapshot = await _answer(handle.status.remote())
+        return answer
+
+    async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
+        """See `ReplicaPort`."""
+        handle = await self._handle(key)
+        return bool(await _answer(handle.drain.remote(timeout_s)))
+
+    async def kill(self, key: InstanceKey) -> None:
+        """See `ReplicaPort`."""
+        lock = self._one_at_a_time.setdefault(key, threading.Lock())
+        await _in_thread(lock, lambda: self._kill(key))
+        self._handles.pop(key, None)
+        self._groups.pop(key, None)
+        self._one_at_a_time.pop(key, None)
+
+    async def discover(self) -> Discovery:
+        """See `ReplicaPort`."""
+        return await asyncio.to_thread(self._discover)
+
+    def _create(self, key: InstanceKey) -> Any:
+        name = instance_name(self._config.app, key)
+        try:
+            return ray.get_actor(name, namespace=NAMESPACE)
+        except ValueError:
+            logger.debug("actor %s does not exist yet", name)
+        group = placement_group(
+            [self._bundle()], strategy="STRICT_PACK", name=f"{name}:{self._fingerprint}", lifetime="detached"
+        )
+        self._groups[key] = group
+        # Written before the instance lives: a controller that finds nothing of it must not give its key out again.
+        _internal_kv_put(instance_name(self._config.app, key.instance_id), name, overwrite=True, namespace=NAMESPACE)
+        options: dict[str, Any] = {
+            "name": name,
+            "namespace": NAMESPACE,
+            "lifetime": "detached",
+            "get_if_exists": True,
+            "max_restarts": 0,  # a restarted actor would be a new life under an old key
+            "max_concurrency": _INSTANCE_CONCURRENCY,
+            "num_cpus": self._config.cpus_per_instance,
+            "num_gpus": self._config.gpus_per_instance,
+            "runtime_env": {"env_vars": self._env},
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                placement_group=group, placement_group_bundle_index=0
+            ),
+        }
+        return self._actor_class.options(**options).remote(self._instance_config, key)
+
+    def _bundle(self) -> dict[str, float]:
+        wanted = {"CPU": self._config.cpus_per_instance, "GPU": self._config.gpus_per_instance}
+        return {name: amount for name, amount in wanted.items() if amount > 0} or {"CPU": _MIN_CPUS}
+
+    def _kill(self, key: InstanceKey) -> None:
+        name = instance_name(self._config.app, key)
+        try:
+            ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+        except ValueError:
+            logger.debug("actor %s has ended already", name)
+        # Listing all groups of a large cluster takes a while; only what this controller did not create needs it.
+        if key in self._groups:
+            remove_placement_group(self._groups[key])
+            return
+        for group, group_name in _all_groups():
+            if group_name.startswith(f"{name}:"):
+                remove_placement_group(group)
+
+    def _discover(self) -> Discovery:
+        actors = {
+            key
+            for entry in list_named_actors(all_namespaces=True)
+            if entry["namespace"] == NAMESPACE and (key := self._key(entry["name"])[0])
+        }
+        ours, all_keys = set(), set(actors)
+        for _, name in _all_groups():
+            key, mark = self._key(name)
+            if key:
+                all_keys.add(key)
+                if mark == self._fingerprint:
+                    ours.add(key)
+        living = actors & ours
+        return Discovery(
+            living=tuple(sorted(living)), leftovers=tuple(sorted(all_keys - living)), newest=self._newest()
+        )
+
+    def _newest(self) -> tuple[InstanceKey, ...]:
+        names = _internal_kv_list(instance_name(self._config.app, ""), namespace=NAMESPACE)
+        values = [_internal_kv_get(name, namespace=NAMESPACE) for name in names]
+        return tuple(key for value in values if (key := self._key(value.decode())[0]))
+
+    def _key(self, name: str) -> tuple[InstanceKey | None, str]:
+        """The life a name of this application stands for, and the fingerprint in it."""
+        match = self._name.fullmatch(name)
+        if not match:
+            return None, ""
+        return InstanceKey(instance_id=InstanceId(int(match[1])), incarnation=int(match[2])), match[3] or ""
+
+    async def _handle(self, key: InstanceKey) -> Any:
+        if key not in self._handles:
+            name = instance_name(self._config.app, key)
+            try:
+                self._handles[key] = await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)
+            except ValueError as error:
+                raise EngineError("its process has ended") from error
+        return self._handles[key]
+
+
+class ControllerActor:
+    """The controller as an async Ray actor. Starts by itself; every method returns soon or at its own time-out."""
+
+    def __init__(
+        self, config: ControllerConfig, instance_config: Any, actor_class: type, actor_env: Mapping[str, str]
+    ) -> None:
+        port = RayPort(config, instance_config, actor_class, actor_env)
+        self._controller = Controller(config, port, EventLog(config.event_log_path))
+        # Ray runs the constructor of an async actor on the actor's event loop.
+        self._loop = asyncio.get_running_loop().create_task(self._controller.run(), name="control loop")
+
+    async def routing(self, known_version: int = -1, timeout_s: float = 10.0) -> RoutingTable:
+        """The routing table: at once if newer than `known_version`, else when it changes or at the time-out."""
+        return await self._controller.routing(known_version, timeout_s)
+
+    async def snapshot(self) -> ClusterSnapshot:
+        """The cluster as of the last tick."""
+        await self._controller.recovered(_RECOVERY_TIMEOUT_S)
+        return self._controller.snapshot()
+
+    async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
+        """At most `limit` events with a number above `after`, the oldest first."""
+        return self._controller.events(after, limit)
+
+    async def report_lost(self, key: InstanceKey, why: str) -> None:
+        """An ingress lost its link to `key`: the controller looks at once."""
+        self._controller.report_lost(key, why)
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Drains and ends all instances; True where all had finished. Call it before the application is deleted."""
+        await self._controller.recovered(_RECOVERY_TIMEOUT_S)
+        return await self._controller.drain(timeout_s)
+
+    async def shutdown(self) -> None:
+        """Ends the control loop. Instances live on for the next controller, or until their lease ends."""
+        await self._controller.stop()
+        await self._loop
+
+
+def _all_groups() -> list[tuple[PlacementGroup, str]]:
+    """All placement groups that exist, with their names."""
+    return [
+        (PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))), entry["name"])
+        for group_id, entry in placement_group_table().items()
+        if entry["state"] != "REMOVED"
+    ]
+
+
+async def _in_thread(lock: threading.Lock, work: Callable[[], T]) -> T:
+    def locked() -> T:
+        with lock:
+            return work()
+
+    return await asyncio.to_thread(locked)
+
+
+async def _answer(reference: Any) -> Any:
+    """The result of an actor call; EngineError where the actor is gone for good."""
+    try:
+        return await reference
+    except ActorUnavailableError:
+        raise  # a broken connection; the actor may be well
+    except _GONE as error:
+        raise EngineError(_reason(error)) from error
+
+
+def _reason(error: Exception) -> str:
+    """What a person needs of Ray's page-long messages."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    telling = [line for line in lines if re.search(r"error|exit|killed|SIG|memory", line, re.IGNORECASE)]
+    line = (telling or lines or [type(error).__name__])[-1]
+    detail = line.rpartition("Worker exit detail: ")[2].partition("Some common causes")[0].strip()
+    return f"its process has ended: {detail[:300]}"

@@ -1,0 +1,264 @@
+"""The dashboard's rows and panels as values: titles, PromQL, units. `build.py` turns them into Grafana's JSON.
+
+Expressions name metrics as a scrape of `/metrics` does; `build.py` rewrites the names for Ray's agents. `$where` stands
+for PengServe's label matchers (application, instance) and `$vllm` for those of vLLM's metrics.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Query:
+    """One curve family of a panel."""
+
+    promql: str
+    legend: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Panel:
+    """One chart. `unit` is Grafana's name of a unit."""
+
+    title: str
+    queries: tuple[Query, ...]
+    unit: str = "short"
+    help: str = ""
+    kind: str = "timeseries"  # or "stat"
+    width: int = 8  # of 24 columns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A titled band of panels."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+def _quantiles(metric: str, matchers: str = "$vllm") -> tuple[Query, ...]:
+    return tuple(
+        Query(
+            promql=f"histogram_quantile({q}, sum by (le) (rate({metric}_bucket{{{matchers}}}[$__rate_interval])))",
+            legend=f"p{round(q * 100)}",
+        )
+        for q in (0.5, 0.9, 0.99)
+    )
+
+
+def _per_instance(expression: str) -> tuple[Query, ...]:
+    """Every ingress reports each instance; one of them is enough."""
+    return (Query(promql=f"max by (instance_id) ({expression})", legend="instance {{instance_id}}"),)
+
+
+_TRAFFIC = Row(
+    title="Traffic and latency",
+    panels=(
+        Panel(
+            title="Requests that ended",
+            unit="reqps",
+            queries=(
+                Query(
+                    promql="sum by (outcome) (rate(pengserve_requests_total{$app}[$__rate_interval]))",
+                    legend="{{outcome}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Requests open",
+            queries=(Query(promql="sum(pengserve_requests_running{$app})", legend="open"),),
+        ),
+        Panel(
+            title="Tokens",
+            unit="ops",
+            queries=(
+                Query(promql="sum(rate(vllm:generation_tokens_total{$vllm}[$__rate_interval]))", legend="generated"),
+                Query(promql="sum(rate(vllm:prompt_tokens_total{$vllm}[$__rate_interval]))", legend="prompt"),
+            ),
+        ),
+        Panel(title="Time to first token", unit="s", queries=_quantiles("vllm:time_to_first_token_seconds")),
+        Panel(title="Inter-token latency", unit="s", queries=_quantiles("vllm:inter_token_latency_seconds")),
+        Panel(title="End-to-end latency", unit="s", queries=_quantiles("vllm:e2e_request_latency_seconds")),
+        Panel(title="Time in the queue", unit="s", queries=_quantiles("vllm:request_queue_time_seconds")),
+        Panel(
+            title="Requests refused",
+            unit="reqps",
+            queries=(
+                Query(
+                    promql="sum by (reason) (rate(pengserve_rejected_total{$app}[$__rate_interval]))",
+                    legend="{{reason}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Requests resumed elsewhere",
+            unit="reqps",
+            help="Requests that went on after their instance died or drained; clients notice a pause at most.",
+            queries=(
+                Query(
+                    promql="sum by (reason) (rate(pengserve_requests_resumed_total{$app}[$__rate_interval]))",
+                    legend="{{reason}}",
+                ),
+                Query(
+                    promql="sum(rate(pengserve_resumed_output_tokens_total{$app}[$__rate_interval]))",
+                    legend="tokens carried",
+                ),
+            ),
+        ),
+        Panel(
+            title="Pause of a resumed request",
+            unit="s",
+            queries=_quantiles("pengserve_resume_seconds", "$app"),
+        ),
+    ),
+)
+
+_MEMORY = Row(
+    title="Memory",
+    panels=(
+        Panel(
+            title="Virtual KV load",
+            unit="percentunit",
+            help="Resident KV plus what the queue will need, over all blocks. Above 100 % an instance is overloaded.",
+            queries=_per_instance("pengserve_virtual_kv_load{$where}"),
+        ),
+        Panel(
+            title="KV blocks in use",
+            unit="percentunit",
+            queries=_per_instance(
+                "pengserve_instance_kv_blocks_used{$where} / (pengserve_instance_kv_blocks{$where} > 0)"
+            ),
+        ),
+        Panel(
+            title="Prefix cache hit ratio",
+            unit="percentunit",
+            queries=_per_instance(
+                "rate(pengserve_instance_prefix_hit_tokens_total{$where}[$__rate_interval])"
+                " / (rate(pengserve_instance_prefix_query_tokens_total{$where}[$__rate_interval]) > 0)"
+            ),
+        ),
+        Panel(
+            title="KV cache, weights, process",
+            unit="bytes",
+            queries=(
+                Query(promql="sum(max by (instance_id) (pengserve_instance_kv_bytes{$where}))", legend="KV cache"),
+                Query(promql="sum(max by (instance_id) (pengserve_instance_weight_bytes{$where}))", legend="weights"),
+                Query(promql="sum(max by (instance_id) (pengserve_instance_rss_bytes{$where}))", legend="processes"),
+            ),
+        ),
+        Panel(
+            title="Preemptions",
+            unit="ops",
+            queries=_per_instance("rate(pengserve_instance_preemptions_total{$where}[$__rate_interval])"),
+        ),
+        Panel(
+            title="KV usage as vLLM reports it",
+            unit="percentunit",
+            queries=(Query(promql="max by (engine) (vllm:kv_cache_usage_perc{$vllm})", legend="engine {{engine}}"),),
+        ),
+    ),
+)
+
+_INSTANCES = Row(
+    title="Instances",
+    panels=(
+        Panel(
+            title="Running requests",
+            queries=_per_instance("pengserve_instance_requests_running{$where}"),
+        ),
+        Panel(title="Queue", queries=_per_instance("pengserve_instance_queue_length{$where}")),
+        Panel(
+            title="Dispatched",
+            unit="reqps",
+            queries=(
+                Query(
+                    promql="sum by (instance_id) (rate(pengserve_dispatch_total{$where}[$__rate_interval]))",
+                    legend="instance {{instance_id}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Step time p50 and p99",
+            unit="s",
+            queries=tuple(
+                Query(
+                    promql=f"histogram_quantile({q}, sum by (le, instance_id) "
+                    "(rate(pengserve_instance_step_seconds_bucket{$where}[$__rate_interval])))",
+                    legend=f"p{round(q * 100)} instance {{{{instance_id}}}}",
+                )
+                for q in (0.5, 0.99)
+            ),
+        ),
+        Panel(
+            title="Tokens generated",
+            unit="ops",
+            queries=_per_instance("rate(pengserve_instance_generated_tokens_total{$where}[$__rate_interval])"),
+        ),
+        Panel(
+            title="Prompt tokens",
+            unit="ops",
+            queries=_per_instance("rate(pengserve_instance_prompt_tokens_total{$where}[$__rate_interval])"),
+        ),
+        Panel(
+            title="Requests waiting, by reason",
+            queries=(
+                Query(promql="sum by (reason) (vllm:num_requests_waiting_by_reason{$vllm})", legend="{{reason}}"),
+            ),
+        ),
+        Panel(
+            title="Taken over from others",
+            queries=_per_instance("increase(pengserve_instance_resumed_total{$where}[$__rate_interval])"),
+        ),
+    ),
+)
+
+_CLUSTER = Row(
+    title="Cluster",
+    panels=(
+        Panel(
+            title="Ready instances",
+            kind="stat",
+            width=4,
+            queries=(Query(promql="sum(max by (instance_id) (pengserve_instance_up{$where}))", legend="ready"),),
+        ),
+        Panel(
+            title="Controller",
+            kind="stat",
+            width=4,
+            help="0: it does not answer. Serving goes on; nothing is replaced until it is back.",
+            queries=(Query(promql="min(pengserve_controller_up{$app})", legend="up"),),
+        ),
+        Panel(
+            title="Version",
+            kind="stat",
+            width=4,
+            queries=(Query(promql="max by (version) (pengserve_build_info{$app})", legend="{{version}}"),),
+        ),
+        Panel(
+            title="Instances by state",
+            width=12,
+            queries=(Query(promql="max by (state) (pengserve_instances{$app})", legend="{{state}}"),),
+        ),
+        Panel(
+            title="Replacements",
+            help="Lives of each slot after its first.",
+            queries=_per_instance("pengserve_instance_incarnation{$where}"),
+        ),
+        Panel(
+            title="Channels",
+            queries=(
+                Query(promql="sum(pengserve_links_up{$app})", legend="open"),
+                Query(promql="sum(pengserve_routes{$app})", legend="routes"),
+                Query(promql="sum(increase(pengserve_link_lost_total{$where}[$__rate_interval]))", legend="lost"),
+            ),
+        ),
+        Panel(
+            title="Routing version and layout epoch",
+            queries=(
+                Query(promql="max(pengserve_routing_version{$app})", legend="routing version"),
+                Query(promql="max(pengserve_layout_epoch{$app})", legend="layout epoch"),
+            ),
+        ),
+    ),
+)
+
+ROWS: tuple[Row, ...] = (_TRAFFIC, _MEMORY, _INSTANCES, _CLUSTER)

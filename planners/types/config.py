@@ -1,0 +1,38 @@
+"""Validated configuration as frozen values. `cluster/settings.py` builds these from YAML and the environment."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InstanceConfig:
+    """What one instance needs to start."""
+
+    app: str
+    model: str  # a local Hugging Face directory, or a hub name where a hub can be reached
+    device: str = "cpu"  # "cpu" | "cuda"
+    cpu_threads: int = 1  # OpenMP threads of an instance on CPU
+    engine: Mapping[str, Any] = field(default_factory=dict)  # vLLM engine arguments, by their Python names
+    channel_token: str = ""  # shared secret of the request channel
+    channel_host: str = ""  # address to bind; empty: the node's own
+    lease_s: float = 30.0  # without a word from a controller for so long, the instance asks whether its app is gone
+    drain_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ControllerConfig:
+    """What the controller needs to run."""
+
+    app: str
+    num_instances: int
+    tick_s: float = 0.5  # period of observe -> plan -> act
+    status_timeout_s: float = 3.0  # one status call to an instance
+    lost_after_s: float = 10.0  # an instance that answers no status for so long is killed and replaced
+    start_timeout_s: float = 600.0  # loading a model
+    restart_backoff_s: float = 1.0  # doubles with each failure in a row, up to `restart_backoff_max_s`
+    restart_backoff_max_s: float = 60.0
+    drain_timeout_s: float = 60.0
+    cpus_per_instance: float = 1.0
+    gpus_per_instance: float = 0.0
+    event_log_path: str = ""  # JSONL; empty keeps events in memory alone

@@ -1,0 +1,50 @@
+"""Every error PengServe raises on purpose.
+
+    PengServeError
+    +-- ConfigError              the user's configuration cannot work; nothing was started
+    +-- PlanError                a plan was refused; nothing was applied
+    +-- StepError                a step of a transition failed; the undo is possible
+    |   +-- FenceError           the message carries a stale epoch; the receiver changed nothing
+    +-- EngineError              an engine or its instance failed
+    |   +-- LinkLostError        the connection to an instance broke; its requests must be resumed elsewhere
+    |   +-- NoInstanceError      no instance can take the request now
+    +-- UnsupportedShapeError    this model or device cannot run that shape; other shapes still work
+
+`assert` is for programmers' mistakes; these are for everything the world can do.
+"""
+
+
+class PengServeError(Exception):
+    """Root of all deliberate errors. The message is one clear sentence that says what to do next."""
+
+
+class ConfigError(PengServeError):
+    """The configuration cannot work. Names the field and, where it helps, the accepted values."""
+
+
+class PlanError(PengServeError):
+    """A plan violates a law of `planners.check` and was refused before anything was applied."""
+
+
+class StepError(PengServeError):
+    """A prepare or commit step failed; the coordinator aborts and the layout before stands."""
+
+
+class FenceError(StepError):
+    """A message with a stale epoch arrived and was ignored."""
+
+
+class EngineError(PengServeError):
+    """An engine failed. Its requests can be resumed on another instance."""
+
+
+class LinkLostError(EngineError):
+    """The channel to an instance closed. Tokens it had not delivered are generated again elsewhere."""
+
+
+class NoInstanceError(EngineError):
+    """No instance is ready to take the request."""
+
+
+class UnsupportedShapeError(PengServeError):
+    """A lane cannot be built for this model or device. Raised at start-up, for that lane alone."""

@@ -1,0 +1,1 @@
+"""Instances: one GPU or CPU slot each, hosting one vLLM engine. Mechanisms only; they know no policy."""

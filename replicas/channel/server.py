@@ -1,0 +1,193 @@
+"""The instance's end of the request channel: accepts ingresses, hands their frames on, sends them token batches.
+
+Runs its own event loop in its own thread, so that neither the step loop nor Ray's loop waits for a socket.
+"""
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from pengserve.planners.types.errors import EngineError, LinkLostError
+from pengserve.replicas.channel.frames import (
+    MAX_HELLO_BYTES,
+    PROTOCOL_VERSION,
+    Buffer,
+    Frame,
+    FrameKind,
+    encode,
+    read,
+)
+from pengserve.replicas.channel.outbox import Outbox
+
+logger = logging.getLogger(__name__)
+
+HELLO_TIMEOUT_S = 5.0
+HEARTBEAT_S = 1.0
+MAX_UNSENT_BYTES = 64 << 20  # an ingress that reads nothing for so long is cut off; it resumes elsewhere
+
+
+class Hello(msgspec.Struct):
+    """First frame of an ingress."""
+
+    version: int
+    token: str
+    client_id: str
+
+
+class ChannelHandler(Protocol):
+    """What the owner of a server does with frames. Called in the server's thread; must not block."""
+
+    def welcome(self) -> Sequence[Buffer]:
+        """Parts of the WELCOME frame."""
+
+    def on_frame(self, client_index: int, frame: Frame) -> None:
+        """An ADD or ABORT frame came. A LinkLostError raised here closes that client."""
+
+    def on_lost(self, client_index: int) -> None:
+        """That client is gone; whatever it asked for has no reader any more."""
+
+    def heartbeat(self) -> Sequence[Buffer]:
+        """Parts of an empty BATCH, sent when nothing else was for `HEARTBEAT_S`."""
+
+
+class _Client:
+    def __init__(self, index: int, writer: asyncio.StreamWriter, loop: asyncio.AbstractEventLoop) -> None:
+        self.index, self.writer = index, writer
+        self.outbox = Outbox(writer.get_extra_info("socket"), loop)
+        self.last_sent_s = 0.0
+
+
+class ChannelServer:
+    """Listens on `host`, at a port of the system's choice."""
+
+    def __init__(self, *, host: str, token: str, handler: ChannelHandler) -> None:
+        self._host, self._token, self._handler = host, token.encode(), handler
+        self._clients: dict[int, _Client] = {}
+        self._next_index = 0
+        self._loop = asyncio.new_event_loop()
+        self._server: asyncio.Server | None = None
+        self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
+        self._started = threading.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.port = 0
+
+    def start(self, timeout_s: float = 10.0) -> None:
+        """Binds and listens.
+
+        Raises:
+            EngineError: the address cannot be bound.
+        """
+        self._thread.start()
+        if not self._started.wait(timeout_s) or self._server is None:
+            raise EngineError(f"the request channel cannot listen on {self._host}; set instances.channel_host")
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Closes every connection and ends the thread."""
+        if self._thread.is_alive():
+            self.call(self._loop.stop)
+            self._thread.join(timeout_s)
+
+    def call(self, function: Callable[[], object]) -> None:
+        """Runs `function` in the server's thread soon. From any thread."""
+        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is left to hear it
+            self._loop.call_soon_threadsafe(function)
+
+    def send(self, client_index: int, parts: Sequence[Buffer]) -> None:
+        """Sends a BATCH to a client, if it is still there. From any thread; never waits."""
+        client = self._clients.get(client_index)
+        if client is None:
+            return
+        unsent_bytes = client.outbox.send(encode(FrameKind.BATCH, parts))
+        client.last_sent_s = time.monotonic()
+        if unsent_bytes > MAX_UNSENT_BYTES:
+            logger.warning("client %d reads too slowly; closing it", client_index)
+            self.call(client.writer.transport.abort)
+
+    def client_indices(self) -> list[int]:
+        """Clients connected now."""
+        return list(self._clients)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._server = self._loop.run_until_complete(
+                asyncio.start_server(self._serve, self._host, 0, limit=1 << 20)
+            )
+            self.port = self._server.sockets[0].getsockname()[1]
+            self._spawn(self._beat())
+            self._started.set()
+            self._loop.run_forever()
+        except OSError:
+            logger.exception("the request channel cannot listen on %s", self._host)
+        finally:
+            self._started.set()
+            for client in self._clients.values():
+                client.writer.transport.abort()
+            for task in self._tasks:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.sleep(0))
+            self._loop.close()
+
+    def _spawn(self, coroutine: "asyncio._CoroutineLike[None]") -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            refusal = await self._refusal(reader)
+            if refusal:
+                writer.writelines(encode(FrameKind.REFUSED, [refusal.encode()]))
+                await writer.drain()
+                return
+            client = _Client(self._next_index, writer, self._loop)
+            self._next_index += 1
+            client.outbox.send(encode(FrameKind.WELCOME, self._handler.welcome()))
+            self._clients[client.index] = client
+            await self._read_all(client, reader)
+        except (LinkLostError, ConnectionError):
+            logger.debug("a channel client went away")
+        except asyncio.CancelledError:
+            raise
+        finally:
+            with contextlib.suppress(RuntimeError):  # the loop is already closing
+                writer.close()
+
+    async def _refusal(self, reader: asyncio.StreamReader) -> str:
+        """Why this connection may not stay, or an empty string."""
+        frame = await asyncio.wait_for(read(reader, MAX_HELLO_BYTES), HELLO_TIMEOUT_S)
+        try:
+            hello = msgspec.msgpack.decode(frame.parts[0], type=Hello)
+        except (msgspec.MsgspecError, IndexError):
+            return "the first frame must be a HELLO"
+        if not hmac.compare_digest(hello.token.encode(), self._token):
+            return "wrong channel token"
+        if hello.version != PROTOCOL_VERSION:
+            return f"channel version {hello.version} is not {PROTOCOL_VERSION}; run the same PengServe everywhere"
+        return ""
+
+    async def _read_all(self, client: _Client, reader: asyncio.StreamReader) -> None:
+        try:
+            while True:
+                self._handler.on_frame(client.index, await read(reader))
+        finally:
+            del self._clients[client.index]
+            client.outbox.close()
+            self._handler.on_lost(client.index)
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_S / 2)
+            quiet_since = time.monotonic() - HEARTBEAT_S / 2
+            quiet = [c for c in self._clients.values() if c.last_sent_s <= quiet_since]
+            if quiet:
+                parts = self._handler.heartbeat()
+                for client in quiet:
+                    self.send(client.index, parts)

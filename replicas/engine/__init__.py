@@ -1,0 +1,1 @@
+"""Lanes over stock vLLM: scheduler, runner and what passes between them. The only folder of this floor with vLLM."""

@@ -1,0 +1,15 @@
+"""The CPU worker of a lane. Apart from `worker`, because importing vLLM's CPU worker configures the process."""
+
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from pengserve.replicas.engine.worker import LaneWorkerMixin, replayable
+
+
+class LaneCPUWorker(LaneWorkerMixin, CPUWorker):
+    """vLLM's CPU worker with a lane's additions."""
+
+    def init_device(self) -> None:
+        """As vLLM does; then makes seeded sampling survive chunked prefill."""
+        super().init_device()
+        runner = self.model_runner
+        runner._update_states = replayable(runner._update_states, runner)

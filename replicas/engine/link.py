@@ -1,0 +1,106 @@
+"""The ingress's end of the request channel to one instance."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Sequence
+
+import msgspec
+
+from pengserve.planners.types.errors import LinkLostError
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
+from pengserve.replicas.channel.frames import PROTOCOL_VERSION, Frame, FrameKind, encode, read
+from pengserve.replicas.channel.server import HEARTBEAT_S, Hello
+from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
+from pengserve.replicas.engine.wire import Codec, StepBatch, Welcome
+
+__all__ = ["InstanceLink", "StepBatch"]
+
+SILENCE_TIMEOUT_S = 10 * HEARTBEAT_S  # a host that lost power sends no EOF
+
+
+class InstanceLink:
+    """A connection to one incarnation of one instance. Once lost it stays lost; connect to its successor."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: Welcome) -> None:
+        self._reader, self._writer, self._codec = reader, writer, Codec()
+        self._lost: str = ""
+        self.key: InstanceKey = welcome.key
+        self.capacity: KvCapacity = welcome.capacity
+        self.stats = InstanceStats()
+
+    @classmethod
+    async def connect(cls, endpoint: str, *, token: str, client_id: str, timeout_s: float = 5.0) -> "InstanceLink":
+        """Connects to `endpoint` ("host:port").
+
+        Raises:
+            LinkLostError: nobody listens there, the token is wrong, or no answer came in `timeout_s`.
+        """
+        host, _, port = endpoint.rpartition(":")
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(timeout_s):
+                reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
+                writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                hello = Hello(version=PROTOCOL_VERSION, token=token, client_id=client_id)
+                writer.writelines(encode(FrameKind.HELLO, [msgspec.msgpack.encode(hello)]))
+                return cls(reader, writer, _welcome(endpoint, await read(reader)))
+        except (OSError, TimeoutError, ValueError, LinkLostError) as error:
+            if writer is not None:
+                writer.close()
+            raise LinkLostError(f"cannot connect to the instance at {endpoint}: {error or 'no answer'}") from error
+
+    def add(self, request: EngineCoreRequest, output_token_ids: Sequence[int] = ()) -> None:
+        """Sends a request; with output tokens the instance resumes it after them, as if it had made them itself.
+
+        Raises:
+            LinkLostError: the instance is gone.
+        """
+        self._send(FrameKind.ADD, self._codec.encode_add(request, output_token_ids))
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Asks the instance to forget these requests. Nothing to do where it is gone already."""
+        with contextlib.suppress(LinkLostError):
+            self._send(FrameKind.ABORT, [msgspec.msgpack.encode(list(request_ids))])
+
+    async def batches(self) -> AsyncIterator[StepBatch]:
+        """Every token batch in order; heartbeats (no outputs) among them. One reader only.
+
+        Raises:
+            LinkLostError: the instance is gone, always in the end.
+        """
+        try:
+            while True:
+                async with asyncio.timeout(SILENCE_TIMEOUT_S):
+                    frame = await read(self._reader)
+                batch = self._codec.decode_batch(frame.parts)
+                self.stats = batch.stats
+                yield batch
+        except TimeoutError as error:
+            self._lost = f"instance {self.key} was silent for {SILENCE_TIMEOUT_S:g} s"
+            raise LinkLostError(self._lost) from error
+        except (LinkLostError, msgspec.MsgspecError, IndexError) as error:
+            self._lost = self._lost or f"instance {self.key} closed its channel"
+            raise LinkLostError(self._lost) from error
+        finally:
+            self._writer.transport.abort()
+
+    async def close(self) -> None:
+        """Closes the connection; the instance aborts what is still running for it."""
+        self._lost = self._lost or f"the link to instance {self.key} was closed here"
+        self._writer.transport.abort()
+
+    def _send(self, kind: FrameKind, parts: Sequence[bytes | bytearray | memoryview]) -> None:
+        if self._lost or self._writer.is_closing():
+            raise LinkLostError(self._lost or f"instance {self.key} closed its channel")
+        self._writer.writelines(encode(kind, parts))
+
+
+def _welcome(endpoint: str, frame: Frame) -> Welcome:
+    if frame.kind is FrameKind.REFUSED:
+        raise LinkLostError(f"refused: {bytes(frame.parts[0]).decode(errors='replace')}")
+    try:
+        return msgspec.msgpack.decode(frame.parts[0], type=Welcome)
+    except (msgspec.MsgspecError, IndexError) as error:
+        raise LinkLostError(f"what listens at {endpoint} is no PengServe instance") from error

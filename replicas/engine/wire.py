@@ -1,0 +1,62 @@
+"""What the parts of channel frames hold, as msgpack. No pickle: vLLM's encoder refuses what it cannot name."""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
+from pengserve.replicas.channel.frames import Buffer
+from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs, EngineCoreRequest, MsgpackDecoder, MsgpackEncoder
+
+
+class AddRequest(msgspec.Struct, array_like=True):
+    """A request, and what another instance had already generated for it."""
+
+    request: EngineCoreRequest
+    output_token_ids: list[int]
+
+
+class Welcome(msgspec.Struct):
+    """Answer to a HELLO: who this is and what it holds."""
+
+    key: InstanceKey
+    capacity: KvCapacity
+
+
+class StepBatch(msgspec.Struct):
+    """All that one engine step made for one ingress, and the load after it."""
+
+    outputs: EngineCoreOutputs
+    stats: InstanceStats
+
+
+class Codec:
+    """Encoders and decoders of one thread (vLLM's keep buffers, so they are not shared)."""
+
+    def __init__(self) -> None:
+        self._encoder = MsgpackEncoder()
+        self._plain = msgspec.msgpack.Encoder()
+        self._add_decoder = MsgpackDecoder(AddRequest)
+        self._outputs_decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._stats_decoder = msgspec.msgpack.Decoder(InstanceStats)
+
+    def encode_add(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> Sequence[Buffer]:
+        """Parts of an ADD frame."""
+        return self._encoder.encode(AddRequest(request, list(output_token_ids)))
+
+    def decode_add(self, parts: Sequence[Buffer]) -> AddRequest:
+        """Inverse of `encode_add`. Raises msgspec.MsgspecError on what is no request."""
+        return self._add_decoder.decode(parts)
+
+    def encode_stats(self, stats: InstanceStats) -> bytes:
+        """First part of a BATCH frame; the same for every client of a step."""
+        return self._plain.encode(stats)
+
+    def encode_outputs(self, outputs: EngineCoreOutputs) -> Sequence[Buffer]:
+        """The other parts of a BATCH frame."""
+        return self._encoder.encode(outputs)
+
+    def decode_batch(self, parts: Sequence[Buffer]) -> StepBatch:
+        """A BATCH frame's outputs and stats."""
+        return StepBatch(self._outputs_decoder.decode(parts[1:]), self._stats_decoder.decode(parts[0]))

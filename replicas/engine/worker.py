@@ -1,0 +1,138 @@
+"""Workers of a lane: vLLM's own, and what a lane asks of them beyond vLLM.
+
+vLLM picks the class by `worker_cls`. Requests taken over in mid-decode and generators that can be rewound live here.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.sampling_params import SamplingType
+
+from pengserve.replicas.engine.vllm_seam import (
+    CachedRequestState,
+    GPUWorker,
+    Request,
+    initialize_model,
+    set_current_vllm_config,
+    set_default_torch_dtype,
+)
+
+
+class ReplayGenerator(torch.Generator):
+    """A seeded CPU generator that can be put back to "just before output token n".
+
+    vLLM takes back the draw of a prefill chunk whose token is discarded by `set_offset(get_offset() - 4)`, which
+    PyTorch has for CUDA generators alone: on CPU it raises and takes the engine down with it (vLLM 0.32). A request
+    draws once per sampled token, so its state is a function of its seed and of how many tokens it has.
+    """
+
+    def get_offset(self) -> int:
+        """Nothing to tell apart: `set_offset` knows where to go back to."""
+        return 0
+
+    def set_offset(self, offset: int) -> None:
+        """Undoes the draw after the last output token."""
+        self.replay()
+
+    def bind(self, seed: int, output_token_ids: list[int]) -> "ReplayGenerator":
+        """Names the seed and the list whose length is the number of draws made."""
+        self._seed, self._output_token_ids = seed, output_token_ids
+        return self.replay()
+
+    def replay(self) -> "ReplayGenerator":
+        """Puts the state where it stands before the next output token is drawn."""
+        self.manual_seed(self._seed)
+        for _ in self._output_token_ids:
+            torch.randint(0, 2**31, (1,), generator=self, dtype=torch.long)  # as vLLM's CPU sampler draws
+        return self
+
+
+class LaneWorkerMixin:
+    """Added to vLLM's worker class; reached through `collective_rpc`."""
+
+    model_runner: Any
+    vllm_config: Any
+    device: torch.device
+
+    def adopt_request(self, request: Request, num_kv_groups: int) -> None:
+        """Makes the runner know a half-decoded request as one that it had preempted itself.
+
+        The scheduler gives it blocks when it resumes; penalties, minimum lengths and seeds read the output tokens.
+        """
+        outputs = list(request.output_token_ids)
+        state = CachedRequestState(
+            req_id=request.request_id,
+            prompt_token_ids=request.prompt_token_ids,
+            prompt_embeds=request.prompt_embeds,
+            prompt_is_token_ids=request.prompt_is_token_ids,
+            mm_features=request.mm_features,
+            sampling_params=request.sampling_params,
+            generator=self._generator(request.sampling_params, outputs),
+            block_ids=tuple([] for _ in range(num_kv_groups)),
+            num_computed_tokens=0,
+            output_token_ids=outputs,
+            lora_request=request.lora_request,
+        )
+        if self.model_runner.uses_mrope:
+            self.model_runner._init_mrope_positions(state)
+        self.model_runner.requests[request.request_id] = state
+
+    def weight_bytes(self) -> int:
+        """Bytes of parameters, tied ones once."""
+        model = self.model_runner.get_model()
+        if self.device.type == "cpu":
+            # vLLM packs CPU weights into its kernels and deletes the parameters; the same model without storage tells.
+            model = self._model_without_storage()
+        return sum(parameter.nbytes for parameter in model.parameters())
+
+    def _model_without_storage(self) -> torch.nn.Module:
+        config = copy.deepcopy(self.vllm_config)
+        config.compilation_config.static_forward_context = {}
+        with (
+            set_current_vllm_config(config),
+            set_default_torch_dtype(config.model_config.dtype),
+            torch.device("meta"),
+        ):
+            return initialize_model(config)
+
+    def _generator(self, sampling_params: SamplingParams, output_token_ids: list[int]) -> torch.Generator | None:
+        if sampling_params.sampling_type is not SamplingType.RANDOM_SEED:
+            return None
+        assert sampling_params.seed is not None
+        if self.device.type == "cpu":
+            return ReplayGenerator().bind(sampling_params.seed, output_token_ids)
+        generator = torch.Generator(device=self.device)
+        generator.manual_seed(sampling_params.seed)
+        noise = torch.empty(self.model_runner.input_batch.vocab_size, device=self.device)
+        for _ in output_token_ids:
+            noise.exponential_(generator=generator)  # as vLLM's sampler draws, one row per token
+        return generator
+
+
+def replayable(update_states: Callable[[Any], Any], runner: Any) -> Callable[[Any], Any]:
+    """Wraps a CPU runner's `_update_states` so that new seeded requests get a generator that can be rewound."""
+
+    def update(scheduler_output: Any) -> Any:
+        result = update_states(scheduler_output)
+        for new in scheduler_output.scheduled_new_reqs:
+            state = runner.requests[new.req_id]
+            if state.generator is not None and not isinstance(state.generator, ReplayGenerator):
+                state.generator = ReplayGenerator().bind(state.sampling_params.seed, state.output_token_ids)
+                runner.input_batch.generators[runner.input_batch.req_id_to_index[new.req_id]] = state.generator
+        return result
+
+    return update
+
+
+class LaneGPUWorker(LaneWorkerMixin, GPUWorker):
+    """vLLM's CUDA worker with a lane's additions."""
+
+
+def worker_class_name(device: str) -> str:
+    """Value of vLLM's `worker_cls` for a device. The CPU class has its own module: importing it sets up the CPU."""
+    if device == "cpu":
+        return "pengserve.replicas.engine.cpu_worker.LaneCPUWorker"
+    return "pengserve.replicas.engine.worker.LaneGPUWorker"

@@ -1,0 +1,23 @@
+"""The environment an instance's process must start with. Values only: nothing is read or set here."""
+
+from pengserve.planners.types.config import InstanceConfig
+
+
+def process_environment(config: InstanceConfig) -> dict[str, str]:
+    """Variables to put into an instance's process before Python starts.
+
+    OpenMP and vLLM read these once, at import; setting them later has no effect.
+    """
+    environment = {
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # lanes are built on the V1 runner
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the instance's own process hosts the engine
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+    }
+    if config.device == "cpu":
+        environment |= {
+            "OMP_NUM_THREADS": str(config.cpu_threads),
+            # vLLM would pin threads to cores; instances that share cores must float.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        }
+    return environment

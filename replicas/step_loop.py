@@ -1,0 +1,102 @@
+"""The step loop: one thread that builds a lane, feeds it and steps it, and never waits for whoever reads the tokens."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Protocol, TypeVar
+
+from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
+
+logger = logging.getLogger(__name__)
+
+IDLE_WAIT_S = 1.0
+
+
+class SteppedLane(Protocol):
+    """What the loop needs of a lane. Called in the loop's thread only."""
+
+    capacity: KvCapacity
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+
+    def step(self) -> Mapping[int, Any]:
+        """One engine step; outputs by client index."""
+
+    def stats(self, last_step_s: float = 0.0) -> InstanceStats:
+        """Load after the last step."""
+
+    def close(self) -> None:
+        """Frees everything."""
+
+
+Lane = TypeVar("Lane", bound=SteppedLane)
+
+
+class StepLoop(Generic[Lane]):
+    """Owns the thread. Other threads reach the lane through `submit` alone.
+
+    Consumes: submitted commands.   Produces: `on_step(outputs, stats)` after each step.
+    Waits for: a command, while there is no work.   Unblocked by: `submit`, `stop`.
+    """
+
+    def __init__(
+        self,
+        *,
+        build: Callable[[], Lane],
+        on_ready: Callable[[Lane], None],
+        on_step: Callable[[Mapping[int, Any], InstanceStats], None],
+        on_failed: Callable[[BaseException], None],
+    ) -> None:
+        self._build, self._on_ready, self._on_step, self._on_failed = build, on_ready, on_step, on_failed
+        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
+        self._stopping = False
+
+    def start(self) -> None:
+        """Begins to build the lane; `on_ready` or `on_failed` tells how it went."""
+        self._thread.start()
+
+    def submit(self, command: Callable[[], object]) -> None:
+        """Runs `command` in the loop's thread before the next step. From any thread; returns at once."""
+        self._commands.put(command)
+
+    def stop(self, timeout_s: float) -> bool:
+        """Ends the loop after the step it is in; False where that took longer than `timeout_s`."""
+        self._stopping = True
+        self._commands.put(None)
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        try:
+            lane = self._build()
+            try:
+                self._on_ready(lane)
+                while not self._stopping:
+                    self._drain_commands(wait=not lane.has_work())
+                    if lane.has_work():
+                        self._step(lane)
+            finally:
+                lane.close()
+        except Exception as error:
+            logger.exception("the step loop failed")
+            self._on_failed(error)
+
+    def _step(self, lane: Lane) -> None:
+        started_s = time.perf_counter()
+        outputs = lane.step()
+        self._on_step(outputs, lane.stats(time.perf_counter() - started_s))
+
+    def _drain_commands(self, *, wait: bool) -> None:
+        try:
+            command = self._commands.get(timeout=IDLE_WAIT_S) if wait else self._commands.get_nowait()
+            while True:
+                if command is not None:
+                    command()
+                command = self._commands.get_nowait()
+        except queue.Empty:
+            return

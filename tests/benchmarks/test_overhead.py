@@ -1,0 +1,192 @@
+"""Laws of the overhead benchmark's own parts: the stream reader, the load, the figures, the report."""
+
+import asyncio
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.overhead import report
+from benchmarks.overhead.load import Figures, run_level
+from benchmarks.overhead.plan import Level, Plan
+from benchmarks.overhead.report import Sample
+from benchmarks.overhead.sse import Answer, Connection, _Stream
+from benchmarks.overhead.systems.vllm_server import command_flag
+
+PLAN = Plan(model=Path("model"), level_timeout_s=5.0)
+
+
+def event(**choice: object) -> bytes:
+    """One SSE event with this choice."""
+    return b"data: " + json.dumps({"choices": [choice]}).encode() + b"\n\n"
+
+
+def usage(prompt: int, output: int) -> bytes:
+    """The event with the token counts."""
+    counts = {"prompt_tokens": prompt, "completion_tokens": output}
+    return b"data: " + json.dumps({"choices": [], "usage": counts}).encode() + b"\n\n"
+
+
+def chunk(data: bytes) -> bytes:
+    """`data` as one HTTP chunk."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+ROLE = event(delta={"role": "assistant", "content": ""})
+TEXTS = [event(delta={"content": f"word{i}"}) for i in range(4)]
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+BODY = ROLE + b"".join(TEXTS) + usage(11, 4) + b"data: [DONE]\n\n"
+
+
+def read(pieces: list[bytes]) -> Answer:
+    """What the reader makes of bytes that arrive in these pieces."""
+
+    async def run() -> Answer:
+        stream = _Stream()
+        answer = Answer(sent_s=0.0)
+        done = stream.expect(answer)
+        for piece in pieces:
+            stream.data_received(piece)
+        assert done.done()
+        return answer
+
+    return asyncio.run(run())
+
+
+@given(chunk_sizes=st.lists(st.integers(1, 90), min_size=1), piece_sizes=st.lists(st.integers(1, 120), min_size=1))
+def test_an_answer_reads_the_same_however_it_is_cut(chunk_sizes: list[int], piece_sizes: list[int]) -> None:
+    wire = HEAD + b"".join(chunk(part) for part in cut(BODY, chunk_sizes)) + b"0\r\n\r\n"
+    answer = read(cut(wire, piece_sizes))
+    assert answer.error == ""
+    assert (answer.prompt_tokens, answer.output_tokens) == (11, 4)
+    assert len(answer.event_times_s) == len(TEXTS)
+    assert 0 < answer.first_text_s == answer.event_times_s[0]
+
+
+def cut(data: bytes, sizes: list[int]) -> list[bytes]:
+    """`data` in pieces of these sizes, over and over."""
+    parts, at, index = [], 0, 0
+    while at < len(data):
+        size = sizes[index % len(sizes)]
+        parts.append(data[at : at + size])
+        at, index = at + size, index + 1
+    return parts
+
+
+@pytest.mark.parametrize(
+    "wire",
+    [
+        b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n",
+        HEAD + chunk(TEXTS[0]) + b"0\r\n\r\n",
+        HEAD + b"0\r\n\r\n",
+    ],
+    ids=["refused", "cut short", "empty"],
+)
+def test_an_incomplete_answer_is_an_error(wire: bytes) -> None:
+    assert read([wire]).error
+
+
+@asynccontextmanager
+async def server(num_answers: int | None = None) -> AsyncIterator[str]:
+    """An HTTP server that streams BODY; each connection breaks after `num_answers`."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        left = num_answers
+        try:
+            while left is None or left > 0:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                assert json.loads(await reader.readexactly(length))["stream"]
+                writer.write(HEAD + chunk(BODY) + b"0\r\n\r\n")
+                await writer.drain()
+                left = None if left is None else left - 1
+        except asyncio.IncompleteReadError:
+            pass  # the client went away
+        writer.close()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with listener:
+        yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+
+
+async def test_every_prompt_is_sent_once_and_counted() -> None:
+    async with server() as one, server() as two:
+        figures = await run_level(PLAN, [one, two], ["hello"] * 25, num_clients=4)
+    assert (figures.completed, figures.failed) == (25, 0)
+    assert figures.tokens_per_s == pytest.approx(25 * 4 / figures.wall_s)
+    assert figures.prompt_tokens_mean == 11
+
+
+async def test_a_broken_connection_counts_as_failures_and_is_opened_again() -> None:
+    async with server(num_answers=2) as url:
+        connection = Connection(url)
+        answers = [await connection.chat({"stream": True}, 5.0) for _ in range(6)]
+        connection.close()
+    assert sum(not answer.error for answer in answers) >= 4
+
+
+async def test_an_unreachable_server_fails_every_request() -> None:
+    figures = await run_level(PLAN, ["http://127.0.0.1:1"], ["hello"] * 3, num_clients=2)
+    assert (figures.completed, figures.failed) == (0, 3)
+    assert figures.first_error
+
+
+def test_prompts_are_the_same_for_all_systems_and_never_repeat() -> None:
+    level = Level(num_clients=8, num_requests=50)
+    assert PLAN.prompts(0, level) == PLAN.prompts(0, level)
+    everything = [
+        prompt for round_index in range(3) for one in PLAN.levels for prompt in PLAN.prompts(round_index, one)
+    ]
+    assert len(set(everything)) == len(everything)
+
+
+def figures(clients: int, tokens_per_s: float, failed: int = 0) -> Figures:
+    """Figures with this throughput, everything else 1."""
+    return Figures(
+        num_clients=clients, completed=1, failed=failed, wall_s=1, tokens_per_s=tokens_per_s, ttft_p50_s=1,
+        ttft_p99_s=1, itl_p50_s=0, itl_p99_s=1, tpot_p50_s=1, prompt_tokens_mean=1, machine_cpu_s=1, client_cpu_s=1,
+    )  # fmt: skip
+
+
+def sample(system: str, round_index: int, one: Figures) -> Sample:
+    """One measurement."""
+    return Sample(system=system, round_index=round_index, start_s=1.0, figures=one)
+
+
+def test_ratios_are_of_medians_over_rounds(tmp_path: Path) -> None:
+    samples = [sample("vllm", i, figures(8, value)) for i, value in enumerate((100, 1, 200))]
+    samples += [sample("pengserve", i, figures(8, value)) for i, value in enumerate((95, 500, 50))]
+    rows = report.table_rows(samples)
+    assert [row[:3] for row in rows] == [["8", "vllm", "100 (x0.95)"], ["8", "pengserve", "95"]]
+    json_path, text_path = report.write(tmp_path, PLAN, {"vllm": "its note"}, samples, "2026-01-01")
+    record = json.loads(json_path.read_text())
+    assert len(record["samples"]) == 6
+    assert "100 (x0.95)" in text_path.read_text()
+    assert "its note" in text_path.read_text()
+
+
+def test_a_ratio_to_zero_is_no_number() -> None:
+    assert math.isnan(report.ratio(1.0, 0.0))
+
+
+def test_failures_are_named() -> None:
+    assert report.failures([sample("vllm", 0, figures(8, 1))]) == []
+    assert "3 requests failed" in report.failures([sample("vllm", 0, figures(8, 1, failed=3))])[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "flag"),
+    [
+        ("enforce_eager", True, ["--enforce-eager"]),
+        ("async_scheduling", False, ["--no-async-scheduling"]),
+        ("block_size", 32, ["--block-size", "32"]),
+        ("compilation_config", {"level": 0}, ["--compilation-config", '{"level": 0}']),
+    ],
+)
+def test_engine_arguments_become_flags(name: str, value: object, flag: list[str]) -> None:
+    assert command_flag(name, value) == flag

@@ -1,0 +1,155 @@
+"""The SDK against a real HTTP server: the same laws for the blocking and the async client."""
+
+import inspect
+import socket
+
+import pytest
+
+from pengserve.client import (
+    AsyncPengServe,
+    PengServe,
+    PengServeAPIError,
+    PengServeConnectionError,
+    PengServeError,
+    PengServeTimeoutError,
+)
+from tests.cluster.client.cluster_server import ADMIN_KEY, ClusterState, cluster_server, instance, snapshot, some_events
+
+
+class _Blocking:
+    """`PengServe` behind the async client's face, so that one test drives both."""
+
+    def __init__(self, *args, **options) -> None:
+        self.inner = PengServe(*args, **options)
+
+    def __getattr__(self, name):
+        method = getattr(self.inner, name)
+
+        async def call(*args, **options):
+            return method(*args, **options)
+
+        return call
+
+
+@pytest.fixture(params=[_Blocking, AsyncPengServe], ids=["blocking", "async"])
+def connect(request):
+    """Makes a client of either kind."""
+    return request.param
+
+
+@pytest.fixture
+def state():
+    """A server with two instances and five events."""
+    state = ClusterState(snapshots=[snapshot(instance(0, num_running=2), instance(1))], events=some_events(5))
+    with cluster_server(state):
+        yield state
+
+
+def unused_url() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+
+
+async def test_values_arrive_as_the_values_they_are(connect, state):
+    client = connect(state.url, admin_key=ADMIN_KEY)
+    assert await client.status() == state.snapshots[0]
+    assert await client.events() == tuple(state.events)
+    assert await client.events(after=2, limit=2) == tuple(state.events[2:4])
+    assert await client.routing() == state.routing
+    assert await client.models() == ("demo",)
+    await client.close()
+
+
+async def test_drain_passes_its_time_and_its_outcome(connect, state):
+    client = connect(state.url, admin_key=ADMIN_KEY)
+    assert await client.drain(timeout_s=1.5) is True
+    assert state.drained_with_s == [1.5]
+
+
+async def test_not_ready_is_an_answer_and_wait_ready_outlasts_it(connect, state):
+    state.ready_after = 3
+    client = connect(state.url)
+    assert await client.ready() is False
+    assert (await client.readiness()).why == "no instance is ready"
+    await client.wait_ready(timeout_s=10)
+    assert await client.ready() is True
+
+
+async def test_wait_ready_says_what_was_missing(connect, state):
+    state.ready_after = 10**6
+    with pytest.raises(PengServeTimeoutError, match="no instance is ready"):
+        await connect(state.url).wait_ready(timeout_s=0.2)
+
+
+async def test_wait_ready_counts_a_refused_connection_as_not_ready_yet(connect):
+    with pytest.raises(PengServeTimeoutError, match="cannot connect"):
+        await connect(unused_url()).wait_ready(timeout_s=0.2)
+
+
+async def test_a_refusal_carries_status_message_and_request_id(connect, state):
+    with pytest.raises(PengServeAPIError) as caught:
+        await connect(state.url, admin_key="wrong").status()
+    assert (caught.value.status_code, caught.value.request_id) == (401, "req-401")
+    assert "wants an admin key" in str(caught.value)
+    assert "wrong" not in repr(caught.value).replace("missing or wrong", "")
+
+
+async def test_nobody_there_is_one_clear_sentence(connect):
+    url = unused_url()
+    with pytest.raises(PengServeConnectionError, match=f"cannot connect to {url}: is `pengserve up` running there"):
+        await connect(url).status()
+    assert await connect(url).live() is False
+
+
+async def test_a_server_that_is_no_pengserve_is_recognised(connect, state):
+    client = connect(state.url + "/v1/models/..%2F..", admin_key=ADMIN_KEY)
+    with pytest.raises(PengServeAPIError, match="no PengServe cluster answers"):
+        await client.status()
+
+
+async def test_an_answer_of_another_form_names_the_field(connect, state):
+    state.replies["/cluster/events"] = {"events": [{"seq": 1}]}
+    with pytest.raises(PengServeAPIError, match=r"Event\.time_s is missing"):
+        await connect(state.url, admin_key=ADMIN_KEY).events()
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/"])
+async def test_common_spellings_of_the_address_are_one(connect, state, ending):
+    assert await connect(state.url + ending).live() is True
+
+
+@pytest.mark.parametrize("url", ["localhost:8000", "ftp://x", "http://"])
+def test_what_is_no_address_is_refused(url):
+    with pytest.raises(PengServeError, match="is not an address"):
+        PengServe(url)
+
+
+def test_openai_clients_point_at_this_server(state):
+    openai = pytest.importorskip("openai")
+    with PengServe(state.url, api_key="k") as client, client.openai(max_retries=0) as remote:
+        assert isinstance(remote, openai.OpenAI)
+        assert (remote.api_key, remote.max_retries) == ("k", 0)
+        assert [model.id for model in remote.models.list()] == ["demo"]
+    assert isinstance(AsyncPengServe(state.url).openai(), openai.AsyncOpenAI)
+
+
+async def test_context_managers_close(state):
+    with PengServe(state.url) as blocking:
+        assert blocking.live()
+    with pytest.raises(RuntimeError):
+        blocking.status()
+    async with AsyncPengServe(state.url) as client:
+        assert await client.live()
+
+
+def test_both_clients_have_the_same_calls_and_arguments():
+    for name, method in inspect.getmembers(PengServe, inspect.isfunction):
+        if not name.startswith("_") or name == "__init__":
+            twin = getattr(AsyncPengServe, name)
+            assert list(inspect.signature(method).parameters) == list(inspect.signature(twin).parameters), name
+
+
+def test_no_key_shows_in_a_representation(state):
+    client = PengServe(state.url, api_key="hidden-1", admin_key="hidden-2")
+    assert "hidden" not in repr(vars(client))

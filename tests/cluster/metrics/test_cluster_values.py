@@ -1,0 +1,106 @@
+"""Laws of the mirrored values: counters never fall over an instance's lives, gauges follow the newest stats."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from pengserve.cluster.metrics.cluster_values import ClusterValues
+from pengserve.cluster.metrics.facade import Metrics
+from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
+from pengserve.planners.types.layout import Layout
+from pengserve.planners.types.snapshot import (
+    ClusterSnapshot,
+    InstanceSnapshot,
+    InstanceState,
+    InstanceStats,
+    KvCapacity,
+    Route,
+    RoutingTable,
+)
+
+CAPACITY = KvCapacity(
+    num_blocks=10, block_size=32, bytes_per_block=4096, max_model_len=512, max_num_seqs=8, weight_bytes=1 << 20
+)
+
+
+def key(slot: int, incarnation: int = 1) -> InstanceKey:
+    """Key of one life of a slot."""
+    return InstanceKey(instance_id=InstanceId(slot), incarnation=incarnation)
+
+
+def sample(metrics: Metrics, name: str, **labels: str) -> float | None:
+    """Value of one scraped sample, None where there is none."""
+    for family in text_string_to_metric_families(metrics.exposition()[0].decode()):
+        for one in family.samples:
+            if one.name == name and labels.items() <= one.labels.items():
+                return one.value
+    return None
+
+
+def test_stats_of_a_batch_become_gauges_and_step_times(metrics: Metrics) -> None:
+    values = ClusterValues(metrics)
+    values.on_link_up(key(0), CAPACITY)
+    values.on_batch(key(0), InstanceStats(num_running=3, kv_blocks_used=4, queued_tokens=65, last_step_s=0.02))
+    assert sample(metrics, "pengserve_instance_requests_running", instance_id="0") == 3
+    assert sample(metrics, "pengserve_virtual_kv_load", instance_id="0") == (4 + 3) / 10
+    assert sample(metrics, "pengserve_instance_step_seconds_count", instance_id="0") == 1
+    assert sample(metrics, "pengserve_instance_kv_bytes", instance_id="0") == 10 * 4096
+
+
+@given(
+    lives=st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=5), min_size=1, max_size=4), scrape=st.booleans()
+)
+def test_a_counter_is_the_sum_over_all_lives_of_a_slot(lives: list[list[int]], scrape: bool) -> None:
+    metrics = Metrics("prometheus", app="shop")
+    values = ClusterValues(metrics)
+    for incarnation, growth in enumerate(lives, start=1):
+        values.on_link_up(key(0, incarnation), CAPACITY)
+        total = 0
+        for grown in growth:
+            total += grown
+            values.on_batch(key(0, incarnation), InstanceStats(total_generated_tokens=total))
+            if scrape:
+                metrics.exposition()
+        values.on_link_down(key(0, incarnation), lost=True)
+    counted = sample(metrics, "pengserve_instance_generated_tokens_total", instance_id="0") or 0
+    assert counted == sum(map(sum, lives))
+    assert sample(metrics, "pengserve_link_lost_total", instance_id="0") == len(lives)
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_instance_that_is_gone_is_down_and_empty(metrics: Metrics, lost: bool) -> None:
+    values = ClusterValues(metrics)
+    values.on_link_up(key(0), CAPACITY)
+    values.on_batch(key(0), InstanceStats(num_running=3, num_waiting=2, kv_blocks_used=4))
+    values.on_link_down(key(0), lost=lost)
+    for name in ("up", "requests_running", "queue_length", "kv_blocks_used"):
+        assert sample(metrics, f"pengserve_instance_{name}", instance_id="0") == 0
+    assert (sample(metrics, "pengserve_link_lost_total", instance_id="0") or 0) == lost
+
+
+def test_a_replacement_connected_before_the_old_link_ended_stays_up(metrics: Metrics) -> None:
+    values = ClusterValues(metrics)
+    values.on_link_up(key(0, 1), CAPACITY)
+    values.on_link_up(key(0, 2), CAPACITY)
+    values.on_link_down(key(0, 1), lost=True)
+    assert sample(metrics, "pengserve_instance_up", instance_id="0") == 1
+
+
+def test_routing_and_snapshot_are_mirrored(metrics: Metrics) -> None:
+    values = ClusterValues(metrics)
+    route = Route(key=key(0), endpoint="h:1", members=(InstanceId(0),), shape="dp")
+    values.on_routing(RoutingTable(version=4, epoch=Epoch(2), routes=(route,)))
+    ready = InstanceSnapshot(key=key(0, 3), state=InstanceState.READY, capacity=CAPACITY, rss_bytes=99)
+    starting = replace(ready, key=key(1), state=InstanceState.STARTING, capacity=None)
+    layout = Layout.all_dp((InstanceId(0), InstanceId(1)), Epoch(2))
+    values.on_snapshot(ClusterSnapshot(app="shop", time_s=0.0, layout=layout, instances=(ready, starting)))
+    values.on_controller(up=True)
+    assert sample(metrics, "pengserve_routing_version") == 4
+    assert sample(metrics, "pengserve_layout_epoch") == 2
+    assert sample(metrics, "pengserve_instances", state="starting") == 1
+    assert sample(metrics, "pengserve_instance_up", instance_id="1") == 0
+    assert sample(metrics, "pengserve_instance_incarnation", instance_id="0") == 3
+    assert sample(metrics, "pengserve_controller_up") == 1

@@ -1,0 +1,205 @@
+"""Laws of the configuration: precedence, refusal by name, and secrets that stay secret."""
+
+import pytest
+
+from pengserve.cluster.settings import (
+    Settings,
+    load_settings,
+    parse_settings,
+    refuse_unsafe_environment,
+    unsafe_environment,
+)
+from pengserve.planners.types.errors import ConfigError
+
+SECRET = "s3cret-of-the-test"
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    """Whatever the shell that runs the tests has set must not decide them."""
+    import os
+
+    for name in list(os.environ):
+        if name.upper().startswith("PENGSERVE_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def yaml_file(tmp_path):
+    """Writes YAML text, returns its path."""
+
+    def write(text: str) -> str:
+        path = tmp_path / "serve.yaml"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+
+    return write
+
+
+def test_environment_wins_over_file_and_override_over_both(yaml_file, monkeypatch):
+    path = yaml_file("model: m\ninstances: {count: 3, cpu_threads: 4}\nhttp: {port: 1111}")
+    monkeypatch.setenv("PENGSERVE_INSTANCES__COUNT", "5")
+    monkeypatch.setenv("PENGSERVE_HTTP__PORT", "2222")
+    settings = load_settings(path, http={"port": 3333})
+    assert (settings.instances.cpu_threads, settings.instances.count, settings.http.port) == (4, 5, 3333)
+
+
+def test_an_override_of_none_says_nothing(yaml_file):
+    settings = load_settings(yaml_file("model: m\nhttp: {port: 1111}"), model=None, http={"port": None})
+    assert (settings.model, settings.http.port) == ("m", 1111)
+
+
+def test_engine_arguments_from_the_environment_have_yaml_types(monkeypatch):
+    monkeypatch.setenv("PENGSERVE_ENGINE__MAX_MODEL_LEN", "2048")
+    monkeypatch.setenv("PENGSERVE_ENGINE__ENFORCE_EAGER", "true")
+    monkeypatch.setenv("PENGSERVE_ENGINE__DTYPE", "float32")
+    assert load_settings(None, model="m").engine == {"max_model_len": 2048, "enforce_eager": True, "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("data", "named", "meant"),
+    [
+        ({"modle": "m"}, "modle", "model"),
+        ({"instance": {"count": 1}}, "instance", "instances"),
+        ({"http": {"prot": 1}}, "http.prot", "http.port"),
+        ({"port": 1}, "port", "http.port"),
+        ({"security": {"api_key": SECRET}}, "security.api_key", "security.api_keys"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_one_that_was_meant(data, named, meant):
+    with pytest.raises(ConfigError) as caught:
+        load_settings(None, **{"model": "m", **data})
+    assert f"unknown key {named!r}; did you mean {meant}?" in str(caught.value)
+    assert SECRET not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [("PENGSERVE_PORT", "PENGSERVE_HTTP__PORT"), ("PENGSERVE_INSTANCE__COUNT", "PENGSERVE_INSTANCES__COUNT")],
+)
+def test_an_unknown_variable_is_named_with_the_one_that_was_meant(monkeypatch, name, meant):
+    monkeypatch.setenv(name, "8001")
+    with pytest.raises(ConfigError, match=f"{name} sets nothing; did you mean {meant}"):
+        load_settings(None, model="m")
+
+
+def test_variables_that_kubernetes_and_the_command_line_set_are_left_alone(monkeypatch):
+    monkeypatch.setenv("PENGSERVE_SERVICE_HOST", "10.0.0.1")
+    monkeypatch.setenv("PENGSERVE_SERVE_SVC_PORT_8000_TCP_ADDR", "10.0.0.1")
+    monkeypatch.setenv("PENGSERVE_PORT", "tcp://10.0.0.1:8000")
+    monkeypatch.setenv("PENGSERVE_URL", "http://10.0.0.1:8000")
+    monkeypatch.setenv("PENGSERVE_ADMIN_KEY", SECRET)
+    assert load_settings(None, model="m").http.port == 8000
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        ({"instances": {"device": "gpu"}}, ["instances.device", "'cpu'", "'cuda'", "'gpu'"]),
+        ({"instances": {"count": 0}}, ["instances.count", "greater than or equal to 1"]),
+        ({"http": {"port": "web"}}, ["http.port", "integer", "'web'"]),
+        ({"http": {"ssl_keyfile": "k"}}, ["http", "ssl_certfile"]),
+        ({"http": {"ssl_keyfile": "k", "ssl_certfile": "c"}}, ["proxy: serve"]),
+        ({"engine": {"model": "other"}}, ["engine", "model"]),
+    ],
+)
+def test_a_value_that_cannot_work_is_refused_with_its_key_and_what_is_accepted(data, words):
+    with pytest.raises(ConfigError) as caught:
+        load_settings(None, model="m", **data)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_a_missing_model_says_how_to_get_one():
+    with pytest.raises(ConfigError, match=r"model is missing.*make-demo"):
+        load_settings(None)
+
+
+@pytest.mark.parametrize("text", ["- a list", "model: [", "1: 2"])
+def test_a_file_that_is_no_mapping_is_refused_by_name(yaml_file, text):
+    with pytest.raises(ConfigError, match=r"serve\.yaml"):
+        load_settings(yaml_file(text))
+
+
+def test_a_missing_file_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"cannot read .*nowhere\.yaml: No such file"):
+        load_settings("nowhere.yaml")
+
+
+def test_secrets_show_in_no_representation_but_travel_to_the_builder():
+    settings = load_settings(None, model="m", security={"api_keys": [SECRET], "admin_key": SECRET + "2"})
+    shown = [repr(settings), str(settings), str(settings.model_dump()), settings.model_dump_json()]
+    assert not any(SECRET in text for text in shown)
+    assert Settings.model_validate(settings.to_args()) == settings
+    assert settings.to_args()["security"] == {"api_keys": [SECRET], "admin_key": SECRET + "2"}
+
+
+def test_a_refused_secret_is_not_repeated():
+    for security in ({"api_keys": {"a": SECRET}}, {"admin_key": [SECRET]}, {"api_keys": [[SECRET]]}):
+        with pytest.raises(ConfigError) as caught:
+            load_settings(None, model="m", security=security)
+        assert SECRET not in str(caught.value)
+
+
+def test_settings_from_data_do_not_read_the_environment(monkeypatch):
+    monkeypatch.setenv("PENGSERVE_HTTP__PORT", "2222")
+    assert parse_settings({"model": "m"}).http.port == 8000
+    assert Settings.model_validate({"model": "m"}).http.port == 8000
+
+
+def test_an_open_address_needs_a_key():
+    with pytest.raises(ConfigError, match=r"security\.api_keys"):
+        load_settings(None, model="m", http={"host": "0.0.0.0"})
+    assert load_settings(None, model="m", http={"host": "0.0.0.0"}, security={"api_keys": "k"}).http.host == "0.0.0.0"
+
+
+def test_an_empty_key_is_refused():
+    with pytest.raises(ConfigError, match="empty key"):
+        load_settings(None, model="m", security={"api_keys": [" "]})
+
+
+def test_a_relative_model_directory_becomes_absolute_and_names_the_model(tmp_path, monkeypatch):
+    (tmp_path / "tiny").mkdir()
+    monkeypatch.chdir(tmp_path)
+    settings = load_settings(None, model="./tiny")
+    assert (settings.model, settings.served_model_name) == (str(tmp_path / "tiny"), ["tiny"])
+    assert load_settings(None, model="org/name").served_model_name == ["name"]
+    assert load_settings(None, model="./tiny", served_model_name="demo").served_model_name == ["demo"]
+
+
+def test_engine_defaults_of_a_cpu_give_way_to_the_user():
+    settings = load_settings(
+        None, model="m", instances={"device": "cpu"}, engine={"enforce_eager": False, "max-model-len": 64}
+    )
+    engine = settings.instance_config("token").engine
+    assert (engine["enforce_eager"], engine["max_model_len"], engine["async_scheduling"]) == (False, 64, False)
+    assert engine["kv_cache_memory_bytes"] == 256 << 20
+
+
+def test_gpus_follow_the_device_unless_given():
+    def gpus(**instances) -> float:
+        return load_settings(None, model="m", instances=instances).controller_config().gpus_per_instance
+
+    assert (gpus(device="cpu"), gpus(device="cuda"), gpus(device="cuda", gpus=0.5)) == (0.0, 1.0, 0.5)
+
+
+def test_configurations_inside_carry_what_the_user_wrote():
+    settings = load_settings(
+        None, model="m", app="a", instances={"count": 3, "lease_s": 9}, controller={"tick_s": 0.1}, event_log="e.jsonl"
+    )
+    controller, instance = settings.controller_config(), settings.instance_config("token")
+    assert (controller.app, controller.num_instances, controller.tick_s, controller.event_log_path) == (
+        "a",
+        3,
+        0.1,
+        "e.jsonl",
+    )
+    assert (instance.app, instance.lease_s, instance.channel_token) == ("a", 9.0, "token")
+
+
+@pytest.mark.parametrize("name", ["VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_INSECURE_SERIALIZATION"])
+def test_an_unsafe_variable_is_refused_by_name(monkeypatch, name):
+    monkeypatch.setenv(name, "0")
+    assert unsafe_environment() == []
+    monkeypatch.setenv(name, "1")
+    with pytest.raises(ConfigError, match=name):
+        refuse_unsafe_environment()

@@ -1,0 +1,25 @@
+"""Fixtures shared by the whole suite. Starting an engine costs ten seconds, so the session's two are shared."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.models import tiny_model
+from tests.support.processes import InstanceProcess, start_instances
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """Directory of the tiny float32 model."""
+    return tiny_model()
+
+
+@pytest.fixture(scope="session")
+def instances(model: Path) -> Iterator[list[InstanceProcess]]:
+    """Two ready instances. Tests leave them idle and alive."""
+    processes = start_instances(model, [0, 1])
+    yield processes
+    for process in processes:
+        assert process.process.poll() is None, f"instance {process.instance_id} died in a test"
+        assert process.stop() == 0

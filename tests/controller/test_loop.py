@@ -1,0 +1,247 @@
+"""The control loop over a cluster in memory."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from pengserve.controller.events import EventLog, open_starts
+from pengserve.controller.loop import Controller
+from pengserve.planners.types.config import ControllerConfig
+from pengserve.planners.types.errors import EngineError
+from pengserve.planners.types.events import EventKind
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.snapshot import InstanceState, RoutingTable
+from tests.controller.fakes import FakePort, answer, life
+
+CONFIG = ControllerConfig(
+    app="test",
+    num_instances=2,
+    tick_s=0.02,
+    status_timeout_s=0.1,
+    lost_after_s=0.3,
+    restart_backoff_s=0.01,
+    restart_backoff_max_s=0.05,
+)
+
+
+@asynccontextmanager
+async def running(
+    port: FakePort, config: ControllerConfig = CONFIG, log: EventLog | None = None
+) -> AsyncIterator[Controller]:
+    """A controller whose loop runs; on leaving it dies as by SIGKILL: no word to anybody."""
+    controller = Controller(config, port, log or EventLog())
+    loop = asyncio.get_running_loop().create_task(controller.run())
+    try:
+        yield controller
+    finally:
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+        await controller._calls.close()
+
+
+async def routed(controller: Controller, wanted: Callable[[RoutingTable], bool], timeout_s: float = 5) -> RoutingTable:
+    """The first table that is as `wanted`, by the same long-poll that ingresses use."""
+    async with asyncio.timeout(timeout_s):
+        version = -1
+        while True:
+            table = await controller.routing(version, 1.0)
+            if wanted(table):
+                return table
+            version = table.version
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 5) -> None:
+    """Waits for what nothing announces."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+def routes(*keys: InstanceKey) -> Callable[[RoutingTable], bool]:
+    """Whether exactly these instances take requests."""
+    return lambda table: tuple(route.key for route in table.routes) == keys
+
+
+def kinds(controller: Controller, span: str) -> list[EventKind]:
+    """What happened to one life."""
+    return [event.kind for event in controller.events(limit=1000) if event.span == span]
+
+
+async def test_fills_all_slots() -> None:
+    async with running(FakePort()) as controller:
+        table = await routed(controller, routes(life(0), life(1)))
+        assert [route.endpoint for route in table.routes] == ["127.0.0.1:20001", "127.0.0.1:21001"]
+        snapshot = controller.snapshot()
+        assert [i.state for i in snapshot.instances] == [InstanceState.READY] * 2
+        assert snapshot.ranks == (0, 1) and snapshot.routing_version == table.version
+        assert kinds(controller, "instance:0.1") == [EventKind.INSTANCE_START, EventKind.INSTANCE_READY]
+
+
+async def test_a_reported_crash_leaves_the_routes_at_once_and_is_replaced() -> None:
+    port = FakePort()
+    config = ControllerConfig(app="test", num_instances=2, tick_s=60, restart_backoff_s=0)
+    async with running(port, config) as controller:
+        for key in (life(0), life(1)):  # nothing ticks by itself for a minute: news alone drives the loop
+            controller.report_lost(key, "just to look")
+        before = await routed(controller, lambda table: len(table.routes) == 2)
+        port.crash(life(1))
+        controller.report_lost(life(1), "end of file")
+        without = await controller.routing(before.version, 5)
+        assert routes(life(0))(without) and without.version == before.version + 1
+
+
+async def test_a_crash_is_seen_without_any_report() -> None:
+    port = FakePort()
+    async with running(port) as controller:
+        await routed(controller, routes(life(0), life(1)))
+        port.crash(life(0))
+        await routed(controller, routes(life(0, 2), life(1)))
+        assert kinds(controller, "instance:0.1")[-1] is EventKind.INSTANCE_LOST
+        assert port.reserved == set(port.instances), "the dead one's resources are freed"
+
+
+async def test_a_silent_instance_is_killed_and_replaced() -> None:
+    port = FakePort()
+    async with running(port) as controller:
+        await routed(controller, routes(life(0), life(1)))
+        port.instances[life(1)].silent = True
+        await routed(controller, routes(life(0), life(1, 2)))
+        assert life(1) not in port.instances
+        assert "silent" in next(e.why for e in controller.events(limit=99) if e.kind is EventKind.INSTANCE_LOST)
+
+
+async def test_one_short_silence_is_forgiven() -> None:
+    port = FakePort()
+    async with running(port) as controller:
+        await routed(controller, routes(life(0), life(1)))
+        port.instances[life(1)].silent = True
+        await asyncio.sleep(CONFIG.status_timeout_s * 1.5)  # the silence itself is what is tested
+        port.instances[life(1)].silent = False
+        table = await controller.routing(-1, 1)
+        assert await controller.routing(table.version, CONFIG.lost_after_s * 2) == table
+
+
+async def test_a_failed_engine_is_replaced_and_its_reason_shown() -> None:
+    port = FakePort()
+    port.starts_ready = False
+    why = "ConfigError: model: /nowhere is no model directory"
+    async with running(port) as controller:
+
+        def six_failed() -> bool:
+            for key in list(port.instances):
+                port.fail(key, why)
+            return len(port.created) >= 6
+
+        await until(six_failed)
+        assert all(instance.failure in ("", why) for instance in controller.snapshot().instances)
+        assert any(instance.failure == why for instance in controller.snapshot().instances)
+        errors = [e for e in controller.events(limit=1000) if e.kind is EventKind.INSTANCE_ERROR]
+        assert {e.why for e in errors} == {why}
+
+
+async def test_what_cannot_be_created_is_tried_again() -> None:
+    port = FakePort()
+    port.refusal = "no node has 8 GPUs"
+    async with running(port) as controller:
+        await until(lambda: bool(controller.events(after=8)))
+        assert port.refusal in controller.snapshot().instances[0].failure
+        port.refusal = ""
+        table = await routed(controller, lambda table: len(table.routes) == 2)
+        assert all(route.key.incarnation > 1 for route in table.routes)
+
+
+async def test_an_instance_that_waits_for_its_place_holds_up_nobody() -> None:
+    port = FakePort()
+    async with running(port) as controller:
+        await routed(controller, routes(life(0), life(1)))
+        port.crash(life(0))
+        port.starts_ready = False
+        await until(lambda: life(0, 2) in port.instances)
+        port.instances[life(0, 2)].silent = True
+        port.crash(life(1))
+        port.starts_ready = True
+        await routed(controller, routes(life(1, 2)))
+
+
+async def test_a_new_controller_adopts_what_runs_and_no_ingress_notices(tmp_path: Path) -> None:
+    port, path = FakePort(), str(tmp_path / "events.jsonl")
+    async with running(port, log=EventLog(path)) as controller:
+        before = await routed(controller, routes(life(0), life(1)))
+    port.crash(life(1))
+    async with running(port, log=EventLog(path)) as controller:
+        first = await controller.routing(before.version, 5)
+        assert first.version > before.version and first.epoch > before.epoch
+        assert routes(life(0))(first), "what lived goes on, from the first table on"
+        await routed(controller, routes(life(0), life(1, 2)))
+        assert port.created == [life(0), life(1), life(1, 2)], "nothing that lived was started again"
+        assert kinds(controller, "instance:0.1")[-1] is EventKind.INSTANCE_ADOPTED
+        assert open_starts(controller.events(limit=1000)) == ()
+
+
+async def test_what_lives_outside_the_slots_is_killed() -> None:
+    port = FakePort()
+    for key in (life(0, 3), life(9, 1)):
+        await port.create(key)
+    port.reserved.add(life(1, 7))
+    async with running(port) as controller:
+        await routed(controller, routes(life(0, 3), life(1, 8)))
+        assert set(port.instances) == port.reserved == {life(0, 3), life(1, 8)}
+
+
+async def test_drain_ends_all_and_fills_nothing_again() -> None:
+    port = FakePort()
+    async with running(port) as controller:
+        await routed(controller, routes(life(0), life(1)))
+        assert await controller.drain(timeout_s=5)
+        assert not port.instances and not port.reserved
+        table = await controller.routing(-1, 1)
+        assert (table.routes, table.is_draining) == ((), True)
+        assert kinds(controller, "instance:0.1")[-1] is EventKind.INSTANCE_DRAIN_END
+        assert await controller.drain(timeout_s=1), "again is harmless"
+        assert port.created == [life(0), life(1)]
+
+
+async def test_a_drain_that_does_not_finish_says_so_and_ends_all_the_same() -> None:
+    port = FakePort()
+    async with running(port) as controller:
+        await routed(controller, routes(life(0), life(1)))
+        port.instances[life(1)].stays_busy = True
+        assert not await controller.drain(timeout_s=0.2)
+        assert not port.instances
+        assert kinds(controller, "instance:1.1")[-1] is EventKind.INSTANCE_DRAIN_ERROR
+
+
+async def test_a_controller_that_cannot_look_around_keeps_trying() -> None:
+    class Blind(FakePort):
+        tries = 0
+
+        async def discover(self):  # type: ignore[no-untyped-def]
+            self.tries += 1
+            if self.tries == 1:
+                raise ConnectionError("the cluster's control service is away")
+            return await super().discover()
+
+    async with running(Blind()) as controller:
+        with pytest.raises(EngineError, match="recovering"):
+            await controller.routing(-1, 0.05)
+        await routed(controller, routes(life(0), life(1)))
+
+
+async def test_an_instance_that_begins_to_drain_by_itself_gets_no_requests_and_is_replaced() -> None:
+    port = FakePort()
+    async with running(port) as controller:
+        await routed(controller, routes(life(0), life(1)))
+        port.instances[life(0)].said = answer(life(0), InstanceState.DRAINING)
+        await routed(controller, routes(life(0, 2), life(1)))
+
+
+async def test_stop_leaves_the_instances_alone() -> None:
+    port = FakePort()
+    async with running(port) as controller:
+        await routed(controller, routes(life(0), life(1)))
+        await controller.stop()
+        assert set(port.instances) == {life(0), life(1)}
+        assert controller.events(limit=1000)[-1].kind is EventKind.CONTROLLER_STOP

@@ -1,0 +1,188 @@
+"""The controller against a real Ray: real processes, placement groups and SIGKILLs. Only the engine is absent."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pengserve.controller.events import EventLog, open_starts
+from pengserve.planners.types.config import ControllerConfig
+from pengserve.planners.types.events import EventKind
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState, RoutingTable
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+CONFIG = ControllerConfig(app="ray-test", num_instances=2, tick_s=0.2, restart_backoff_s=0.1, cpus_per_instance=0.5)
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[Any]:
+    """A cluster of one node, in processes of its own."""
+    import ray as module
+
+    module.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    yield module
+    module.shutdown()
+
+
+def light_instance() -> type:
+    """An instance without an engine. Made in a function, so that workers get it by value."""
+
+    class LightInstance:
+        def __init__(self, config: dict[str, str], key: Any) -> None:
+            self.config, self.key, self.draining = config, key, False
+
+        def status(self) -> Any:
+            import os
+
+            import ray
+
+            from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState
+
+            node_id = ray.get_runtime_context().get_node_id()
+            state = InstanceState.DRAINING if self.draining else InstanceState.READY
+            failure = self.config.get("failure", "")
+            return InstanceSnapshot(
+                key=self.key,
+                state=InstanceState.DEAD if failure else state,
+                failure=failure,
+                endpoint=f"127.0.0.1:{os.getpid()}",
+                device=DeviceInfo(node_id=node_id, pid=os.getpid(), device=os.environ["TEST_DEVICE"]),
+            )
+
+        def drain(self, timeout_s: float) -> bool:
+            self.draining = True
+            return True
+
+    return LightInstance
+
+
+class Client:
+    """A controller actor, with calls that wait for their answer."""
+
+    def __init__(self, ray: Any, config: ControllerConfig, instance_config: dict[str, str]) -> None:
+        from pengserve.controller.ray_shell import ControllerActor
+
+        self._ray = ray
+        self._actor = (
+            ray.remote(ControllerActor)
+            .options(num_cpus=0)
+            .remote(config, instance_config, light_instance(), {"TEST_DEVICE": "cpu:7"})
+        )
+
+    def call(self, method: str, *arguments: Any) -> Any:
+        return self._ray.get(getattr(self._actor, method).remote(*arguments), timeout=WAIT_S)
+
+    def routed(self, wanted: Callable[[RoutingTable], bool]) -> RoutingTable:
+        """The first table that is as `wanted`."""
+        deadline_s, version = time.monotonic() + WAIT_S, -1
+        while time.monotonic() < deadline_s:
+            table: RoutingTable = self.call("routing", version, 5.0)
+            if wanted(table):
+                return table
+            version = table.version
+        raise AssertionError(f"no such routes in {WAIT_S} s; events: {self.call('events', 0, 100)}")
+
+    def snapshot(self) -> ClusterSnapshot:
+        snapshot: ClusterSnapshot = self.call("snapshot")
+        return snapshot
+
+    def die(self) -> None:
+        """SIGKILL: nothing of its own code runs any more."""
+        self._ray.kill(self._actor)
+
+
+def group_names(ray: Any) -> list[str]:
+    """Names of the placement groups that hold resources."""
+    from ray.util import placement_group_table
+
+    return sorted(g["name"] for g in placement_group_table().values() if g["state"] != "REMOVED")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Waits for what nothing announces."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come true"
+        time.sleep(0.05)
+
+
+def test_lives_and_deaths_of_instances_and_controllers(ray: Any, tmp_path: Path) -> None:
+    log_path = str(tmp_path / "events.jsonl")
+    config = ControllerConfig(
+        app=CONFIG.app,
+        num_instances=2,
+        tick_s=CONFIG.tick_s,
+        restart_backoff_s=CONFIG.restart_backoff_s,
+        cpus_per_instance=CONFIG.cpus_per_instance,
+        event_log_path=log_path,
+    )
+    first = Client(ray, config, {"model": "a"})
+    table = first.routed(lambda table: len(table.routes) == 2)
+    assert [str(route.key) for route in table.routes] == ["0.1", "1.1"]
+    assert [name.rpartition(":")[0] for name in group_names(ray)] == [
+        "pengserve:ray-test:instance:0.1",
+        "pengserve:ray-test:instance:1.1",
+    ]
+    snapshot = first.snapshot()
+    assert {i.device.device for i in snapshot.instances} == {"cpu:7"}, "the environment reached the processes"
+    assert len({i.device.pid for i in snapshot.instances}) == 2
+
+    killed_s = time.monotonic()
+    os.kill(snapshot.instances[1].device.pid, signal.SIGKILL)
+    first.routed(lambda table: all(str(route.key) != "1.1" for route in table.routes))
+    assert time.monotonic() - killed_s < 5
+    table = first.routed(lambda table: [str(route.key) for route in table.routes] == ["0.1", "1.2"])
+    until(lambda: len(group_names(ray)) == 2)
+
+    pids = {i.device.pid for i in first.snapshot().instances}
+    first.die()
+    second = Client(ray, config, {"model": "a"})
+    adopted = second.routed(lambda table: len(table.routes) == 2)
+    assert [str(route.key) for route in adopted.routes] == ["0.1", "1.2"]
+    assert adopted.version > table.version and adopted.epoch > table.epoch
+    assert {i.device.pid for i in second.snapshot().instances} == pids
+    assert len(group_names(ray)) == 2
+
+    assert second.call("drain", 10.0)
+    assert second.call("routing", -1, 1.0).routes == ()
+    until(lambda: group_names(ray) == [])
+    assert all(i.state is InstanceState.DEAD for i in second.snapshot().instances)
+    second.call("shutdown")
+    events = EventLog(log_path).tail(limit=1000)
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    assert not open_starts(events)
+    kinds = [event.kind for event in events]
+    assert kinds.count(EventKind.INSTANCE_LOST) == 1 and kinds.count(EventKind.INSTANCE_ADOPTED) == 2
+    (lost,) = (event for event in events if event.kind is EventKind.INSTANCE_LOST)
+    assert lost.span == "instance:1.1" and lost.why.startswith("its process has ended: Worker unexpectedly exits")
+    second.die()
+
+
+def test_instances_of_another_configuration_are_replaced_not_adopted(ray: Any) -> None:
+    first = Client(ray, CONFIG, {"model": "a"})
+    old = first.routed(lambda table: len(table.routes) == 2)
+    first.die()
+    second = Client(ray, CONFIG, {"model": "b"})
+    new = second.routed(lambda table: len(table.routes) == 2)
+    assert {route.endpoint for route in new.routes}.isdisjoint(route.endpoint for route in old.routes)
+    assert all(n.key > o.key for n, o in zip(new.routes, old.routes, strict=True))
+    assert second.call("drain", 10.0)
+    second.die()
+    until(lambda: group_names(ray) == [])
+
+
+def test_a_failed_engine_is_tried_again_and_shows_why(ray: Any) -> None:
+    why = "ConfigError: model: /nowhere is no model directory"
+    client = Client(ray, CONFIG, {"failure": why})
+    until(lambda: [i.key.incarnation for i in client.snapshot().instances if i.failure == why] != [])
+    until(lambda: len([e for e in client.call("events", 0, 100) if e.kind is EventKind.INSTANCE_ERROR]) >= 4)
+    assert {e.why for e in client.call("events", 0, 100) if e.kind is EventKind.INSTANCE_ERROR} == {why}
+    client.call("drain", 5.0)
+    client.die()
+    until(lambda: group_names(ray) == [])

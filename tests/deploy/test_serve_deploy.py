@@ -1,0 +1,194 @@
+"""`ray start --head`, `serve deploy deploy/serve-cpu.yaml`, an answer, and everything gone again. As a user would."""
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import yaml
+
+from pengserve.cluster.cli.ray_local import ray_environment
+from pengserve.cluster.settings import parse_settings
+from tests.support.models import demo_model
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+MARK = "PYTEST_RAY_HEAD"  # inherited by every process of this Ray, to find those that stay behind
+LEASE_S = 3.0
+START_TIMEOUT_S, READY_TIMEOUT_S, STOP_TIMEOUT_S = 90.0, 300.0, 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """A Ray head of its own: loopback, free ports, token authentication."""
+
+    document: Path  # deploy/serve-cpu.yaml with a free HTTP port
+    url: str
+    dashboard: str
+    environment: dict[str, str]
+    mark: str
+
+    def instances(self) -> list[int]:
+        """Process ids of the instances that live in this Ray."""
+        return [pid for pid in _marked(self.mark) if b"ray::InstanceActor" in _command(pid)]
+
+    def run(self, *command: str, timeout_s: float = 120) -> str:
+        """Output of a command of the environment's `bin`; fails the test where it fails."""
+        done = subprocess.run(
+            [str(BIN / command[0]), *command[1:]],
+            cwd=ROOT,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    demo_model()
+    scratch = Path(tempfile.mkdtemp(prefix="ps-", dir="/tmp"))  # Unix sockets take paths of 107 bytes at most
+    ports = dict(zip(("gcs", "dashboard", "http", "agent", "client", "metrics"), _free_ports(6), strict=True))
+    document = yaml.safe_load((ROOT / "deploy" / "serve-cpu.yaml").read_text())
+    args = document["applications"][0]["args"]
+    document["http_options"]["port"] = args["http"]["port"] = ports["http"]
+    args.setdefault("instances", {})["lease_s"] = LEASE_S
+    (scratch / "serve.yaml").write_text(yaml.safe_dump(document))
+    mark = secrets.token_hex(8)
+    environment = {
+        **os.environ,
+        **ray_environment(parse_settings(args), str(scratch)),
+        MARK: mark,
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_ADDRESS": f"127.0.0.1:{ports['gcs']}",
+    }
+    with (scratch / "ray.log").open("w") as log:
+        ray = subprocess.Popen(
+            [
+                *(str(BIN / "ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", "--num-cpus=4"),
+                *(f"--port={ports['gcs']}", f"--temp-dir={scratch}/ray", "--object-store-memory=134217728"),
+                *("--dashboard-host=127.0.0.1", f"--dashboard-port={ports['dashboard']}", "--disable-usage-stats"),
+                *(f"--dashboard-agent-listen-port={ports['agent']}", f"--ray-client-server-port={ports['client']}"),
+                f"--metrics-export-port={ports['metrics']}",
+            ],
+            cwd=ROOT,
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    dashboard = f"http://127.0.0.1:{ports['dashboard']}"
+    try:
+        _await(lambda: _is_up(f"{dashboard}/api/version", environment["RAY_AUTH_TOKEN"]), START_TIMEOUT_S, ray, scratch)
+        yield Head(
+            document=scratch / "serve.yaml",
+            url=f"http://127.0.0.1:{ports['http']}",
+            dashboard=dashboard,
+            environment=environment,
+            mark=mark,
+        )
+    finally:
+        _stop(ray, mark)
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def test_serve_deploy_answers_and_shuts_down(head: Head) -> None:
+    head.run("serve", "deploy", "--address", head.dashboard, str(head.document))
+    _await(lambda: _is_up(f"{head.url}/ready"), READY_TIMEOUT_S)
+    answer = httpx.post(
+        f"{head.url}/v1/chat/completions",
+        json={"model": "demo", "max_tokens": 32, "messages": [{"role": "user", "content": "What does json.dumps do?"}]},
+        timeout=60,
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"].strip()
+    status = yaml.safe_load(head.run("serve", "status", "--address", head.dashboard))
+    assert status["applications"]["pengserve"]["status"] == "RUNNING"
+    assert len(head.instances()) == 2
+    # Nobody drains here. The instances are detached actors: their leases end, and they find their application gone.
+    head.run("serve", "shutdown", "--yes", "--address", head.dashboard)
+    _await(lambda: not _is_up(f"{head.url}/live"), STOP_TIMEOUT_S)
+    _await(lambda: not head.instances(), STOP_TIMEOUT_S)
+
+
+def test_the_dashboard_wants_the_token(head: Head) -> None:
+    refused = httpx.get(f"{head.dashboard}/api/serve/applications/", timeout=30)
+    assert refused.status_code in (401, 403)
+
+
+def _is_up(url: str, token: str = "") -> bool:
+    try:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        return httpx.get(url, headers=headers, timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _await(condition, timeout_s: float, process: subprocess.Popen | None = None, scratch: Path | None = None) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        ended = process is not None and process.poll() is not None
+        if ended or time.monotonic() > deadline_s:
+            log = (scratch / "ray.log").read_text()[-2000:] if scratch is not None else ""
+            pytest.fail(f"{'the process ended' if ended else f'not so after {timeout_s:g} s'}: {log}")
+        time.sleep(0.3)
+
+
+def _stop(ray: subprocess.Popen, mark: str) -> None:
+    """SIGTERM to `ray start --block`, which stops its processes; then whatever carries our mark and still lives."""
+    ray.terminate()
+    deadline_s = time.monotonic() + STOP_TIMEOUT_S
+    while (left := _marked(mark)) and time.monotonic() < deadline_s:
+        ray.poll()
+        time.sleep(0.2)
+    for pid in left:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    ray.wait(10)
+
+
+def _marked(mark: str) -> list[int]:
+    wanted = f"{MARK}={mark}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdecimal() and wanted in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(int(entry.name))
+        except OSError:
+            continue  # it ended, or it is somebody else's
+    return found
+
+
+def _command(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""  # it has ended
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()

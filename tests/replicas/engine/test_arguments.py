@@ -1,0 +1,34 @@
+"""Laws: the user's engine arguments win over defaults; what cannot work is refused in a sentence that names it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+from pengserve.planners.types.config import InstanceConfig
+from pengserve.planners.types.errors import ConfigError
+from pengserve.replicas.engine.dp_lane import engine_arguments
+
+pytestmark = pytest.mark.slow
+
+
+def arguments(model: Path | str, **engine: Any) -> dict[str, Any]:
+    return engine_arguments(InstanceConfig(app="tests", model=str(model), engine=engine))
+
+
+def test_defaults_give_way_to_the_user(tmp_path: Path) -> None:
+    assert arguments(tmp_path)["enable_prefix_caching"] is True
+    assert arguments(tmp_path, enable_prefix_caching=False)["enable_prefix_caching"] is False
+    assert "kv_cache_memory_bytes" not in arguments(tmp_path, gpu_memory_utilization=0.5)
+
+
+@pytest.mark.parametrize(("name", "value"), [("worker_cls", "mine"), ("max_modle_len", 5), ("data_parallel_size", 2)])
+def test_arguments_that_cannot_work_are_named(tmp_path: Path, name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=rf"engine\.{name}"):
+        arguments(tmp_path, **{name: value})
+
+
+def test_a_missing_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        arguments(tmp_path / "nowhere")

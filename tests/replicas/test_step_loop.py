@@ -1,0 +1,102 @@
+"""Laws of the step loop: commands run in order between steps, an idle lane is not stepped, a failure is told once."""
+
+import threading
+from collections.abc import Mapping
+
+from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
+from pengserve.replicas.step_loop import StepLoop
+
+WAIT_S = 10.0
+
+
+class CountingLane:
+    """A lane whose work is a number of steps."""
+
+    capacity = KvCapacity(
+        num_blocks=1, block_size=1, bytes_per_block=1, max_model_len=1, max_num_seqs=1, weight_bytes=0
+    )
+
+    def __init__(self) -> None:
+        self.left = self.steps = 0
+        self.closed = threading.Event()
+        self.fails = False
+
+    def has_work(self) -> bool:
+        return self.left > 0
+
+    def step(self) -> Mapping[int, object]:
+        if self.fails:
+            raise RuntimeError("the device is gone")
+        self.left -= 1
+        self.steps += 1
+        return {}
+
+    def stats(self, last_step_s: float = 0.0) -> InstanceStats:
+        return InstanceStats(step=self.steps, last_step_s=last_step_s)
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+class Harness:
+    def __init__(self) -> None:
+        self.lane = CountingLane()
+        self.ready, self.idle = threading.Event(), threading.Event()
+        self.seen: list[int] = []
+        self.errors: list[BaseException] = []
+        self.loop = StepLoop(
+            build=lambda: self.lane,
+            on_ready=lambda _: self.ready.set(),
+            on_step=self.on_step,
+            on_failed=self.on_failed,
+        )
+        self.loop.start()
+        assert self.ready.wait(WAIT_S)
+
+    def on_step(self, outputs: Mapping[int, object], stats: InstanceStats) -> None:
+        self.seen.append(stats.step)
+        if not self.lane.left:
+            self.idle.set()
+
+    def on_failed(self, error: BaseException) -> None:
+        self.errors.append(error)
+        self.idle.set()
+
+    def work(self, steps: int) -> None:
+        def command() -> None:
+            self.lane.left += steps
+
+        self.loop.submit(command)
+
+
+def test_all_work_is_stepped_and_nothing_more() -> None:
+    harness = Harness()
+    harness.work(3)
+    assert harness.idle.wait(WAIT_S)
+    harness.idle.clear()
+    harness.work(2)
+    assert harness.idle.wait(WAIT_S)
+    assert harness.loop.stop(WAIT_S)
+    assert harness.seen == [1, 2, 3, 4, 5]
+    assert harness.lane.closed.is_set()
+
+
+def test_commands_run_in_order_in_one_thread() -> None:
+    harness = Harness()
+    order: list[tuple[int, str]] = []
+    for i in range(50):
+        harness.loop.submit(lambda i=i: order.append((i, threading.current_thread().name)))
+    harness.work(1)
+    assert harness.idle.wait(WAIT_S)
+    assert harness.loop.stop(WAIT_S)
+    assert order == [(i, "step-loop") for i in range(50)]
+
+
+def test_failure_is_told_once_and_the_lane_closed() -> None:
+    harness = Harness()
+    harness.lane.fails = True
+    harness.work(5)
+    assert harness.idle.wait(WAIT_S)
+    assert harness.loop.stop(WAIT_S)
+    assert [str(error) for error in harness.errors] == ["the device is gone"]
+    assert harness.lane.closed.is_set()

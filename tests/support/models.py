@@ -1,0 +1,84 @@
+"""A tiny random Llama checkpoint for tests: float32, grouped-query attention, a real tokenizer and chat template.
+
+Its greedy text is varied nonsense in ASCII that never ends by itself: the output rows of special tokens and of bytes
+outside printable ASCII are zero, so that lengths are those a test asks for. The best token leads the second by more
+than a thousandth nearly always, far above float32 noise, so that exact comparison of outputs is fair.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pengserve.cluster.demo.checkpoint import LlamaShape, build_llama, is_complete, recipe_hash, write_once
+from pengserve.cluster.demo.corpus import read_docstrings
+from pengserve.cluster.demo.tokenizer import CHAT_TEMPLATE, MARKUP, save_tokenizer, train_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+TINY = LlamaShape(
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_layers=4,
+    num_heads=4,
+    num_kv_heads=2,
+    max_len=2048,
+    tie_embeddings=False,
+)
+RECIPE_VERSION = 2  # raise it when the code below changes what is written
+SEED = 20
+TEXT_MODULES = ("argparse", "json", "textwrap")
+LINEAR_STD = 0.12  # large against the usual 0.02: attention then decides the next token, so lost KV shows at once
+HEAD_STD = 0.4
+
+
+def cache_dir() -> Path:
+    """Where test models are kept between runs: `pengserve` in $XDG_CACHE_HOME, else in ~/.cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pengserve"
+
+
+def demo_model() -> Path:
+    """Directory of the demo model, where `make serve` and deploy/serve-cpu.yaml look for it.
+
+    Training it takes two minutes on two idle cores, once a checkout.
+    """
+    directory = Path(__file__).parents[2] / ".pengserve" / "demo-model"
+    command = [sys.executable, "-m", "pengserve.cluster.cli.main", "model", "make-demo", str(directory)]
+    subprocess.run(command, check=True, timeout=900, env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
+    return directory
+
+
+def tiny_model() -> Path:
+    """Directory of the tiny checkpoint, made on first use. Safe to call from several processes at once."""
+    texts = [doc.text for doc in read_docstrings(modules=TEXT_MODULES)]
+    recipe = recipe_hash(TINY, RECIPE_VERSION, SEED, LINEAR_STD, HEAD_STD, CHAT_TEMPLATE, texts)
+    directory = cache_dir() / f"tiny-{recipe}"
+    if is_complete(directory, recipe):
+        return directory
+    return write_once(directory, recipe, lambda scratch: _write_tiny(scratch, texts))
+
+
+def _write_tiny(directory: Path, texts: list[str]) -> None:
+    import torch
+
+    tokenizer = train_tokenizer(texts, vocab_size=TINY.vocab_size, max_len=TINY.max_len)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(SEED)
+        model = build_llama(TINY, tokenizer)
+        for name, weight in model.named_parameters():
+            if weight.dim() == 2:
+                std = HEAD_STD if name.startswith("lm_head") else 1.0 if "embed" in name else LINEAR_STD
+                weight.normal_(0.0, std)
+        silent = [i for i in range(TINY.vocab_size) if not _is_plain(tokenizer, i)]
+        model.lm_head.weight[silent] = 0.0
+        model.save_pretrained(str(directory), safe_serialization=True)
+    save_tokenizer(tokenizer, directory)
+
+
+def _is_plain(tokenizer: "PreTrainedTokenizerFast", token_id: int) -> bool:
+    text = tokenizer.decode([token_id])
+    printable = text.isascii() and text.replace("\n", "").isprintable()
+    return printable and token_id not in tokenizer.all_special_ids and text not in MARKUP
