@@ -70,6 +70,7 @@ class ChannelServer:
     def __init__(self, *, host: str, token: str, handler: ChannelHandler) -> None:
         self._host, self._token, self._handler = host, token.encode(), handler
         self._clients: dict[int, _Client] = {}
+        self._welcoming = threading.Lock()  # a client that has read its WELCOME is in `_clients`
         self._next_index = 0
         self._loop = asyncio.new_event_loop()
         self._server: asyncio.Server | None = None
@@ -101,7 +102,8 @@ class ChannelServer:
 
     def send(self, client_index: int, parts: Sequence[Buffer]) -> None:
         """Sends a BATCH to a client, if it is still there. From any thread; never waits."""
-        client = self._clients.get(client_index)
+        with self._welcoming:
+            client = self._clients.get(client_index)
         if client is None:
             return
         unsent_bytes = client.outbox.send(encode(FrameKind.BATCH, parts))
@@ -149,8 +151,9 @@ class ChannelServer:
                 return
             client = _Client(self._next_index, writer, self._loop)
             self._next_index += 1
-            client.outbox.send(encode(FrameKind.WELCOME, self._handler.welcome()))
-            self._clients[client.index] = client
+            with self._welcoming:
+                client.outbox.send(encode(FrameKind.WELCOME, self._handler.welcome()))
+                self._clients[client.index] = client
             await self._read_all(client, reader)
         except (LinkLostError, ConnectionError):
             logger.debug("a channel client went away")

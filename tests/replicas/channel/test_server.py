@@ -104,6 +104,13 @@ def test_a_lost_peer_is_told_of(server: ChannelServer, handler: Handler) -> None
     assert server.client_indices() == []
 
 
+def test_who_was_welcomed_hears_what_is_sent_at_once(server: ChannelServer) -> None:
+    for index in range(50):
+        peer = Peer(server)
+        server.send(index, [b"first"])
+        assert next(peer.read_batches()) == b"first"
+
+
 def test_frames_arrive_whole_and_in_order_through_a_backlog(server: ChannelServer) -> None:
     peer = Peer(server, receive_buffer=4096)
     payloads = [bytes([i % 251]) * (1 + (i * 7919) % 60_000) for i in range(400)]  # far more than the kernel takes
