@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import Protocol
 
+from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import InstanceSnapshot
 
 
@@ -41,6 +43,35 @@ class ReplicaPort(Protocol):
         Raises:
             EngineError: the instance is gone.
         """
+        ...
+
+    async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
+        """Tells an instance its peers. Returns at once; `groups_ready` in its status shows what came of it.
+
+        Raises:
+            EngineError: the instance is gone.
+        """
+        ...
+
+    async def prepare(self, key: InstanceKey, plan: SwitchPlan) -> None:
+        """Asks a member whether it can take part: lanes, communicators and epoch fit. Changes nothing visible.
+
+        Raises:
+            StepError: it cannot, and says why (FenceError: its epoch is another). EngineError: the instance is gone.
+        """
+        ...
+
+    async def commit(self, key: InstanceKey, plan: SwitchPlan) -> SwitchReport:
+        """Asks the leader, and it alone, to carry out a plan that all members have prepared.
+
+        Idempotent by `plan_id`. Raises:
+            StepError: nothing was changed and all members serve on as before.
+            EngineError: the instance is gone; whether the switch happened shows in the members' status.
+        """
+        ...
+
+    async def abort(self, key: InstanceKey, plan_id: str) -> None:
+        """Forgets a prepared plan. Harmless where there is none, or where it was committed."""
         ...
 
     async def kill(self, key: InstanceKey) -> None:

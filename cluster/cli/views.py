@@ -152,7 +152,9 @@ def _totals(snapshot: ClusterSnapshot, rates: Sequence[Rates]) -> Text:
 
 
 def _lanes(instance: InstanceSnapshot) -> Text:
-    return Text(" ").join(Text(lane, "bold" if lane == instance.lane else "dim") for lane in instance.lanes)
+    shape = instance.stats.shape
+    shapes = [lane.shape for lane in instance.lanes if lane.capacity is not None] or ["dp"]
+    return Text(" ").join(Text(lane, "bold" if lane == shape else "dim") for lane in shapes)
 
 
 def _kv_bar(instance: InstanceSnapshot) -> Text:

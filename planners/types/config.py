@@ -16,8 +16,25 @@ class InstanceConfig:
     engine: Mapping[str, Any] = field(default_factory=dict)  # vLLM engine arguments, by their Python names
     channel_token: str = ""  # shared secret of the request channel
     channel_host: str = ""  # address to bind; empty: the node's own
+    degrees: tuple[int, ...] = ()  # tensor-parallel degrees to build lanes for; empty: dp alone, and stock weights
+    peer_timeout_s: float = 5.0  # a collective or a peer's answer; then the group counts as broken
     lease_s: float = 30.0  # without a word from a controller for so long, the instance asks whether its app is gone
     drain_timeout_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MergeConfig:
+    """When to merge and split (Flying Serving section 2.3). Loads are shares of capacity in `[0, 1]`."""
+
+    is_auto: bool = True
+    min_dwell_s: float = 5.0  # a layout stands for at least so long, but for priority and long context
+    merge_below: float = 0.25  # virtual KV load, and requests per slot, below which tp pays
+    split_above: float = 0.5  # ... above which throughput counts; must be above `merge_below`
+    quiet_s: float = 2.0  # load must have been low for so long before a merge
+    max_degree: int = 8
+    load_strategy: str = "carry"  # strategies of `SwitchStrategy`, per reason
+    priority_strategy: str = "hard"
+    long_context_strategy: str = "carry"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,4 +52,8 @@ class ControllerConfig:
     drain_timeout_s: float = 60.0
     cpus_per_instance: float = 1.0
     gpus_per_instance: float = 0.0
+    degrees: tuple[int, ...] = ()  # tensor-parallel degrees that groups may have; empty: dp alone
+    merge: MergeConfig = field(default_factory=MergeConfig)
+    prepare_timeout_s: float = 3.0
+    commit_timeout_s: float = 20.0  # beyond a plan's own drain_timeout_s
     event_log_path: str = ""  # JSONL; empty keeps events in memory alone

@@ -1,8 +1,10 @@
 """What planners decide. A plan is a frozen value with an id, the epoch it was made for, and an inverse."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
-from pengserve.planners.types.ids import Epoch, InstanceId
+from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
+from pengserve.planners.types.layout import Group, GroupKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,3 +15,63 @@ class ReplacePlan:
     epoch: Epoch
     slots: tuple[InstanceId, ...]
     why: str
+
+
+class SwitchStrategy(StrEnum):
+    """What becomes of the requests that run while a switch happens (Flying Serving section 5.2; `carry` is ours).
+
+    On a merge they are in `dp` lanes, on a split in the `tp` lane.
+    """
+
+    SEQUENTIAL = "sequential"  # they finish first; new ones wait for the new shape
+    SOFT = "soft"  # as sequential, but idle members run the waiting ones in dp meanwhile, and recompute them in tp
+    HARD = "hard"  # a merge pauses them in their dp lanes, KV in place; a split hands them on as carry does
+    CARRY = "carry"  # their KV is re-sharded by head, and they go on in the new shape
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchPlan:
+    """Turn `p` dp groups into one tp group, or back. The one primitive: any layout change is a row of these."""
+
+    plan_id: str
+    epoch: Epoch  # of the layout it was made for; the layout after it has `epoch + 1`
+    group: Group  # the tp group that begins (merge) or ends (split)
+    members: tuple[InstanceKey, ...]  # lives of `group.members`, in rank order; the first leads
+    is_merge: bool
+    strategy: SwitchStrategy = SwitchStrategy.CARRY
+    why: str = ""
+    drain_timeout_s: float = 30.0  # of sequential and soft: what has not finished then is carried
+
+    def __post_init__(self) -> None:
+        if self.group.kind is not GroupKind.TP:
+            raise ValueError(f"a switch is about a tp group, not {self.group}")
+        if tuple(key.instance_id for key in self.members) != self.group.members:
+            raise ValueError(f"{self.members} are not the lives of {self.group}")
+
+    @property
+    def leader(self) -> InstanceKey:
+        """The member that schedules for the group."""
+        return self.members[0]
+
+    @property
+    def inverse(self) -> "SwitchPlan":
+        """The plan that undoes this one, for the epoch it leads to."""
+        return replace(
+            self, plan_id=f"{self.plan_id}^-1", epoch=Epoch(self.epoch + 1), is_merge=not self.is_merge, why="undo"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchReport:
+    """How a committed switch went. Seconds are the leader's."""
+
+    plan_id: str
+    epoch: Epoch  # of the layout it led to
+    drain_s: float = 0.0  # until the running requests had finished (sequential, soft)
+    meet_s: float = 0.0  # until every member had reached a step boundary; the leader went on stepping meanwhile
+    cutover_s: float = 0.0  # from the leader's last step in the old shape until it could step in the new one
+    num_carried: int = 0  # requests that went on with their KV
+    num_recomputed: int = 0  # running requests whose KV found no room, or was not wanted
+    num_paused: int = 0  # requests that wait in their dp lanes (hard)
+    num_redirected: int = 0  # waiting requests that were sent to another instance
+    carried_bytes: int = 0  # KV that went over the wire

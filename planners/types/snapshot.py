@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
-from pengserve.planners.types.layout import Layout
+from pengserve.planners.types.layout import Group, Layout
 from pengserve.planners.types.units import blocks_for
 
 
@@ -53,6 +53,14 @@ class InstanceStats:
     total_prefix_hits: int = 0  # tokens found there
     total_resumed: int = 0  # requests taken over from a lost instance
     last_step_s: float = 0.0
+    shape: str = "dp"  # what it runs now: "dp", "tp2", ...; the fields below and all block counts are of this shape
+    is_follower: bool = False  # executes the steps of another instance's lane, and takes no requests
+    block_size: int = 0  # tokens in a block; 0 until the first stats
+    kv_blocks_total: int = 0  # blocks that this shape can have
+    max_model_len: int = 0  # tokens a request may have in this shape
+    longest_tokens: int = 0  # of the running request with the most tokens, now
+    num_paused: int = 0  # requests that wait in a lane that is not stepped (hard preemption)
+    total_switches: int = 0  # shape changes this instance took part in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +74,15 @@ class DeviceInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LaneInfo:
+    """A shape that an instance can run, alone or with others."""
+
+    shape: str  # "dp", "tp2", ...
+    capacity: KvCapacity | None  # of one member's lane, in the shape's own blocks; None where it cannot be built
+    why_not: str = ""  # why it cannot be built; one sentence for people
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceSnapshot:
     """All that is known of one instance."""
 
@@ -75,8 +92,12 @@ class InstanceSnapshot:
     device: DeviceInfo = field(default_factory=DeviceInfo)
     capacity: KvCapacity | None = None  # None until it is ready
     stats: InstanceStats = field(default_factory=InstanceStats)
-    lanes: tuple[str, ...] = ("dp",)  # shapes it can run
-    lane: str = "dp"  # the one it runs
+    lanes: tuple[LaneInfo, ...] = ()  # shapes it was asked to be able to run; empty until it is ready
+    lane: str = "dp"  # the one it runs: "dp", or a group like "tp2@(0,1)"
+    epoch: Epoch = Epoch(0)  # of the last switch it committed
+    peer_endpoint: str = ""  # "host:port" for its peers, empty until it is ready
+    groups_ready: tuple[str, ...] = ()  # names of `GroupSpec`s whose communicators are ready here
+    groups_failed: tuple[str, ...] = ()  # ... and of those that failed and need a new round
     rss_bytes: int = 0
     failure: str = ""  # why it is DEAD, or why the slot's life before it ended; one sentence for people
 
@@ -94,6 +115,37 @@ class InstanceSnapshot:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What one ingress wants and has not got, or has got by a wish. Planners add them up over all ingresses."""
+
+    num_running: int = 0
+    num_waiting: int = 0  # requests without an instance
+    longest_waiting_tokens: int = 0  # prompt and output of the longest request that no route can hold; else 0
+    wanted_degrees: tuple[tuple[int, int], ...] = ()  # (degree, requests in flight that asked for it); 1 is dp
+    num_priority: int = 0  # requests in flight above normal priority
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutPolicy:
+    """Who decides about the layout."""
+
+    is_auto: bool = True  # the merge planner; else `target` stands until it is asked otherwise
+    target: tuple[Group, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchRecord:
+    """The newest switch, for people."""
+
+    plan_id: str
+    what: str  # "merge tp2@(0,1) (carry)"
+    phase: str  # "prepare", "commit", "done", "aborted"
+    why: str
+    started_s: float  # seconds since the Unix epoch
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSnapshot:
     """The whole application at one moment."""
 
@@ -104,6 +156,11 @@ class ClusterSnapshot:
     routing_version: int = 0
     controller_started_s: float = 0.0
     ranks: tuple[InstanceId, ...] = ()  # slots by node and device; a topology-valid group is a run of these
+    groups: tuple[Group, ...] = ()  # tp groups whose members are all READY with lanes and communicators: can be formed
+    demands: tuple[Demand, ...] = ()  # of the ingresses heard of lately
+    policy: LayoutPolicy = LayoutPolicy()
+    layout_since_s: float = 0.0  # seconds since the Unix epoch; when the layout last changed
+    last_switch: SwitchRecord | None = None
 
     @property
     def epoch(self) -> Epoch:
@@ -123,6 +180,15 @@ class Route:
     endpoint: str  # "host:port"
     members: tuple[InstanceId, ...]
     shape: str  # "dp", "tp2", "pp2", ...
+    max_model_len: int = 0  # tokens a request may have here; 0: as the link says
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where an instance listens for ingresses, whether or not requests are sent to it now."""
+
+    key: InstanceKey
+    endpoint: str  # "host:port"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,3 +199,5 @@ class RoutingTable:
     epoch: Epoch
     routes: tuple[Route, ...]
     is_draining: bool = False  # the application ends: no ingress takes new requests
+    addresses: tuple[Address, ...] = ()  # all READY instances: an ingress keeps a link to each, for switches
+    max_model_len: int = 0  # of the widest shape that this cluster can form; 0: unknown

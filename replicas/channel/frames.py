@@ -32,6 +32,7 @@ class FrameKind(IntEnum):
     ADD = 4
     ABORT = 5
     BATCH = 6
+    MOVED = 7
 
 
 @dataclass(frozen=True, slots=True)

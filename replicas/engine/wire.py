@@ -24,6 +24,18 @@ class Welcome(msgspec.Struct):
     capacity: KvCapacity
 
 
+class Moved(msgspec.Struct, array_like=True):
+    """These requests are no longer here; nothing more comes for them over this link. A MOVED frame's only part.
+
+    carried: `to` goes on with them where they were, and their next tokens come over the link to `to`.
+    not carried: whoever reads this must send them again, with the tokens received; to `to`, where it is named.
+    """
+
+    request_ids: list[str]
+    to: InstanceKey | None
+    carried: bool
+
+
 class StepBatch(msgspec.Struct):
     """All that one engine step made for one ingress, and the load after it."""
 

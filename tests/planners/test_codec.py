@@ -13,6 +13,7 @@ from pengserve.planners.types.snapshot import (
     InstanceState,
     InstanceStats,
     KvCapacity,
+    LaneInfo,
 )
 
 
@@ -26,7 +27,7 @@ def make_snapshot() -> ClusterSnapshot:
         endpoint="127.0.0.1:1",
         capacity=capacity,
         stats=InstanceStats(step=7, last_step_s=0.25),
-        lanes=("dp", "tp2"),
+        lanes=(LaneInfo(shape="tp2", capacity=None, why_not="quantised"),),
     )
     starting = InstanceSnapshot(key=InstanceKey(instance_id=InstanceId(0), incarnation=0), state=InstanceState.STARTING)
     return ClusterSnapshot(

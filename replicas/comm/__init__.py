@@ -1,0 +1,1 @@
+"""How instances reach each other: peers, communicators and transfers (design: replicas/comm)."""
