@@ -1,9 +1,15 @@
 """How the instances are grouped: a layout is a tuple of groups and an epoch (design: layout, group)."""
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 
 from pengserve.planners.types.ids import Epoch, InstanceId
+
+_GROUP = re.compile(r"(dp|tp|pp)(\d*)@\(([\d\s,.]*)\)")  # "tp2@(0,1)"
+_MEMBERS = re.compile(r"(\d+)(?:\.\.(\d+))?")  # "3", or "0..3" with both ends
+_WORD = re.compile(r"[^\s;(]+(?:\([^)]*\)?)?")  # spaces inside the brackets belong to the word
+_MAX_MEMBERS = 1024  # of a group that is read from text: "0..999999999" must not fill the memory
 
 
 class GroupKind(StrEnum):
@@ -37,8 +43,54 @@ class Group:
         """What the group runs: "dp", "tp2", "pp4", ..."""
         return self.kind.value if self.kind is GroupKind.DP else f"{self.kind}{len(self.members)}"
 
+    @property
+    def degree(self) -> int:
+        """How many instances cooperate; 1 for `dp`."""
+        return len(self.members)
+
     def __str__(self) -> str:
         return f"{self.shape}@({','.join(map(str, self.members))})"
+
+    @classmethod
+    def parse(cls, text: str) -> "Group":
+        """The group that `str` shows so, e.g. "dp@(2)", "tp2@(0,1)"; "tp4@(0..3)" is short for "tp4@(0,1,2,3)".
+
+        Raises:
+            ValueError: the text has another form, or its degree is not the number of its members.
+        """
+        found = _GROUP.fullmatch(text.strip())
+        if found is None:
+            raise ValueError(f'"{text}" is no group: write it like dp@(2) or tp2@(0,1)')
+        members = _parse_members(found[3])
+        if (found[1] != GroupKind.DP or found[2]) and found[2] != str(len(members)):
+            raise ValueError(f'"{text}" names {len(members)} member(s): the number after {found[1]} must be the same')
+        return cls(kind=GroupKind(found[1]), members=members)
+
+
+def parse_groups(text: str) -> tuple[Group, ...]:
+    """The groups of a text like "tp2@(0,1) dp@(2)", separated by spaces or semicolons.
+
+    Raises:
+        ValueError: a word is no group, or an instance is in two of them.
+    """
+    groups = tuple(Group.parse(word) for word in _WORD.findall(text))
+    members = [member for group in groups for member in group.members]
+    if len(set(members)) != len(members):
+        raise ValueError(f'"{text}" names an instance twice: each instance can be in one group')
+    return groups
+
+
+def _parse_members(text: str) -> tuple[InstanceId, ...]:
+    members: list[InstanceId] = []
+    for part in text.split(","):
+        found = _MEMBERS.fullmatch(part.strip())
+        if found is None:
+            raise ValueError(f'"{text}" are no members: write instance ids like 0,1 or 0..3')
+        first, last = int(found[1]), int(found[2] or found[1])
+        if not 0 <= last - first < _MAX_MEMBERS:
+            raise ValueError(f'"{part.strip()}" must count upwards, over at most {_MAX_MEMBERS} instances')
+        members += [InstanceId(i) for i in range(first, last + 1)]
+    return tuple(members)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
