@@ -1,9 +1,42 @@
-"""Which group gets the next request: the one with the least virtual KV load."""
+"""Which route gets the next request: of those where it fits and that have the wished shape, the least loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.layout import degree_of
+
+_FULL = 1.0  # virtual load from which requests wait
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """What one request asks of the route that it is sent to."""
+
+    degree: int | None = None  # 1 is dp, 2 and more tensor-parallel; None: any
+    total_tokens: int = 0  # prompt and the most output it asked for: what it may grow to
+    is_priority: bool = False  # above normal priority: latency counts most
+
+    @classmethod
+    def parse(cls, text: str, degrees: Iterable[int]) -> "Wish":
+        """The wish for a shape: "auto", "dp", "tp" (the widest of `degrees`) or "tp<degree>".
+
+        `degrees` are those that this cluster can form, above 1.
+
+        Raises:
+            ValueError: none of these; the sentence lists the accepted values.
+        """
+        possible = sorted({degree for degree in degrees if degree > 1})
+        accepted: dict[str, int | None] = {"auto": None, "dp": 1}
+        if possible:
+            accepted |= {"tp": possible[-1]} | {f"tp{degree}": degree for degree in possible}
+        word = text.strip().lower()
+        if word not in accepted:
+            raise ValueError(f'"{text}" is no parallelism that this cluster can form: choose {", ".join(accepted)}')
+        return cls(degree=accepted[word])
+
+
+_ANY = Wish()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,20 +49,43 @@ class Candidate:
     unseen_tokens: int  # sent by this dispatcher since those stats
     capacity_tokens: int
     num_requests: int  # running, waiting and unseen
+    shape: str = "dp"  # what it runs now
+    max_tokens: int | None = None  # most tokens that one request may ever have there; None: the capacity
+    num_priority: int = 0  # priority requests of this dispatcher that are there
 
     @property
     def virtual_load(self) -> float:
         """Resident plus queued demand as a share of the capacity; above 1 it queues or preempts."""
         return (self.resident_tokens + self.queued_tokens + self.unseen_tokens) / max(1, self.capacity_tokens)
 
+    @property
+    def degree(self) -> int:
+        """How many instances serve it together."""
+        return degree_of(self.shape)
 
-def choose(candidates: Sequence[Candidate], num_tokens: int) -> InstanceKey | None:
-    """The least loaded candidate that can ever hold `num_tokens` (prompt plus what it already generated).
+    def holds(self, num_tokens: int) -> bool:
+        """Whether a request of `num_tokens` could ever be there, with nothing else running."""
+        limit = self.capacity_tokens if self.max_tokens is None else min(self.capacity_tokens, self.max_tokens)
+        return num_tokens <= limit
 
+
+def choose(candidates: Sequence[Candidate], num_tokens: int, wish: Wish = _ANY) -> InstanceKey | None:
+    """The best candidate that can ever hold the request, with `num_tokens` now (prompt and what it generated).
+
+    A wished degree is kept exactly. A priority request goes to the widest shape that is not full. Any other goes where
+    the virtual load is least, and leaves groups that serve priority requests alone while the others' queues are short.
     Ties go to the fewest requests, then to the lowest key, so that the same view gives the same answer.
-    None where no candidate has the capacity.
+    None where no candidate holds it, or none has the wished degree.
     """
-    able = [c for c in candidates if c.capacity_tokens >= num_tokens]
+    needed = max(num_tokens, wish.total_tokens)
+    able = [c for c in candidates if c.holds(needed) and (wish.degree is None or c.degree == wish.degree)]
     if not able:
         return None
-    return min(able, key=lambda c: (c.virtual_load, c.num_requests, c.key)).key
+    if wish.is_priority:
+        return min(able, key=lambda c: (c.virtual_load >= _FULL, -c.degree, c.virtual_load, c.num_requests, c.key)).key
+    return min(able, key=lambda c: (c.virtual_load + _reserve(c), c.num_requests, c.key)).key
+
+
+def _reserve(candidate: Candidate) -> float:
+    """Load that a group with priority requests pretends to have: best effort comes there only to shorten a queue."""
+    return _FULL if candidate.num_priority and candidate.degree > 1 else 0.0

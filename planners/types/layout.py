@@ -7,6 +7,7 @@ from enum import StrEnum
 from pengserve.planners.types.ids import Epoch, InstanceId
 
 _GROUP = re.compile(r"(dp|tp|pp)(\d*)@\(([\d\s,.]*)\)")  # "tp2@(0,1)"
+_SHAPE = re.compile(r"dp|(?:tp|pp)(\d+)")
 _MEMBERS = re.compile(r"(\d+)(?:\.\.(\d+))?")  # "3", or "0..3" with both ends
 _WORD = re.compile(r"[^\s;(]+(?:\([^)]*\)?)?")  # spaces inside the brackets belong to the word
 _MAX_MEMBERS = 1024  # of a group that is read from text: "0..999999999" must not fill the memory
@@ -65,6 +66,18 @@ class Group:
         if (found[1] != GroupKind.DP or found[2]) and found[2] != str(len(members)):
             raise ValueError(f'"{text}" names {len(members)} member(s): the number after {found[1]} must be the same')
         return cls(kind=GroupKind(found[1]), members=members)
+
+
+def degree_of(shape: str) -> int:
+    """How many instances run `shape` together: `"dp" -> 1`, `"tp4" -> 4`.
+
+    Raises:
+        ValueError: no such shape.
+    """
+    found = _SHAPE.fullmatch(shape)
+    if found is None:
+        raise ValueError(f'"{shape}" is no shape: write dp, tp2, tp4, ...')
+    return int(found[1] or 1)
 
 
 def parse_groups(text: str) -> tuple[Group, ...]:
