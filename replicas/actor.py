@@ -9,7 +9,9 @@ import ray
 from ray.util import get_current_placement_group, remove_placement_group
 
 from pengserve.planners.types.config import InstanceConfig
+from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot
 from pengserve.replicas.instance import Instance
 from pengserve.replicas.lease import Lease
@@ -44,6 +46,25 @@ class InstanceActor:
         """Waits until nothing runs or waits here; True when that is so."""
         self._lease.renew()
         return self._instance.drain(timeout_s)
+
+    def connect(self, directory: PeerDirectory) -> None:
+        """Takes in who the peers are; what comes of it shows in the status."""
+        self._lease.renew()
+        self._instance.connect(directory)
+
+    def prepare(self, plan: SwitchPlan) -> None:
+        """Whether this member can take part in `plan`; raises StepError where it cannot."""
+        self._lease.renew()
+        self._instance.prepare(plan)
+
+    def commit(self, plan: SwitchPlan) -> SwitchReport:
+        """Carries out `plan` as its leader."""
+        self._lease.renew()
+        return self._instance.commit(plan)
+
+    def abort(self, plan_id: str) -> None:
+        """Forgets a prepared plan."""
+        self._instance.abort(plan_id)
 
     def shutdown(self) -> None:
         """Ends the engine; the process stays for Ray to end."""

@@ -1,9 +1,16 @@
 """An instance as a plain process, without Ray: for tests, benchmarks and debugging.
 
-    python -m pengserve.replicas.host --config CONFIG.json [--instance-id 0] [--incarnation 0]
+    python -m pengserve.replicas.host --config CONFIG.json [--instance-id 0] [--incarnation 0] [--control]
 
 CONFIG.json holds the fields of `InstanceConfig`. One JSON line on standard output says when it is ready, with its
 endpoint; SIGTERM drains and stops it.
+
+With --control a controller's calls come as JSON lines on standard input from the start on, and nothing is announced:
+
+    {"id": 7, "call": "prepare", "args": {"plan": {...}}}
+    {"id": 7, "result": null}    or    {"id": 7, "error": {"type": "StepError", "message": "..."}}
+
+Answers come in any order. When standard input ends, nobody controls the process any more, and it ends at once.
 """
 
 import argparse
@@ -13,14 +20,73 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import IO, Any
 
 from pengserve.planners.types.codec import from_data, to_data
 from pengserve.planners.types.config import InstanceConfig
+from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import PengServeError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.plans import SwitchPlan
 from pengserve.replicas.environment import process_environment
 from pengserve.replicas.instance import Instance, require_ready
+
+_CALL_THREADS = 8  # a drain and a commit wait; status calls must pass them
+
+
+class ControlLines:
+    """A controller's calls on one instance, read from one file and answered on another."""
+
+    def __init__(self, instance: Instance, answers: IO[str], on_end: Callable[[], None]) -> None:
+        """
+        Args:
+            on_end: runs when the calls have ended, or one of them was "stop".
+        """
+        self._instance, self._answers, self._on_end = instance, answers, on_end
+        self._writing = threading.Lock()
+        self._threads = ThreadPoolExecutor(_CALL_THREADS, thread_name_prefix="control")
+
+    def serve(self, lines: IO[str]) -> None:
+        """Begins a call for each line; returns when there are no more."""
+        try:
+            for line in lines:
+                call = json.loads(line)
+                self._threads.submit(self._answer, call["id"], call["call"], call.get("args", {}))
+        finally:
+            self._on_end()
+
+    def _answer(self, number: int, name: str, args: Mapping[str, Any]) -> None:
+        answer: dict[str, Any] = {"id": number}
+        try:
+            answer["result"] = to_data(self._call(name, args))
+        except Exception as error:
+            # Whatever goes wrong belongs to the caller, who must not wait for an answer that never comes.
+            answer["error"] = {"type": type(error).__name__, "message": str(error)}
+        with self._writing:
+            self._answers.write(json.dumps(answer) + "\n")
+            self._answers.flush()
+        if name == "stop":
+            self._on_end()
+
+    def _call(self, name: str, args: Mapping[str, Any]) -> Any:
+        if name == "status":
+            return self._instance.status()
+        if name == "drain":
+            return self._instance.drain(float(args["timeout_s"]))
+        if name == "connect":
+            return self._instance.connect(from_data(PeerDirectory, args["directory"]))
+        if name == "prepare":
+            return self._instance.prepare(from_data(SwitchPlan, args["plan"]))
+        if name == "commit":
+            return self._instance.commit(from_data(SwitchPlan, args["plan"]))
+        if name == "abort":
+            return self._instance.abort(str(args["plan_id"]))
+        if name == "stop":
+            return None
+        raise ValueError(f"there is no call {name!r}")
 
 
 def main() -> int:
@@ -29,6 +95,7 @@ def main() -> int:
     parser.add_argument("--config", type=Path, required=True, help="JSON file with the fields of InstanceConfig")
     parser.add_argument("--instance-id", type=int, default=0)
     parser.add_argument("--incarnation", type=int, default=0)
+    parser.add_argument("--control", action="store_true", help="take a controller's calls on standard input")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     # vLLM logs to standard output, which here carries one line for whoever started the process.
@@ -43,11 +110,17 @@ def main() -> int:
         signal.signal(number, lambda *_: ended.set())
     instance.start()
     try:
-        require_ready(instance, timeout_s=600)
-        announcement.write(json.dumps(to_data(instance.status())) + "\n")
-        announcement.flush()
+        if arguments.control:
+            lines = ControlLines(instance, announcement, on_end=ended.set)
+            # A daemon: a read of standard input cannot be interrupted when a signal ends the process.
+            threading.Thread(target=lines.serve, args=(sys.stdin,), name="control lines", daemon=True).start()
+        else:
+            require_ready(instance, timeout_s=600)
+            announcement.write(json.dumps(to_data(instance.status())) + "\n")
+            announcement.flush()
         ended.wait()
-        instance.drain(config.drain_timeout_s)
+        if not arguments.control:
+            instance.drain(config.drain_timeout_s)
     except PengServeError as error:
         sys.stderr.write(f"{error}\n")
         return 1

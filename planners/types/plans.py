@@ -30,6 +30,14 @@ class SwitchStrategy(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutTarget:
+    """A layout that somebody asks for; it stands until it is asked otherwise. Instances in no group are alone (dp)."""
+
+    groups: tuple[Group, ...]
+    strategy: SwitchStrategy = SwitchStrategy.CARRY
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchPlan:
     """Turn `p` dp groups into one tp group, or back. The one primitive: any layout change is a row of these."""
 
