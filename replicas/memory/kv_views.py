@@ -7,8 +7,8 @@ block holds f times the tokens in the same bytes (Eq. 2-3; f = p, or the number 
     dp      H                  B                     2 * H * B * D
     tp p    H / f              f * B                 2 * H * B * D
 
-Where a (K or V, head, token, dim) lies within a block is the attention backend's business (CPU kernels pack K), so it is
-measured (`block_layout`), not assumed. What travels between members has one form for all shapes:
+Where a (K or V, head, token, dim) lies within a block is the attention backend's business (CPU kernels pack K), so it
+is measured (`block_layout`), not assumed. What travels between members has one form for all shapes:
 
     KV of n tokens:  [2, heads, n, D]      (K, V)
 
@@ -30,121 +30,119 @@ _DIGIT = 128  # integers up to 256 are exact in bfloat16
 
 @dataclass(frozen=True, slots=True)
 class BlockLayout:
-    """Affine place of an element within a block: `offset[kv] + h * head[kv] + t * token[kv] + d * dim[kv]`."""
+    """Where the elements of a block are."""
 
-    num_heads: int
-    num_tokens: int
-    head_size: int
-    offset: tuple[int, int]
-    head: tuple[int, int]
-    token: tuple[int, int]
-    dim: tuple[int, int]
+    place: torch.Tensor  # [2, T, H, D]: (K or V, token, head, dim) -> element of the block
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in a block."""
+        return self.place.shape[1]
+
+    @property
+    def num_heads(self) -> int:
+        """KV heads in a block."""
+        return self.place.shape[2]
+
+    @property
+    def head_size(self) -> int:
+        """Elements of a head."""
+        return self.place.shape[3]
+
+    def strides(self, kv: int) -> tuple[int, int, int, int] | None:
+        """Offset and strides by head, token and dim of K (0) or V (1); None where the packing is not affine."""
+        place = self.place[kv]
+        offset = int(place[0, 0, 0])
+        token, head, dim = (
+            int(place.select(axis, 1)[0, 0]) - offset if place.shape[axis] > 1 else 0 for axis in range(3)
+        )
+        steps = [torch.arange(size, device=place.device) for size in place.shape]
+        rebuilt = offset + steps[0][:, None, None] * token + steps[1][:, None] * head + steps[2] * dim
+        return (offset, head, token, dim) if torch.equal(rebuilt, place) else None
 
 
 def block_layout(
     write: WriteKv, *, num_heads: int, num_tokens: int, head_size: int, dtype: torch.dtype, device: torch.device
 ) -> BlockLayout:
-    """Measures the layout by letting the backend write every element's own number.
+    """Measures the layout by letting the backend write every element's own number, digit by digit.
 
     Raises:
-        UnsupportedShapeError: the backend packs KV in a way that is not affine.
+        UnsupportedShapeError: the backend does not keep every element once.
     """
     shape = (num_tokens, num_heads, head_size)
     count = num_tokens * num_heads * head_size
     numbers = torch.arange(1, count + 1, device=device)
-    digits = []
+    found = [torch.zeros(2 * count, dtype=torch.long, device=device) for _ in (0, 1)]
     for power in range(4):  # 128 ** 4 elements are more than any block has
         digit = (numbers // _DIGIT**power % _DIGIT).to(dtype).view(shape)
-        block = torch.zeros(1, 2 * count, dtype=dtype, device=device)
-        write(digit, torch.zeros_like(digit), block)
-        keys = block[0].long()
-        block = torch.zeros(1, 2 * count, dtype=dtype, device=device)
-        write(torch.zeros_like(digit), digit, block)
-        digits.append((keys, block[0].long()))
+        for kv in (0, 1):
+            block = torch.zeros(1, 2 * count, dtype=dtype, device=device)
+            write(*((digit, torch.zeros_like(digit)) if kv == 0 else (torch.zeros_like(digit), digit)), block)
+            found[kv] += block[0].long() * _DIGIT**power
     places = []
-    for kv in (0, 1):
-        number = sum(digit[kv] * _DIGIT**power for power, digit in enumerate(digits))
-        assert isinstance(number, torch.Tensor)
-        place = torch.full((count + 1,), -1, dtype=torch.long, device=device)
+    for number in found:
+        if not torch.equal(number[number > 0].sort().values, numbers):
+            raise UnsupportedShapeError("this attention backend packs KV in a way that cannot be re-sharded by head")
+        place = torch.empty(count + 1, dtype=torch.long, device=device)
         place[number] = torch.arange(2 * count, device=device)
         places.append(place[1:].view(shape))
-    strides = [_affine(place) for place in places]
-    if any(stride is None for stride in strides):
-        raise UnsupportedShapeError("this attention backend packs KV in a way that cannot be re-sharded by head")
-    keys_at, values_at = (stride for stride in strides if stride is not None)
-    offset, head, token, dim = zip(keys_at, values_at, strict=True)
-    return BlockLayout(num_heads, num_tokens, head_size, offset, head, token, dim)
-
-
-def _affine(place: torch.Tensor) -> tuple[int, int, int, int] | None:
-    """Offset and strides by head, token and dim of a `[tokens, heads, D]` place; None where it has none."""
-    offset = int(place[0, 0, 0])
-    token = int(place[1, 0, 0]) - offset if place.shape[0] > 1 else 1
-    head = int(place[0, 1, 0]) - offset if place.shape[1] > 1 else place.numel()
-    dim = int(place[0, 0, 1]) - offset if place.shape[2] > 1 else 1
-    steps = [torch.arange(size, device=place.device) for size in place.shape]
-    rebuilt = offset + steps[0][:, None, None] * token + steps[1][None, :, None] * head + steps[2] * dim
-    return (offset, head, token, dim) if bool((rebuilt == place).all()) else None
+    return BlockLayout(torch.stack(places))
 
 
 class KvView:
     """One lane's KV of all layers on one member, addressed by physical block."""
 
     def __init__(self, layers: Sequence[torch.Tensor], layout: BlockLayout) -> None:
-        """`layers`: per layer a contiguous `[num_blocks, elements of a block]` tensor (or a view of those bytes)."""
-        self.layout = layout
-        self._views: list[tuple[torch.Tensor, torch.Tensor]] = []
-        size = (layout.num_heads, layout.num_tokens, layout.head_size)
-        for layer in layers:
-            num_blocks, elements = layer.shape
-            keys, values = (
-                layer.as_strided(
-                    (num_blocks, *size),
-                    (layer.stride(0), layout.head[kv], layout.token[kv], layout.dim[kv]),
-                    layer.storage_offset() + layout.offset[kv],
-                )
-                for kv in (0, 1)
-            )
-            assert elements == 2 * keys[0].numel()
-            self._views.append((keys, values))
+        """`layers`: per layer `[num_blocks, elements of a block]`, the elements of a block side by side."""
+        self.layout, self._layers = layout, list(layers)
+        strides = [layout.strides(kv) for kv in (0, 1)]
+        self._views: list[list[torch.Tensor]] = []  # [N, H, T, D] of K and V; empty where packing needs an index
+        if all(strides):
+            self._views = [[self._strided(layer, stride) for stride in strides if stride] for layer in layers]
 
     @property
     def num_layers(self) -> int:
         """Layers of the model."""
-        return len(self._views)
+        return len(self._layers)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of keys and values."""
-        return self._views[0][0].dtype
+    def empty(self, num_heads: int, num_tokens: int) -> torch.Tensor:
+        """Room for what `read` returns: `[L, 2, h, n, D]`."""
+        size = (self.num_layers, 2, num_heads, num_tokens, self.layout.head_size)
+        return torch.empty(size, dtype=self._layers[0].dtype, device=self._layers[0].device)
 
     def read(self, blocks: Sequence[int], num_tokens: int, heads: tuple[int, int]) -> torch.Tensor:
-        """KV of the first `num_tokens` in `blocks`, for the lane's own heads `[first, last)`: `[L, 2, h, T, D]`."""
-        layout, (first, last) = self.layout, heads
+        """KV of the first `num_tokens` in `blocks`, for the lane's own heads `[first, last)`: `[L, 2, h, n, D]`."""
+        first, last = heads
         index = torch.tensor(blocks, dtype=torch.long)
-        out = torch.empty(
-            (self.num_layers, 2, last - first, num_tokens, layout.head_size), dtype=self.dtype, device=self._device
-        )
-        for layer, views in enumerate(self._views):
+        out = self.empty(last - first, num_tokens)
+        for layer, memory in enumerate(self._layers):
             for kv in (0, 1):
-                # [N, h, T, D] -> [h, N * T, D]
-                found = views[kv][index, first:last].transpose(0, 1)
-                out[layer, kv] = found.reshape(last - first, -1, layout.head_size)[:, :num_tokens]
+                if self._views:
+                    tiles = self._views[layer][kv][index, first:last].transpose(0, 1)  # [h, N, T, D]
+                else:
+                    place = self.layout.place[kv][:, first:last]
+                    tiles = memory[index][:, place.reshape(-1)].view(-1, *place.shape).permute(2, 0, 1, 3)
+                out[layer, kv] = tiles.reshape(last - first, -1, self.layout.head_size)[:, :num_tokens]
         return out
 
     def write(self, blocks: Sequence[int], data: torch.Tensor, heads: tuple[int, int]) -> None:
-        """Inverse of `read`: stores `[L, 2, h, T, D]` as the first tokens of `blocks`. Other heads stay as they are."""
-        layout, (first, last) = self.layout, heads
+        """Inverse of `read`: stores `[L, 2, h, n, D]` as the first tokens of `blocks`. Other heads stay as they are."""
+        first, last = heads
         index = torch.tensor(blocks, dtype=torch.long)
         num_heads, num_tokens = data.shape[2], data.shape[3]
-        room = len(blocks) * layout.num_tokens
-        for layer, views in enumerate(self._views):
+        room = len(blocks) * self.layout.num_tokens
+        for layer, memory in enumerate(self._layers):
             for kv in (0, 1):
-                padded = data.new_zeros((num_heads, room, layout.head_size))
+                padded = data.new_zeros((num_heads, room, self.layout.head_size))
                 padded[:, :num_tokens] = data[layer, kv]
-                tiles = padded.view(num_heads, len(blocks), layout.num_tokens, layout.head_size)
-                views[kv][index, first:last] = tiles.transpose(0, 1)
+                tiles = padded.view(num_heads, len(blocks), self.layout.num_tokens, -1).transpose(0, 1)  # [N, h, T, D]
+                if self._views:
+                    self._views[layer][kv][index, first:last] = tiles
+                else:
+                    place = self.layout.place[kv][:, first:last]
+                    memory[index[:, None], place.reshape(1, -1)] = tiles.transpose(1, 2).reshape(len(blocks), -1)
 
-    @property
-    def _device(self) -> torch.device:
-        return self._views[0][0].device
+    def _strided(self, layer: torch.Tensor, strides: tuple[int, int, int, int]) -> torch.Tensor:
+        offset, head, token, dim = strides
+        size = (layer.shape[0], self.layout.num_heads, self.layout.num_tokens, self.layout.head_size)
+        return layer.as_strided(size, (layer.stride(0), head, token, dim), layer.storage_offset() + offset)

@@ -2,7 +2,8 @@
 
     (lane, logical block) --table of the lane--> physical block --> bytes in every layer's KV tensor
 
-The `dp` lane's logical ids are the physical ids, and it holds what no other lane has leased. Any other lane has a table.
+The `dp` lane's logical ids are the physical ids, and it holds what no other lane has leased. Other lanes have
+a table.
 """
 
 from collections.abc import Iterable, Sequence

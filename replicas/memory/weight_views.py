@@ -1,12 +1,12 @@
 """Zero-copy views of full weights for tensor parallelism (Flying Serving section 4.1, Eq. 1).
 
-Shapes: a linear weight is `[out, in]`. Column-parallel layers split `out` (dim 0), row-parallel ones `in` (dim 1). Fused
-layers (q, k, v; gate, up) hold several column-parallel parts below each other, so that a rank's shard is one range of
-rows in each part, and not one range of the whole.
+Shapes: a linear weight is `[out, in]`. Column-parallel layers split `out` (dim 0), row-parallel ones `in` (dim 1).
+Fused layers (q, k, v; gate, up) hold several column-parallel parts below each other, so that a rank's shard is one
+range of rows in each part, and not one range of the whole.
 
     part   rows of the full weight       rank r of p has, of a part of n rows
     q      [0, q)                        [r * n / p, (r + 1) * n / p)
-    k, v   [q, q + k), [q + k, ...)      the same over heads; where p > heads, head r * heads // p alone, on p / heads ranks
+    k, v   [q, q + k), [q + k, ...)      the same over heads; where p > heads, head r * heads // p alone
 """
 
 from collections.abc import Sequence
@@ -50,7 +50,7 @@ class Shard:
 
 
 def column_parts(weight: torch.Tensor, part_sizes: Sequence[int], shard: Shard) -> list[torch.Tensor]:
-    """One view per fused part, rows split evenly. `weight` is `[sum(part_sizes), in]`, or a bias `[sum(part_sizes)]`."""
+    """One view per fused part, rows split evenly; `weight` is `[sum(part_sizes), in]`, a bias `[sum(part_sizes)]`."""
     views, start = [], 0
     for size in part_sizes:
         first, last = shard.rows(size)

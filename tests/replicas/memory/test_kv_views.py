@@ -31,20 +31,36 @@ def layout_of(num_heads: int, num_tokens: int, dtype: torch.dtype = torch.float3
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_layout_is_measured(dtype: torch.dtype) -> None:
     layout = layout_of(H, B, dtype)
-    assert layout.offset == (0, B * D)
-    assert layout.head == (2 * B * D, 2 * B * D)
-    assert (layout.token, layout.dim) == ((1, D), (B, 1))
+    assert layout.strides(0) == (0, 2 * B * D, 1, B)
+    assert layout.strides(1) == (B * D, 2 * B * D, D, 1)
 
 
-def test_packing_that_is_not_affine_is_refused() -> None:
-    order = torch.randperm(H * B * D)
-
+def test_a_backend_that_loses_elements_is_refused() -> None:
     def write(keys: torch.Tensor, values: torch.Tensor, block: torch.Tensor) -> None:
-        block[0, : H * B * D] = keys.flatten()[order]
-        block[0, H * B * D :] = values.flatten()
+        block[0, : H * B * D] = keys.flatten()
 
     with pytest.raises(UnsupportedShapeError, match="re-sharded"):
         block_layout(write, num_heads=H, num_tokens=B, head_size=D, dtype=torch.float32, device=CPU)
+
+
+def test_packing_that_is_not_affine_works_through_an_index() -> None:
+    order = torch.randperm(2 * H * B * D)
+
+    def write(keys: torch.Tensor, values: torch.Tensor, block: torch.Tensor) -> None:
+        block[0, order] = torch.cat([keys.flatten(), values.flatten()])
+
+    layout = block_layout(write, num_heads=H, num_tokens=B, head_size=D, dtype=torch.float32, device=CPU)
+    assert layout.strides(0) is None
+    view = KvView([torch.zeros(5, 2 * H * B * D) for _ in range(2)], layout)
+    data = torch.randn(2, 2, H, 11, D)
+    view.write([3, 1], data[:, :, 1:], (1, H))
+    view.write([3, 1], data[:, :, :1], (0, 1))
+    assert torch.equal(view.read([3, 1], 11, (0, H)), data)
+    keys, values = torch.randn(B, H, D), torch.randn(B, H, D)
+    block = torch.zeros(1, 2 * H * B * D)
+    write(keys, values, block)
+    found = KvView([block], layout).read([0], B, (0, H))[0]
+    assert torch.equal(found, torch.stack([keys, values]).transpose(1, 2))
 
 
 @settings(deadline=None)
