@@ -1,0 +1,67 @@
+"""Laws of group topology: groups stay in a node, are aligned runs, nest, and there are fewer of them than instances."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pengserve.planners.groups import groups_for
+from pengserve.planners.types.ids import InstanceId
+
+DEGREES = (2, 4, 8, 16)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> tuple[tuple[InstanceId, ...], dict[InstanceId, str]]:
+    """Slots in a shuffled rank order, each node's slots in one run."""
+    sizes = draw(st.lists(st.integers(1, 20), max_size=5))
+    slots = draw(st.permutations(range(sum(sizes))))
+    names = [f"node{i}" for i, size in enumerate(sizes) for _ in range(size)]
+    ranks = tuple(InstanceId(slot) for slot in slots)
+    return ranks, dict(zip(ranks, names, strict=True))
+
+
+def test_four_instances_of_one_node() -> None:
+    ranks = tuple(map(InstanceId, range(4)))
+    groups = groups_for(ranks, dict.fromkeys(ranks, "a"), (4, 2, 1, 2))
+    assert list(map(str, groups)) == ["tp2@(0,1)", "tp2@(2,3)", "tp4@(0,1,2,3)"]
+
+
+def test_a_group_never_crosses_nodes_and_an_unplaced_instance_is_in_none() -> None:
+    ranks = tuple(map(InstanceId, range(5)))
+    nodes = dict(zip(ranks, ("a", "a", "a", "b", ""), strict=True))
+    assert list(map(str, groups_for(ranks, nodes, (2,)))) == ["tp2@(0,1)"]
+
+
+@given(clusters())
+def test_groups_are_aligned_runs_of_their_node(cluster: tuple[tuple[InstanceId, ...], dict[InstanceId, str]]) -> None:
+    ranks, nodes = cluster
+    for group in groups_for(ranks, nodes, DEGREES):
+        node = nodes[group.members[0]]
+        local = [instance_id for instance_id in ranks if nodes[instance_id] == node]
+        start = local.index(group.members[0])
+        assert start % len(group.members) == 0
+        assert tuple(local[start : start + len(group.members)]) == group.members
+
+
+@given(clusters())
+def test_groups_nest_or_are_disjoint(cluster: tuple[tuple[InstanceId, ...], dict[InstanceId, str]]) -> None:
+    groups = [set(group.members) for group in groups_for(*cluster, DEGREES)]
+    assert all(a <= b or b <= a or not a & b for a in groups for b in groups)
+
+
+@given(clusters())
+def test_there_are_fewer_groups_than_instances(
+    cluster: tuple[tuple[InstanceId, ...], dict[InstanceId, str]],
+) -> None:
+    ranks, nodes = cluster
+    assert len(groups_for(ranks, nodes, DEGREES)) < max(1, len(ranks))
+
+
+@given(clusters())
+def test_every_instance_with_enough_neighbours_is_in_a_group(
+    cluster: tuple[tuple[InstanceId, ...], dict[InstanceId, str]],
+) -> None:
+    ranks, nodes = cluster
+    for degree in DEGREES:
+        grouped = [i for group in groups_for(ranks, nodes, (degree,)) for i in group.members]
+        sizes = [sum(nodes[i] == node for i in ranks) for node in set(nodes.values())]
+        assert len(grouped) == len(set(grouped)) == sum(size // degree * degree for size in sizes)
