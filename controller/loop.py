@@ -12,7 +12,8 @@ from pengserve.controller import state as transitions
 from pengserve.controller.calls import Call, Calls
 from pengserve.controller.events import Change, EventLog
 from pengserve.controller.ports import ReplicaPort
-from pengserve.controller.state import Answered, ClusterState, Drained, Gone, Killed, Observation, Slot, Transition
+from pengserve.controller.slots import Answered, Drained, Gone, Killed, Observation, Slot
+from pengserve.controller.state import ClusterState, Transition
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.events import Event, EventKind

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pengserve.controller import state as transitions
 from pengserve.controller.events import Change, open_starts
 from pengserve.controller.ports import ReplicaPort
-from pengserve.controller.state import Slot, Transition
+from pengserve.controller.slots import Slot, span
+from pengserve.controller.state import Transition
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.events import Event, EventKind
@@ -69,7 +70,7 @@ def close_open_spans(past: Sequence[Event], slots: Iterable[Slot]) -> tuple[Chan
 
     A start that is still going on stays open. A drain is begun anew by whoever adopts the instance.
     """
-    found = {transitions.span(slot.key): slot.state for slot in slots if slot.alive}
+    found = {span(slot.key): slot.state for slot in slots if slot.alive}
     changes = []
     for start in open_starts(past):
         state = found.get(start.span)

@@ -11,7 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pengserve.controller import state as transitions
 from pengserve.controller.events import Change, open_starts
 from pengserve.controller.recovery import bases, close_open_spans
-from pengserve.controller.state import Answered, Drained, Gone, Killed, Transition
+from pengserve.controller.slots import Answered, Drained, Gone, Killed, Observation, span
+from pengserve.controller.state import Transition
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
@@ -56,7 +57,7 @@ class ClusterLaws(RuleBasedStateMachine):
         data = {"version": table.version, "epoch": table.epoch}
         self.note((Change(kind=EventKind.CONTROLLER_RECOVERED, data=data),))
 
-    def observe(self, *seen: tuple[InstanceKey, transitions.Observation]) -> None:
+    def observe(self, *seen: tuple[InstanceKey, Observation]) -> None:
         self.apply(transitions.observe(self.state, seen, self.now_s))
 
     @rule()
@@ -127,7 +128,7 @@ class ClusterLaws(RuleBasedStateMachine):
         self.observe((key, Drained(complete=complete)))
 
     @rule(data=st.data(), seen=st.sampled_from([Gone("late"), Drained(complete=True), Killed()]))
-    def late_word(self, data: st.DataObject, seen: transitions.Observation) -> None:
+    def late_word(self, data: st.DataObject, seen: Observation) -> None:
         """An answer of a life that is over changes nothing for the one after it."""
         over = sorted(self.used - self.reserved)
         if over:
@@ -161,7 +162,7 @@ class ClusterLaws(RuleBasedStateMachine):
         self.recovered()
 
     def spans_of_living(self) -> set[str]:
-        return {transitions.span(slot.key) for slot in self.state.slots if slot.alive}
+        return {span(slot.key) for slot in self.state.slots if slot.alive}
 
     @invariant()
     def one_life_a_slot(self) -> None:
@@ -187,7 +188,7 @@ class ClusterLaws(RuleBasedStateMachine):
         self.silent.clear()
         for _ in range(6):
             self.now_s += CONFIG.restart_backoff_max_s
-            seen: list[tuple[InstanceKey, transitions.Observation]] = []
+            seen: list[tuple[InstanceKey, Observation]] = []
             for slot in self.state.slots:
                 # The world stops breaking: what lives answers, what is gone is seen to be.
                 if slot.alive and self.living.get(slot.key) in (InstanceState.STARTING, InstanceState.READY):

@@ -1,0 +1,123 @@
+"""How the layout goes on: by committed switches, and by what the instances say they run. Pure.
+
+The instances are the truth. A switch is committed by its leader alone, and survivors of a broken group fall back to dp
+by themselves; so a layout that disagrees with its instances is the layout's mistake:
+
+    a member of a tp group is not READY, or runs something else     the group dissolves into dp groups
+    all members of a tp group say that they run it                  it is a group
+    an instance has committed an epoch above the layout's           the layout's next epoch is above that
+
+Answers from before a switch say nothing about after it (`Slot.lane` is empty then), and while a switch is under way
+nothing follows from what its members run: the switch's own end tells.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+
+from pengserve.controller.events import Change
+from pengserve.controller.slots import Slot
+from pengserve.planners.types.events import EventKind
+from pengserve.planners.types.ids import Epoch, InstanceId
+from pengserve.planners.types.layout import Group, GroupKind, Layout
+from pengserve.planners.types.plans import SwitchPlan
+
+_SHOWN_GROUPS = 16
+_SHOWN_REASONS = 4
+
+
+def follow(layout: Layout, slots: Sequence[Slot], busy: Collection[InstanceId] = ()) -> tuple[Layout, str]:
+    """The layout as the instances have it, and why it is another one; the same object where it is not.
+
+    `busy` are the members of a switch under way.
+    """
+    reasons: list[str] = []
+    groups: list[Group] = []
+    for group in layout.groups:
+        why = _break(group, slots, busy) if group.kind is not GroupKind.DP else ""
+        if why:
+            reasons.append(f"{group} has ended: {why}")
+            groups.extend(_alone(group.members))
+        else:
+            groups.append(group)
+    for group in _claimed(layout, slots, busy):
+        reasons.append(f"{group} is what its members run")
+        groups = [other for other in groups if other.leader not in group.members] + [group]
+    newest = max((slot.snapshot.epoch for slot in slots if slot.snapshot is not None), default=layout.epoch)
+    if newest > layout.epoch and not busy:
+        reasons.append("an instance has committed a newer epoch")
+    if not reasons:
+        return layout, ""
+    more = [f"and {len(reasons) - _SHOWN_REASONS} more"] if len(reasons) > _SHOWN_REASONS else []
+    why = "; ".join(reasons[:_SHOWN_REASONS] + more)
+    return _layout(max(layout.epoch, newest) + 1, groups), why
+
+
+def committed(layout: Layout, slots: Sequence[Slot], plan: SwitchPlan, epoch: Epoch) -> Layout | None:
+    """The layout after `plan`, whose leader has told the `epoch` it led to.
+
+    None where a member has ended, or the layout has changed under the plan: then what the members say counts.
+    """
+    if any(slots[key.instance_id].key != key or slots[key.instance_id].ready is None for key in plan.members):
+        return None
+    before = _alone(plan.group.members) if plan.is_merge else (plan.group,)
+    after = (plan.group,) if plan.is_merge else _alone(plan.group.members)
+    if not set(before) <= set(layout.groups):
+        return None
+    rest = [group for group in layout.groups if group not in before]
+    return _layout(max(epoch, layout.epoch + 1), [*rest, *after])
+
+
+def changed(layout: Layout, why: str) -> Change:
+    """The event of a new epoch."""
+    data = {"epoch": layout.epoch, "groups": describe(layout)}
+    return Change(kind=EventKind.LAYOUT_CHANGED, why=why, data=data)
+
+
+def describe(layout: Layout) -> str:
+    """The groups for people, wide ones first, and not all of a thousand."""
+    groups = sorted(layout.groups, key=lambda group: (-len(group.members), group.leader))
+    names = [str(group) for group in groups[:_SHOWN_GROUPS]]
+    more = [f"and {len(groups) - _SHOWN_GROUPS} more"] if len(groups) > _SHOWN_GROUPS else []
+    return ", ".join(names + more)
+
+
+def _break(group: Group, slots: Sequence[Slot], busy: Collection[InstanceId]) -> str:
+    """Why a group of the layout is none any more; empty where it is one."""
+    name = str(group)
+    for member in group.members:
+        slot = slots[member]
+        if slot.ready is None:
+            return f"instance {slot.key} is {slot.state.value}"
+        if slot.lane not in ("", name) and member not in busy:
+            return f"instance {slot.key} runs {slot.lane}"
+    return ""
+
+
+def _claimed(layout: Layout, slots: Sequence[Slot], busy: Collection[InstanceId]) -> list[Group]:
+    """Groups that the layout has not, and that all their members say they run."""
+    members_of: dict[str, set[InstanceId]] = {}
+    for slot in slots:
+        lane = slot.lane
+        if lane not in ("", "dp") and slot.key.instance_id not in busy:
+            members_of.setdefault(lane, set()).add(slot.key.instance_id)
+    if not members_of:
+        return []
+    known = {str(group) for group in layout.groups}
+    groups = [group for lane in members_of if lane not in known and (group := _parse(lane)) is not None]
+    return [group for group in groups if set(group.members) == members_of[str(group)]]
+
+
+def _parse(lane: str) -> Group | None:
+    """The group that an instance names; None where it is no group that this version knows."""
+    try:
+        group = Group.parse(lane)
+    except ValueError:
+        return None
+    return group if str(group) == lane else None
+
+
+def _alone(members: Iterable[InstanceId]) -> tuple[Group, ...]:
+    return tuple(Group(kind=GroupKind.DP, members=(member,)) for member in members)
+
+
+def _layout(epoch: int, groups: Iterable[Group]) -> Layout:
+    return Layout(epoch=Epoch(epoch), groups=tuple(sorted(groups, key=lambda group: group.leader)))
