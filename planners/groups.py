@@ -1,15 +1,18 @@
-"""Which groups of instances may cooperate: aligned runs of ranks inside one node (Flying Serving section 4.1)."""
+"""Which groups of instances may cooperate: aligned runs of ranks inside one node (Flying Serving section 4.1).
+
+And how people name a layout of them.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from pengserve.planners.types.ids import InstanceId
-from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.types.layout import Group, GroupKind, parse_groups
 
 
 def groups_for(
     ranks: Sequence[InstanceId], nodes: Mapping[InstanceId, str], degrees: Iterable[int]
 ) -> tuple[Group, ...]:
-    """Every tp group that may be formed: for each node and degree p, runs of p neighbours that begin at a multiple of p.
+    """Every tp group that may be formed: for each node and degree p, runs of p neighbours from a multiple of p on.
 
     Groups of powers of two nest or are disjoint, so that any group can be split into halves. N instances have fewer
     than N of them. A node's remainder that is narrower than p is in no group of degree p.
@@ -33,3 +36,49 @@ def groups_for(
         for members in by_node.values()
         for start in range(0, len(members) - degree + 1, degree)
     )
+
+
+def expand(text: str, groups: Sequence[Group], ranks: Sequence[InstanceId] = ()) -> tuple[Group, ...]:
+    """The layout that `text` asks for, of tp groups among `groups` and dp groups.
+
+    "dp" is every instance alone; "tp2" every aligned pair, and the rest alone; "tp" the same with the widest degree
+    there is; "tp2@(0,1) dp@(2)" names groups, and instances it does not name are alone. `ranks` are the instances
+    to lay out; without it, those that `groups` name.
+
+    Raises:
+        ValueError: the text has another form, or names what is not possible; the sentence lists what is.
+    """
+    known = tuple(dict.fromkeys(ranks)) or tuple(sorted({member for group in groups for member in group.members}))
+    possible = {g.shape: [h for h in groups if h.shape == g.shape] for g in groups if g.kind is GroupKind.TP}
+    wish = text.strip().lower()
+    if wish == "tp" and possible:
+        wish = max(possible, key=lambda shape: possible[shape][0].degree)
+    if wish == GroupKind.DP:
+        wanted: tuple[Group, ...] = ()
+    elif wish in possible:
+        wanted = tuple(possible[wish])
+    elif "@" in wish:
+        wanted = parse_groups(wish)
+    else:
+        raise ValueError(f'"{text}" is not possible here: {_choices(possible)}')
+    for group in wanted:
+        is_possible = group.members[0] in known if group.kind is GroupKind.DP else group in groups
+        if not is_possible:
+            raise ValueError(f"{group} is not possible here: {_choices(possible)}")
+    return complete(wanted, known)
+
+
+def complete(groups: Iterable[Group], ranks: Sequence[InstanceId]) -> tuple[Group, ...]:
+    """`groups` and a dp group of each instance of `ranks` that is in none of them, by rank of the leaders."""
+    leader_of = {member: group for group in groups for member in group.members}
+    alone = {i: leader_of.get(i) or Group(kind=GroupKind.DP, members=(i,)) for i in ranks}
+    return tuple(dict.fromkeys(alone.values()))
+
+
+def _choices(possible: Mapping[str, Sequence[Group]], most: int = 8) -> str:
+    """E.g. "choose dp, tp2, or groups of tp2@(0,1) tp2@(2,3)"."""
+    if not possible:
+        return "choose dp; no tensor-parallel group is ready"
+    named = [str(group) for groups in possible.values() for group in groups]
+    more = f" and {len(named) - most} more" if len(named) > most else ""
+    return f"choose {', '.join(['dp', *possible])}, or groups of {' '.join(named[:most])}{more}"

@@ -30,6 +30,7 @@ class MergeConfig:
     min_dwell_s: float = 5.0  # a layout stands for at least so long, but for priority and long context
     merge_below: float = 0.25  # virtual KV load, and requests per slot, below which tp pays
     split_above: float = 0.5  # ... above which throughput counts; must be above `merge_below`
+    busy_requests: int = 8  # requests per instance that are load 1, where there are more slots than that
     quiet_s: float = 2.0  # load must have been low for so long before a merge
     max_degree: int = 8
     load_strategy: str = "carry"  # strategies of `SwitchStrategy`, per reason

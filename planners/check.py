@@ -1,0 +1,88 @@
+"""What must hold before anything acts on a plan. Each violation is a sentence; no violation is an empty tuple."""
+
+from collections.abc import Iterable
+
+from pengserve.planners.load import lane_capacity
+from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.layout import Group, GroupKind, Layout
+from pengserve.planners.types.plans import SwitchPlan
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState
+
+
+def check_switch(plan: SwitchPlan, snapshot: ClusterSnapshot) -> tuple[str, ...]:
+    """All laws that `plan` breaks on `snapshot`.
+
+    A plan is for the layout's epoch, and its members are the READY lives of their slots. A merge takes dp groups
+    whose lanes and communicators are ready; a split ends a group of the layout, none of whose requests is too long
+    for one instance.
+    """
+    found: list[str] = []
+    if plan.epoch != snapshot.epoch:
+        found.append(f"the plan is for epoch {plan.epoch}, the layout is at {snapshot.epoch}: plan again")
+    by_id = {i.instance_id: i for i in snapshot.instances if i.instance_id in plan.group.members}
+    for key in plan.members:
+        found += _check_member(key, by_id.get(key.instance_id))
+    if len(set(plan.members)) != len(plan.members):
+        found.append(f"{plan.group} has an instance twice")
+    found += _check_merge(plan, snapshot, by_id) if plan.is_merge else _check_split(plan, snapshot, by_id)
+    return tuple(found)
+
+
+def check_layout(layout: Layout, instance_ids: Iterable[InstanceId]) -> tuple[str, ...]:
+    """Whether each of `instance_ids` is in exactly one group of `layout`, and nobody else is."""
+    expected = set(instance_ids)
+    members = [member for group in layout.groups for member in group.members]
+    found = [f"instance {i} is in no group" for i in sorted(expected - set(members))]
+    found += [f"instance {i} is in a group and not in the cluster" for i in sorted(set(members) - expected)]
+    found += [f"instance {i} is in {n} groups" for i in sorted(set(members)) if (n := members.count(i)) > 1]
+    return tuple(found)
+
+
+def _check_member(key: InstanceKey, instance: InstanceSnapshot | None) -> list[str]:
+    if instance is None:
+        return [f"there is no instance {key.instance_id}"]
+    if instance.key != key:
+        return [f"instance {key} was replaced by {instance.key}"]
+    if instance.state is not InstanceState.READY:
+        return [f"instance {key} is {instance.state}, not ready"]
+    return []
+
+
+def _check_merge(plan: SwitchPlan, snapshot: ClusterSnapshot, by_id: dict[InstanceId, InstanceSnapshot]) -> list[str]:
+    found: list[str] = []
+    if plan.group not in snapshot.groups:
+        found.append(f"{plan.group} cannot be formed now: its communicators are not ready")
+    current = _groups_by_member(snapshot, plan.group)
+    for member in plan.group.members:
+        group = current.get(member)
+        if group is None:
+            found.append(f"instance {member} is in no group of the layout")
+        elif group.kind is not GroupKind.DP:
+            found.append(f"instance {member} is in {group}: split that first")
+        instance = by_id.get(member)
+        if instance is not None and lane_capacity(instance, plan.group.shape) is None:
+            found.append(f"instance {member} has no {plan.group.shape} lane")
+    return found
+
+
+def _check_split(plan: SwitchPlan, snapshot: ClusterSnapshot, by_id: dict[InstanceId, InstanceSnapshot]) -> list[str]:
+    if plan.group not in snapshot.layout.groups:
+        return [f"{plan.group} is not in the layout"]
+    leader = by_id.get(plan.group.leader)
+    longest = 0 if leader is None else leader.stats.longest_tokens
+    found: list[str] = []
+    for member in plan.group.members:
+        lane = lane_capacity(by_id.get(member), GroupKind.DP)
+        if lane is None and member in by_id:
+            found.append(f"instance {member} has no dp lane to go back to")
+        elif lane is not None and longest > lane.max_model_len:
+            found.append(
+                f"a request of {longest} tokens runs in {plan.group}, and instance {member} alone holds "
+                f"{lane.max_model_len}: wait until it has ended"
+            )
+    return found
+
+
+def _groups_by_member(snapshot: ClusterSnapshot, group: Group) -> dict[InstanceId, Group]:
+    wanted = set(group.members)
+    return {member: g for g in snapshot.layout.groups for member in g.members if member in wanted}

@@ -1,0 +1,139 @@
+"""How loaded each group is, and how loaded one would be that does not exist yet.
+
+The load of a shape is measured in that shape: a merge is judged by the load that the merged group would have, and a
+split by the load that it has. So a merge cannot by itself call for the split that undoes it.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from pengserve.planners.types.ids import InstanceId
+from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState, KvCapacity
+from pengserve.planners.types.units import blocks_for
+
+OVERLOAD = 1.0  # from this load on, requests wait or will
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLoad:
+    """Load of one group at one moment. Shares are of what its shape can hold, and may exceed 1."""
+
+    num_requests: int  # running and waiting
+    num_waiting: int
+    kv_share: float  # virtual: resident, and what the queue will need
+    slot_share: float  # requests per slot; a slot more than `busy_requests` per member does not count
+    is_known: bool = True  # False where the newest stats are not of this shape yet
+    is_queue: bool = False  # more wait than arrived just now
+
+    @property
+    def load(self) -> float:
+        """The worst of the shares; at least `OVERLOAD` where requests queue."""
+        load = max(self.kv_share, self.slot_share)
+        return max(load, OVERLOAD) if self.is_queue else load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterView:
+    """A snapshot, indexed: what the planner asks again and again."""
+
+    snapshot: ClusterSnapshot
+    instances: Mapping[InstanceId, InstanceSnapshot]  # READY ones
+    group_of: Mapping[InstanceId, Group]  # of instances in groups whose members are all READY
+    loads: Mapping[InstanceId, GroupLoad]  # of those groups, by leader
+    busy_requests: int
+
+    @classmethod
+    def of(cls, snapshot: ClusterSnapshot, busy_requests: int, queues: Iterable[InstanceId] = ()) -> "ClusterView":
+        """The view of `snapshot`; `queues` are leaders whose queue has stood for long enough to count."""
+        instances = {i.key.instance_id: i for i in snapshot.instances if i.state is InstanceState.READY}
+        standing = set(queues)
+        group_of: dict[InstanceId, Group] = {}
+        loads: dict[InstanceId, GroupLoad] = {}
+        for group in snapshot.layout.groups:
+            if all(member in instances for member in group.members):
+                for member in group.members:
+                    group_of[member] = group
+                leader = group.members[0]
+                loads[leader] = _load(instances[leader], group, busy_requests, leader in standing)
+        return cls(
+            snapshot=snapshot, instances=instances, group_of=group_of, loads=loads, busy_requests=max(1, busy_requests)
+        )
+
+    def load(self, group: Group) -> GroupLoad:
+        """Load of a group that is in the layout, with all members READY."""
+        return self.loads[group.leader]
+
+    def groups_over(self, members: Iterable[InstanceId]) -> tuple[Group, ...]:
+        """The layout's groups that have any of `members`, by rank; only those whose members are all READY."""
+        return tuple(dict.fromkeys(self.group_of[member] for member in members if member in self.group_of))
+
+    def projected(self, group: Group) -> GroupLoad | None:
+        """Load that `group` would have if it were formed now of all that its members run.
+
+        None where its members also cooperate with others, or it cannot be built.
+        """
+        parts = self.groups_over(group.members)
+        lane = lane_capacity(self.instances.get(group.leader), group.shape)
+        if lane is None or sum(part.degree for part in parts) != group.degree:
+            return None
+        loads = [self.loads[part.members[0]] for part in parts]
+        num_requests = sum(load.num_requests for load in loads)
+        return GroupLoad(
+            num_requests=num_requests,
+            num_waiting=sum(load.num_waiting for load in loads),
+            kv_share=sum(load.kv_share * part.degree for load, part in zip(loads, parts, strict=True)) / group.degree,
+            slot_share=num_requests / _slots(lane, group.degree, self.busy_requests),
+            is_known=all(load.is_known for load in loads),
+            is_queue=any(load.is_queue for load in loads),
+        )
+
+    def max_tokens(self, group: Group, shape: str) -> int:
+        """Most tokens of a request that every member of `group` can have in `shape`; 0 where one cannot run it."""
+        lanes = [lane_capacity(self.instances.get(member), shape) for member in group.members]
+        return min(0 if lane is None else lane.max_model_len for lane in lanes)
+
+    def needs_group(self, group: Group) -> bool:
+        """Whether a request runs in `group` that none of its members could hold alone."""
+        return self.longest_tokens(group) > self.max_tokens(group, GroupKind.DP)
+
+    def longest_tokens(self, group: Group) -> int:
+        """Tokens of the longest request that runs in `group` now."""
+        leader = self.instances.get(group.leader)
+        return 0 if leader is None else leader.stats.longest_tokens
+
+    def num_paused(self, group: Group) -> int:
+        """Requests that wait in lanes of `group`'s members while others run."""
+        return sum(self.instances[m].stats.num_paused for m in group.members if m in self.instances)
+
+
+def lane_capacity(instance: InstanceSnapshot | None, shape: str) -> KvCapacity | None:
+    """What `instance` can hold in `shape`; None where it cannot run it."""
+    if instance is None:
+        return None
+    for lane in instance.lanes:
+        if lane.shape == shape:
+            return lane.capacity
+    return instance.capacity if shape == GroupKind.DP else None
+
+
+def _load(leader: InstanceSnapshot, group: Group, busy_requests: int, is_queue: bool) -> GroupLoad:
+    stats, lane = leader.stats, lane_capacity(leader, group.shape)
+    num_requests = stats.num_running + stats.num_waiting
+    if lane is None or stats.shape != group.shape:
+        return GroupLoad(
+            num_requests=num_requests, num_waiting=stats.num_waiting, kv_share=0.0, slot_share=0.0, is_known=False
+        )
+    block_size = stats.block_size or lane.block_size
+    blocks = stats.kv_blocks_used + blocks_for(stats.queued_tokens, max(1, block_size))
+    return GroupLoad(
+        num_requests=num_requests,
+        num_waiting=stats.num_waiting,
+        kv_share=blocks / max(1, stats.kv_blocks_total or lane.num_blocks),
+        slot_share=num_requests / _slots(lane, group.degree, busy_requests),
+        is_queue=is_queue or stats.num_waiting > group.degree,
+    )
+
+
+def _slots(lane: KvCapacity, degree: int, busy_requests: int) -> int:
+    return max(1, min(lane.max_num_seqs, busy_requests * degree))

@@ -1,0 +1,426 @@
+"""When to merge instances into tensor-parallel groups and when to split them (Flying Serving section 2.3).
+
+Three reasons, the first first: a request that no route holds, requests that ask for a shape or are urgent, and load.
+Each reason claims the groups it needs; the next one has what is left. A plan is one merge or one split, so a wider
+change takes several calls, and each is judged anew.
+
+What keeps the layout from flapping:
+
+    reason        merges                                        splits
+    long context  at once                                       when no such request runs or is on its way
+    priority      at once                                       `min_dwell_s` after the last such request
+    load          low for `quiet_s`, and `min_dwell_s` after    above `split_above` after `min_dwell_s`;
+                  the last split for load                       at once where requests queue
+
+So a burst never waits for a dwell, and load changes the layout back and forth at most once in `min_dwell_s`.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from pengserve.planners.load import OVERLOAD, ClusterView
+from pengserve.planners.steps import can_merge, can_split, is_backing_off, make_plan, next_step, split_first
+from pengserve.planners.types.config import MergeConfig
+from pengserve.planners.types.ids import InstanceId
+from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
+from pengserve.planners.types.snapshot import ClusterSnapshot
+
+YOUNG_S = 1.0  # a new group is not split: what it was made for is still on its way
+ON_THE_WAY_S = 2.0  # ... of a group for a long request: that waited at an ingress, and must show up
+QUEUE_S = 0.3  # a queue that stands for so long is one; a shorter one is an arrival between two steps
+
+
+class Reason(StrEnum):
+    """Why a group stands."""
+
+    LONG_CONTEXT = "long context"
+    PRIORITY = "priority"
+    LOAD = "load"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """Since when a tp group is in the layout, and why."""
+
+    since_s: float
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadHistory:
+    """What the planner remembers from look to look. A value: a call returns the next one. Times are snapshot times."""
+
+    standing: Mapping[Group, Standing] = field(default_factory=dict)  # tp groups of the layout
+    low_since_s: Mapping[Group, float] = field(default_factory=dict)  # groups that load would allow, and since when
+    queue_since_s: Mapping[InstanceId, float] = field(default_factory=dict)  # leaders whose requests wait
+    wanted_s: Mapping[int, float] = field(default_factory=dict)  # degrees, and when a request last asked for them
+    priority_s: float | None = None  # when a priority request was last in flight
+    relieved_s: float | None = None  # when a group was last split because of its load
+    planned: tuple[Group, Reason] | None = None  # the newest merge that was planned
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """The next primitive, why, and how."""
+
+    group: Group
+    is_merge: bool
+    reason: Reason
+    why: str
+    strategy: str
+
+
+@dataclass(slots=True, kw_only=True)
+class _Look:
+    """One call's working state. `claimed` grows from reason to reason."""
+
+    view: ClusterView
+    config: MergeConfig
+    history: LoadHistory
+    claimed: dict[InstanceId, Group]
+
+    @property
+    def now_s(self) -> float:
+        return self.view.snapshot.time_s
+
+    def claim(self, group: Group) -> None:
+        self.claimed.update(dict.fromkeys(group.members, group))
+
+    def is_free(self, members: Iterable[InstanceId]) -> bool:
+        """Whether no reason has claimed any of `members`, or a group that one of them would have to leave."""
+        return not any(m in self.claimed for group in self.view.groups_over(members) for m in group.members)
+
+    def age_s(self, group: Group) -> float:
+        return self.now_s - self.history.standing[group].since_s
+
+    def may_split(self, group: Group) -> bool:
+        return self.age_s(group) >= YOUNG_S and can_split(self.view, group)
+
+    def tp_groups(self) -> list[Group]:
+        return [group for group in self.history.standing if group.leader in self.view.loads]
+
+
+def plan_switch(
+    snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory
+) -> tuple[SwitchPlan | None, LoadHistory]:
+    """The next merge or split, or None where the layout should stay; and what to remember for the next call.
+
+    A function of its arguments alone. It must see the cluster regularly, also while nothing happens: the history
+    measures how long things last.
+    """
+    if not config.is_auto:
+        return None, history
+    queues = _queues(snapshot, history)
+    standing_queues = (i for i, since_s in queues.items() if snapshot.time_s - since_s >= QUEUE_S)
+    view = ClusterView.of(snapshot, config.busy_requests, standing_queues)
+    history = _observe(view, config, replace(history, queue_since_s=queues))
+    look = _Look(view=view, config=config, history=history, claimed={})
+    step = _for_long_context(look) or _for_wishes(look) or _for_load(look)
+    history = look.history
+    if step is None or is_backing_off(snapshot):
+        return None, history
+    plan = make_plan(view, step.group, step.is_merge, SwitchStrategy(step.strategy), f"{step.reason}: {step.why}")
+    if step.is_merge:
+        history = replace(history, planned=(step.group, step.reason))
+    elif step.reason is Reason.LOAD and view.load(step.group).load > config.split_above:
+        history = replace(history, relieved_s=snapshot.time_s)
+    return plan, history
+
+
+def plan_towards(
+    snapshot: ClusterSnapshot, target: tuple[Group, ...], strategy: SwitchStrategy, why: str
+) -> SwitchPlan | None:
+    """The next merge or split on the way to `target`, splits first; None when there, or while a step must wait.
+
+    What `target` does not name is alone. A split waits for a request that is too long for one instance, and a merge
+    for communicators and for paused requests to go on.
+    """
+    if is_backing_off(snapshot):
+        return None
+    view = ClusterView.of(snapshot, busy_requests=1)
+    wanted = {group for group in target if group.kind is GroupKind.TP}
+    standing = [g for g in snapshot.layout.groups if g.kind is GroupKind.TP and g.leader in view.loads]
+    for group in standing:
+        if group not in wanted and can_split(view, group):
+            return make_plan(view, group, False, strategy, why)
+    for group in sorted(wanted.difference(standing), key=lambda g: g.members):
+        if can_merge(view, group):
+            return make_plan(view, group, True, strategy, why)
+    return None
+
+
+# What is remembered
+
+
+def _queues(snapshot: ClusterSnapshot, history: LoadHistory) -> dict[InstanceId, float]:
+    before = history.queue_since_s
+    return {
+        i.instance_id: before.get(i.instance_id, snapshot.time_s) for i in snapshot.instances if i.stats.num_waiting
+    }
+
+
+def _observe(view: ClusterView, config: MergeConfig, history: LoadHistory) -> LoadHistory:
+    snapshot = view.snapshot
+    now_s, demands = snapshot.time_s, snapshot.demands
+    wanted = {degree: now_s for d in demands for degree, num in d.wanted_degrees if num > 0}
+    priority_s = now_s if any(d.num_priority > 0 for d in demands) else history.priority_s
+    return replace(
+        history,
+        standing={g: _standing(g, snapshot, history) for g in snapshot.layout.groups if g.kind is GroupKind.TP},
+        low_since_s=dict(_low(view, config, history.low_since_s)),
+        wanted_s={d: s for d, s in {**history.wanted_s, **wanted}.items() if now_s - s < config.min_dwell_s},
+        priority_s=None if priority_s is None or now_s - priority_s >= config.min_dwell_s else priority_s,
+    )
+
+
+def _standing(group: Group, snapshot: ClusterSnapshot, history: LoadHistory) -> Standing:
+    known = history.standing.get(group)
+    if known is not None:
+        return known
+    is_planned = history.planned is not None and history.planned[0] == group
+    reason = history.planned[1] if history.planned is not None and is_planned else Reason.LOAD
+    return Standing(since_s=snapshot.layout_since_s or snapshot.time_s, reason=reason)
+
+
+def _low(view: ClusterView, config: MergeConfig, before: Mapping[Group, float]) -> Iterable[tuple[Group, float]]:
+    """Groups whose load would be below `merge_below`. Where stats are stale, what was known stands."""
+    for group in view.snapshot.groups:
+        if 1 < group.degree <= config.max_degree:
+            load = view.projected(group)
+            if load is None:
+                continue
+            if not load.is_known:
+                if group in before:
+                    yield group, before[group]
+            elif load.load < config.merge_below:
+                yield group, before.get(group, view.snapshot.time_s)
+
+
+# Use case 3: requests that are too long for one instance
+
+
+def _for_long_context(look: _Look) -> _Step | None:
+    view, config = look.view, look.config
+    for group in look.tp_groups():
+        if _is_kept_for_long(look, group):
+            look.claim(group)
+    routes = [view.max_tokens(group, group.shape) for group in dict.fromkeys(view.group_of.values())]
+    longest_route = max(routes, default=0)
+    waiting = sorted({d.longest_waiting_tokens for d in view.snapshot.demands}, reverse=True)
+    for num_tokens in (n for n in waiting if n > 0):
+        if num_tokens <= longest_route:
+            _claim_narrowest(look, num_tokens)
+            continue
+        goal = _narrowest(look, num_tokens)
+        if goal is None:
+            continue  # no group holds it, or those that do are taken: a shorter request may still be helped
+        why = f"a request of {num_tokens} tokens waits, the widest route holds {longest_route}"
+        step = _towards(look, goal, Reason.LONG_CONTEXT, why, config.long_context_strategy)
+        look.claim(goal)
+        return step
+    return None
+
+
+def _is_kept_for_long(look: _Look, group: Group) -> bool:
+    """A request runs there that fits nowhere narrower, or is on its way, or may have grown to it."""
+    if look.view.needs_group(group):
+        return True
+    if look.history.standing[group].reason is not Reason.LONG_CONTEXT:
+        return False
+    load = look.view.load(group)
+    return look.age_s(group) < ON_THE_WAY_S or (load.num_requests > 0 and load.load <= look.config.split_above)
+
+
+def _claim_narrowest(look: _Look, num_tokens: int) -> None:
+    """Keeps a route for a request that has not reached it yet."""
+    able = [g for g in look.tp_groups() if look.view.max_tokens(g, g.shape) >= num_tokens]
+    if able:
+        look.claim(min(able, key=lambda g: (g.degree, g.members)))
+
+
+def _narrowest(look: _Look, num_tokens: int) -> Group | None:
+    """The narrowest group that holds `num_tokens`, on the least loaded members; free of others' claims."""
+    able = [
+        g for g in look.view.snapshot.groups if look.view.max_tokens(g, g.shape) >= num_tokens and _is_possible(look, g)
+    ]
+    return min(able, key=lambda g: (g.degree, *_cost(look, g)), default=None)
+
+
+# Use case 2: requests that are urgent or ask for a shape
+
+
+def _for_wishes(look: _Look) -> _Step | None:
+    wishes = sorted(look.history.wanted_s)
+    if look.history.priority_s is not None and not any(degree > 1 for degree in wishes):
+        degree = _priority_degree(look)
+        wishes += [degree] if degree is not None else []
+    # Standing groups first: two wishes that exclude each other must not take turns.
+    unmet = [degree for degree in wishes if not _claim_standing(look, degree)]
+    for degree in unmet:
+        step = _dp_for_wish(look) if degree == 1 else _tp_for_wish(look, degree)
+        if step is not None:
+            return step
+    return None
+
+
+def _claim_standing(look: _Look, degree: int) -> bool:
+    groups = [g for g in dict.fromkeys(look.view.group_of.values()) if g.degree == degree]
+    if not groups:
+        return False
+    reasons = look.history.standing
+    best = min(groups, key=lambda g: (g in reasons and reasons[g].reason is not Reason.PRIORITY, g.members))
+    look.claim(best)
+    return True
+
+
+def _priority_degree(look: _Look) -> int | None:
+    """Of the tp groups there are, the one for a priority request; else the widest that leaves half the instances."""
+    standing = [g.degree for g in look.tp_groups()]
+    if standing:
+        return max(standing)
+    degrees = sorted({g.degree for g in look.view.snapshot.groups if g.degree <= look.config.max_degree})
+    halves = [d for d in degrees if 2 * d <= len(look.view.instances)]
+    return halves[-1] if halves else next(iter(degrees), None)
+
+
+def _dp_for_wish(look: _Look) -> _Step | None:
+    able = [g for g in look.tp_groups() if look.is_free(g.members) and look.may_split(g)]
+    if not able:
+        return None
+    group = min(able, key=lambda g: (g.degree, look.view.load(g).load, g.members))
+    why = "a request asks for dp, and no instance is alone"
+    return _Step(group=group, is_merge=False, reason=Reason.PRIORITY, why=why, strategy=look.config.priority_strategy)
+
+
+def _tp_for_wish(look: _Look, degree: int) -> _Step | None:
+    able = [
+        g
+        for g in look.view.snapshot.groups
+        if g.degree == degree and _is_possible(look, g) and not _starves_others(look, g)
+    ]
+    if not able:
+        return None
+    goal = min(able, key=lambda g: _cost(look, g))
+    strategy = look.config.priority_strategy
+    if goal.degree >= len(look.view.instances) and _num_requests(look, look.view.instances) > 0:
+        strategy = SwitchStrategy.CARRY  # nobody is left to serve the paused: they must go on with the rest
+    load = sum(look.view.load(g).num_requests for g in look.view.groups_over(goal.members))
+    why = f"requests ask for tp{degree} or are urgent, {load} requests run on its members"
+    step = _towards(look, goal, Reason.PRIORITY, why, strategy)
+    look.claim(goal)
+    return step
+
+
+def _starves_others(look: _Look, goal: Group) -> bool:
+    """Whether claims and `goal` leave no instance to best effort, although there are more than `goal` needs."""
+    instances = look.view.instances
+    if len(instances) <= goal.degree or not _has_best_effort(look):
+        return False
+    return all(i in look.claimed or i in goal.members for i in instances)
+
+
+def _has_best_effort(look: _Look) -> bool:
+    demands = look.view.snapshot.demands
+    num_special = sum(max(d.num_priority, sum(num for _, num in d.wanted_degrees)) for d in demands)
+    return _num_requests(look, look.view.instances) > num_special
+
+
+# Use case 1: load
+
+
+def _for_load(look: _Look) -> _Step | None:
+    free = [g for g in look.tp_groups() if look.is_free(g.members)]
+    return _relieve(look, free) or _end_of_reason(look, free) or _merge_idle(look)
+
+
+def _relieve(look: _Look, free: list[Group]) -> _Step | None:
+    """Splits the most loaded group, where more than one request would gain."""
+    config, able = look.config, []
+    for group in free:
+        load = look.view.load(group)
+        is_due = load.load >= OVERLOAD or look.age_s(group) >= config.min_dwell_s
+        if load.load > config.split_above and load.num_requests > 1 and is_due and look.may_split(group):
+            able.append((-load.load, group.members, group, load))
+    if not able:
+        return None
+    _, _, group, load = min(able)
+    why = f"{group} has load {load.load:.2f} > {config.split_above:g}, {load.num_waiting} of {load.num_requests} wait"
+    return _Step(group=group, is_merge=False, reason=Reason.LOAD, why=why, strategy=config.load_strategy)
+
+
+def _end_of_reason(look: _Look, free: list[Group]) -> _Step | None:
+    """Splits a group that nobody needs any more, or hands it to the load rule where load allows it."""
+    config, standing = look.config, dict(look.history.standing)
+    step = None
+    for group in free:
+        load, paused = look.view.load(group), look.view.num_paused(group)
+        reason = standing[group].reason
+        if not load.is_known or (reason is Reason.LOAD and not paused) or look.age_s(group) < config.min_dwell_s:
+            continue
+        if paused or load.load >= config.merge_below:
+            if step is None and look.may_split(group):
+                why = f"nothing needs {group} any more (load {load.load:.2f}, {paused} requests paused)"
+                step = _Step(group=group, is_merge=False, reason=reason, why=why, strategy=config.load_strategy)
+        else:
+            standing[group] = replace(standing[group], reason=Reason.LOAD)
+    look.history = replace(look.history, standing=standing)
+    return step
+
+
+def _merge_idle(look: _Look) -> _Step | None:
+    """Forms the widest group that has been allowed by load for long enough."""
+    config, history, view = look.config, look.history, look.view
+    if history.relieved_s is not None and look.now_s - history.relieved_s < config.min_dwell_s:
+        return None
+    low = [
+        g
+        for g, since_s in history.low_since_s.items()
+        if look.now_s - since_s >= config.quiet_s and g not in history.standing
+    ]
+    for goal in sorted(low, key=lambda g: (-g.degree, g.members)):
+        load = view.projected(goal)
+        if load is None or not load.is_known or not look.is_free(goal.members) or not _is_possible(look, goal):
+            continue
+        if config.load_strategy == SwitchStrategy.HARD and load.num_requests:
+            continue  # it would pause requests for as long as the load is low
+        parts = [g for g in view.groups_over(goal.members) if g in history.standing]
+        if any(look.age_s(part) < config.min_dwell_s for part in parts):
+            continue
+        low_s = look.now_s - history.low_since_s[goal]
+        why = f"load {load.load:.2f} < {config.merge_below:g} for {low_s:.1f} s"
+        step = _towards(look, goal, Reason.LOAD, why, config.load_strategy)
+        if step is not None:
+            return step
+    return None
+
+
+# Common to all reasons
+
+
+def _towards(look: _Look, goal: Group, reason: Reason, why: str, strategy: str) -> _Step | None:
+    """The next step to `goal`; None while it must wait."""
+    found = next_step(look.view, goal, look.may_split)
+    if found is None:
+        return None
+    group, is_merge = found
+    why = why if is_merge else f"{why}; {goal} needs its members"
+    return _Step(group=group, is_merge=is_merge, reason=reason, why=why, strategy=strategy)
+
+
+def _is_possible(look: _Look, goal: Group) -> bool:
+    """Whether nothing claimed is in the way of `goal`, and no step towards it must wait."""
+    return look.is_free(goal.members) and next_step(look.view, goal, lambda g: can_split(look.view, g)) is not None
+
+
+def _cost(look: _Look, goal: Group) -> tuple[int, float, int, tuple[InstanceId, ...]]:
+    """What forming `goal` disturbs: requests, then KV, then groups to split; ties go to the lowest rank."""
+    parts = look.view.groups_over(goal.members)
+    loads = [look.view.load(part) for part in parts]
+    num_splits = len(split_first(look.view, goal))
+    return sum(load.num_requests for load in loads), sum(load.kv_share for load in loads), num_splits, goal.members
+
+
+def _num_requests(look: _Look, instances: Iterable[InstanceId]) -> int:
+    return sum(look.view.load(group).num_requests for group in look.view.groups_over(instances))

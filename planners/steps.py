@@ -1,0 +1,71 @@
+"""From a wanted group to the one merge or split that comes next."""
+
+from collections.abc import Callable
+
+from pengserve.planners.load import ClusterView, lane_capacity
+from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
+from pengserve.planners.types.snapshot import ClusterSnapshot
+
+BACK_OFF_S = 1.0  # after a switch that was aborted
+
+
+def can_merge(view: ClusterView, group: Group) -> bool:
+    """Whether `group` can be formed now: members alone, nothing of theirs paused, lanes and communicators ready."""
+    alone = all(m in view.group_of and view.group_of[m].kind is GroupKind.DP for m in group.members)
+    return (
+        alone
+        and group in view.snapshot.groups
+        and not view.num_paused(group)
+        and all(lane_capacity(view.instances[m], group.shape) is not None for m in group.members)
+    )
+
+
+def can_split(view: ClusterView, group: Group) -> bool:
+    """Whether `group`, of the layout, can end now: each of its requests fits into any of its members alone."""
+    dp_tokens = view.max_tokens(group, GroupKind.DP)
+    return dp_tokens > 0 and view.longest_tokens(group) <= dp_tokens
+
+
+def split_first(view: ClusterView, goal: Group) -> tuple[Group, ...]:
+    """Groups of the layout that must end before `goal` can be formed."""
+    return tuple(g for g in view.groups_over(goal.members) if g.kind is GroupKind.TP and g != goal)
+
+
+def next_step(view: ClusterView, goal: Group, may_split: Callable[[Group], bool]) -> tuple[Group, bool] | None:
+    """The group to merge (True) or split (False) next, to get to `goal`; None when there, or while it must wait."""
+    in_the_way = split_first(view, goal)
+    for group in in_the_way:
+        if may_split(group):
+            return group, False
+    return (goal, True) if not in_the_way and can_merge(view, goal) else None
+
+
+def is_backing_off(snapshot: ClusterSnapshot) -> bool:
+    """Whether the newest switch was aborted just now: the next one waits `BACK_OFF_S`."""
+    last = snapshot.last_switch
+    if last is None or last.phase != "aborted":
+        return False
+    return snapshot.time_s - (last.started_s + last.seconds) < BACK_OFF_S
+
+
+def make_plan(view: ClusterView, group: Group, is_merge: bool, strategy: SwitchStrategy, why: str) -> SwitchPlan:
+    """The plan for one step on the view's snapshot.
+
+    Its id tells epoch, step and group; after an aborted switch of the same epoch also the layout's age, so that a
+    second try has an id of its own.
+    """
+    snapshot = view.snapshot
+    plan_id = f"{snapshot.epoch}:{'merge' if is_merge else 'split'}:{group}"
+    last = snapshot.last_switch
+    if last is not None and last.plan_id.startswith(f"{snapshot.epoch}:"):
+        plan_id += f"+{snapshot.time_s - snapshot.layout_since_s:.3f}s"
+    return SwitchPlan(
+        plan_id=plan_id,
+        epoch=snapshot.epoch,
+        group=group,
+        members=tuple(view.instances[m].key for m in group.members),
+        is_merge=is_merge,
+        strategy=strategy,
+        why=why,
+    )
