@@ -20,7 +20,8 @@ def groups_for(
     Args:
         ranks: instances in rank order (`planners.ranks`). Pass the slots that are being replaced too: a death then
             shifts no boundary, and the groups without it stay as they are.
-        nodes: the node, or NVLink domain, of each. An instance without one is in no group.
+        nodes: the node, or NVLink domain, of each. An instance that is not listed is in no group;
+            the empty name is a node like any other (plain processes of one machine).
         degrees: the degrees wanted; 1 and below are left out.
 
     Returns:
@@ -28,7 +29,7 @@ def groups_for(
     """
     by_node: dict[str, list[InstanceId]] = {}
     for instance_id in ranks:
-        if node := nodes.get(instance_id, ""):
+        if (node := nodes.get(instance_id)) is not None:
             by_node.setdefault(node, []).append(instance_id)
     return tuple(
         Group(kind=GroupKind.TP, members=tuple(members[start : start + degree]))

@@ -1,10 +1,12 @@
 """Laws of group topology: groups stay in a node, are aligned runs, nest, and there are fewer of them than instances."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pengserve.planners.groups import groups_for
-from pengserve.planners.types.ids import InstanceId
+from pengserve.planners.groups import expand, groups_for
+from pengserve.planners.types.ids import Epoch, InstanceId
+from pengserve.planners.types.layout import Group, Layout, degree_of, parse_groups
 
 DEGREES = (2, 4, 8, 16)
 
@@ -26,9 +28,14 @@ def test_four_instances_of_one_node() -> None:
 
 
 def test_a_group_never_crosses_nodes_and_an_unplaced_instance_is_in_none() -> None:
-    ranks = tuple(map(InstanceId, range(5)))
-    nodes = dict(zip(ranks, ("a", "a", "a", "b", ""), strict=True))
+    ranks = tuple(map(InstanceId, range(6)))
+    nodes = dict(zip(ranks, ("a", "a", "a", "b"), strict=False))
     assert list(map(str, groups_for(ranks, nodes, (2,)))) == ["tp2@(0,1)"]
+
+
+def test_plain_processes_share_a_node_without_a_name() -> None:
+    ranks = tuple(map(InstanceId, range(2)))
+    assert list(map(str, groups_for(ranks, dict.fromkeys(ranks, ""), (2,)))) == ["tp2@(0,1)"]
 
 
 @given(clusters())
@@ -65,3 +72,62 @@ def test_every_instance_with_enough_neighbours_is_in_a_group(
         grouped = [i for group in groups_for(ranks, nodes, (degree,)) for i in group.members]
         sizes = [sum(nodes[i] == node for i in ranks) for node in set(nodes.values())]
         assert len(grouped) == len(set(grouped)) == sum(size // degree * degree for size in sizes)
+
+
+FIVE = tuple(map(InstanceId, range(5)))
+GROUPS = groups_for(FIVE, dict.fromkeys(FIVE, ""), (2, 4))
+
+
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        ("dp", "dp@(0) dp@(1) dp@(2) dp@(3) dp@(4)"),
+        ("tp2", "tp2@(0,1) tp2@(2,3) dp@(4)"),
+        ("TP4", "tp4@(0,1,2,3) dp@(4)"),
+        ("tp", "tp4@(0,1,2,3) dp@(4)"),
+        ("tp2@(2,3) dp@(4)", "dp@(0) dp@(1) tp2@(2,3) dp@(4)"),
+        (" tp4@( 0..3 ); dp@(4)", "tp4@(0,1,2,3) dp@(4)"),
+    ],
+)
+def test_a_text_names_a_layout(text: str, layout: str) -> None:
+    assert " ".join(map(str, expand(text, GROUPS, FIVE))) == layout
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tp8", "tp2@(1,2)", "dp@(9)", "tp3@(0,1)", "tp2@(0,1) tp4@(0..3)", "two", "dp dp"]
+)
+def test_what_is_not_possible_is_refused_in_a_sentence(text: str) -> None:
+    with pytest.raises(ValueError, match=r"choose dp, tp2, tp4, or groups of tp2@\(0,1\)|must be the same|twice"):
+        expand(text, GROUPS, FIVE)
+
+
+@given(clusters(), st.data())
+def test_an_expanded_layout_has_each_instance_once_and_reads_back(
+    cluster: tuple[tuple[InstanceId, ...], dict[InstanceId, str]], data: st.DataObject
+) -> None:
+    ranks, nodes = cluster
+    groups = groups_for(ranks, nodes, DEGREES)
+    text = data.draw(st.sampled_from(["dp", *{group.shape for group in groups}, *map(str, groups)]))
+    layout = expand(text, groups, ranks)
+    Layout(epoch=Epoch(0), groups=layout)
+    assert sorted(member for group in layout for member in group.members) == sorted(ranks)
+    assert parse_groups(" ".join(map(str, layout))) == layout
+    if ranks:
+        assert expand(" ".join(map(str, layout)), groups, ranks) == layout
+
+
+@given(clusters())
+def test_a_group_reads_back_and_its_shape_tells_its_degree(
+    cluster: tuple[tuple[InstanceId, ...], dict[InstanceId, str]],
+) -> None:
+    for group in groups_for(*cluster, DEGREES):
+        assert Group.parse(str(group)) == group
+        assert degree_of(group.shape) == group.degree
+
+
+@pytest.mark.parametrize(
+    "text", ["tp2@(0,1", "tp2", "dp2@(0)", "tp@(0,1)", "tp2@(1..0)", "tp2@(0;1)", "dp@()", "dp@(-1)"]
+)
+def test_what_is_no_group_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"group|member|instance|upwards"):
+        Group.parse(text)
