@@ -1,5 +1,7 @@
 """The `dp` lane: the ordinary vLLM engine of one instance, and requests that come to it half decoded."""
 
+import contextlib
+import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -7,11 +9,12 @@ from typing import Any
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import ConfigError
-from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
+from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.replicas.engine.lane import Lane, lend, take_back
+from pengserve.replicas.engine.shared_model import plain_weights
 from pengserve.replicas.engine.vllm_seam import (
     AsyncEngineArgs,
     EngineCore,
-    EngineCoreEventType,
     EngineCoreOutputs,
     EngineCoreRequest,
     Executor,
@@ -52,8 +55,8 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
     return defaults | dict(config.engine) | {"model": config.model}
 
 
-class DpLane:
-    """vLLM's scheduler and runner, stepped by one thread.
+class DpLane(Lane):
+    """vLLM's engine as it is, stepped by one thread. Its block ids are the instance's physical ones.
 
     `prepare` may be called from one other thread; everything else belongs to the thread that steps.
     """
@@ -66,25 +69,64 @@ class DpLane:
         """
         arguments = AsyncEngineArgs(**engine_arguments(config), worker_cls=worker_class_name(config.device))
         vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        self._log_stats = not arguments.disable_log_stats
-        self._core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=self._log_stats)
-        self._step_core = self._core.step_fn
-        self._scheduler: Any = self._core.scheduler
-        self._pool = self._scheduler.kv_cache_manager.block_pool
-        kv_config = self._scheduler.kv_cache_config
+        self.pristine_config = copy.deepcopy(vllm_config) if config.degrees else None  # before it holds a model
+        if config.degrees:
+            # What one instance cannot hold, a group may: the dp lane takes as much context as fits its memory.
+            vllm_config.model_config.original_max_model_len = -1
+        self.log_stats = not arguments.disable_log_stats
+        with plain_weights() if config.degrees else contextlib.nullcontext():
+            self.core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=self.log_stats)
+        self._step_core = self.core.step_fn
+        scheduler: Any = self.core.scheduler
+        kv_config = scheduler.kv_cache_config
         self._num_kv_groups = len(kv_config.kv_cache_groups)
-        self._steps = self._resumed = self._generated = self._prompted = self._preempted = 0
-        self._prefix_queries = self._prefix_hits = 0
-        self._queued: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
-        self._added = 0
-        self.capacity = KvCapacity(
-            num_blocks=kv_config.num_blocks - 1,  # vLLM keeps block 0 as the null block
-            block_size=vllm_config.cache_config.block_size,
-            bytes_per_block=sum(tensor.size for tensor in kv_config.kv_cache_tensors) // kv_config.num_blocks,
-            max_model_len=vllm_config.model_config.max_model_len,
-            max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-            weight_bytes=self._core.model_executor.collective_rpc("weight_bytes")[0],
+        self._num_lent = 0
+        super().__init__(
+            shape="dp",
+            scheduler=scheduler,
+            block_hasher=self.core.request_block_hasher,
+            capacity=KvCapacity(
+                num_blocks=kv_config.num_blocks - 1,  # vLLM keeps block 0 as the null block
+                block_size=vllm_config.cache_config.block_size,
+                bytes_per_block=sum(tensor.size for tensor in kv_config.kv_cache_tensors) // kv_config.num_blocks,
+                max_model_len=vllm_config.model_config.max_model_len,
+                max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
+                weight_bytes=self.core.model_executor.collective_rpc("weight_bytes")[0],
+            ),
         )
+
+    @property
+    def worker(self) -> Any:
+        """vLLM's worker, which lives in this process."""
+        return self.core.model_executor.driver_worker.worker
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that are not lent to other lanes."""
+        return self.capacity.num_blocks - self._num_lent
+
+    def lend(self, count: int) -> list[int]:
+        """Lends `count` free blocks; physical ids. What they cached is forgotten.
+
+        Raises:
+            ValueError: there are not so many.
+        """
+        block_ids = lend(self._pool, count)
+        self._num_lent += count
+        return block_ids
+
+    def take_back(self, block_ids: Sequence[int]) -> None:
+        """Ends a loan."""
+        take_back(self._pool, block_ids)
+        self._num_lent -= len(block_ids)
+
+    def adopt(self, request: Request) -> None:
+        """See `Lane`."""
+        self.worker.adopt_request(request, self._num_kv_groups)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """See `Lane`."""
+        self.worker.forget_requests(request_ids)
 
     def prepare(
         self, request: EngineCoreRequest, output_token_ids: Sequence[int], then: Callable[[Request], None]
@@ -93,7 +135,7 @@ class DpLane:
 
         With output tokens the grammar is first led through them, so that it stands where the lost instance's stood.
         """
-        prepared, _ = self._core.preprocess_add_request(request)
+        prepared, _ = self.core.preprocess_add_request(request)
         if not output_token_ids:
             then(prepared)
             return
@@ -108,63 +150,26 @@ class DpLane:
             if not isinstance(structured.grammar, Exception):
                 for token_id in output_token_ids:
                     prepared.append_output_token_ids(token_id)
-                    self._core.structured_output_manager.accept_tokens(prepared, [token_id])
+                    self.core.structured_output_manager.accept_tokens(prepared, [token_id])
                 _as_preempted(prepared)
             then(prepared)
 
         structured._grammar.add_done_callback(replay)
 
-    def add(self, request: Request) -> None:
-        """Gives a prepared request to the scheduler. One that was running elsewhere goes to the head of the queue."""
-        self._added += 1
-        if request.status is not RequestStatus.PREEMPTED:
-            self._core.add_request(request)
-            return
-        self._resumed += 1
-        self._core.model_executor.collective_rpc("adopt_request", args=(request, self._num_kv_groups))
-        self._core.add_request(request)
-        self._scheduler.waiting.remove_request(request)
-        self._scheduler.waiting.prepend_request(request)
-
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forgets requests; unknown ids are left alone. Their blocks are free at once."""
-        self._core.abort_requests(list(request_ids))
+        self.core.abort_requests(list(request_ids))
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self._scheduler.has_requests() or bool(self._core.batch_queue)
-
-    def num_requests(self) -> int:
-        """Running and waiting requests."""
-        running, waiting = self._scheduler.get_request_counts()
-        return running + waiting
+        return super().has_work() or bool(self.core.batch_queue)
 
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Schedules, executes and samples one step; outputs by client index."""
         outputs, executed = self._step_core()
-        self._core.post_step(executed)
-        self._steps += 1
-        for batch in (outputs or {}).values():
-            self._count(batch)
+        self.core.post_step(executed)
+        self._count((outputs or {}).values())
         return outputs or {}
-
-    def stats(self, last_step_s: float = 0.0) -> InstanceStats:
-        """Load after the last step."""
-        running, waiting = self._scheduler.get_request_counts()
-        return InstanceStats(
-            step=self._steps,
-            num_running=running,
-            num_waiting=waiting,
-            kv_blocks_used=self.capacity.num_blocks - self._pool.get_num_free_blocks(),
-            queued_tokens=self._queued_tokens(waiting),
-            total_prompt_tokens=self._prompted,
-            total_generated_tokens=self._generated,
-            total_preemptions=self._preempted,
-            total_prefix_queries=self._prefix_queries,
-            total_prefix_hits=self._prefix_hits,
-            total_resumed=self._resumed,
-            last_step_s=last_step_s,
-        )
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False while requests hold blocks."""
@@ -172,28 +177,7 @@ class DpLane:
 
     def close(self) -> None:
         """Frees the model, its memory and its process groups."""
-        self._core.shutdown()
-
-    def _queued_tokens(self, num_waiting: int) -> int:
-        """Tokens that waiting requests have; counted again only when the queue has changed."""
-        if not num_waiting:
-            return 0
-        version = (num_waiting, self._added, self._preempted)
-        if self._queued[0] != version:
-            self._queued = (version, sum(request.num_tokens for request in self._scheduler.waiting))
-        return self._queued[1]
-
-    def _count(self, batch: EngineCoreOutputs) -> None:
-        for output in batch.outputs:
-            self._generated += len(output.new_token_ids)
-            if output.prefill_stats is not None:
-                self._prompted += output.prefill_stats.num_prompt_tokens
-            if output.events:
-                self._preempted += sum(event.type is EngineCoreEventType.PREEMPTED for event in output.events)
-        stats = batch.scheduler_stats
-        if stats is not None and stats.prefix_cache_stats is not None:
-            self._prefix_queries += stats.prefix_cache_stats.queries
-            self._prefix_hits += stats.prefix_cache_stats.hits
+        self.core.shutdown()
 
 
 def _as_preempted(request: Request) -> Request:

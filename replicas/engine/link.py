@@ -13,9 +13,9 @@ from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 from pengserve.replicas.channel.frames import PROTOCOL_VERSION, Frame, FrameKind, encode, read
 from pengserve.replicas.channel.server import HEARTBEAT_S, Hello
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
-from pengserve.replicas.engine.wire import Codec, StepBatch, Welcome
+from pengserve.replicas.engine.wire import Codec, Moved, StepBatch, Welcome
 
-__all__ = ["InstanceLink", "StepBatch"]
+__all__ = ["InstanceLink", "Moved", "StepBatch"]
 
 SILENCE_TIMEOUT_S = 10 * HEARTBEAT_S  # a host that lost power sends no EOF
 
@@ -64,8 +64,8 @@ class InstanceLink:
         with contextlib.suppress(LinkLostError):
             self._send(FrameKind.ABORT, [msgspec.msgpack.encode(list(request_ids))])
 
-    async def batches(self) -> AsyncIterator[StepBatch]:
-        """Every token batch in order; heartbeats (no outputs) among them. One reader only.
+    async def events(self) -> AsyncIterator[StepBatch | Moved]:
+        """Every token batch and every MOVED in order; heartbeats (no outputs) among them. One reader only.
 
         Raises:
             LinkLostError: the instance is gone, always in the end.
@@ -74,6 +74,9 @@ class InstanceLink:
             while True:
                 async with asyncio.timeout(SILENCE_TIMEOUT_S):
                     frame = await read(self._reader)
+                if frame.kind is FrameKind.MOVED:
+                    yield msgspec.msgpack.decode(frame.parts[0], type=Moved)
+                    continue
                 batch = self._codec.decode_batch(frame.parts)
                 self.stats = batch.stats
                 yield batch

@@ -4,11 +4,36 @@ vLLM is pinned to 0.32; public names (`vllm.SamplingParams`) need no entry. `ATT
 read or called on objects of these classes, so that a rename inside a class is seen as well.
 """
 
-from vllm.config import set_current_vllm_config
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    UnquantizedEmbeddingMethod,
+    VocabParallelEmbedding,
+)
 from vllm.model_executor.model_loader.utils import initialize_model
 from vllm.usage.usage_lib import UsageContext
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import (
+    generate_scheduler_kv_cache_config,
+    get_kv_cache_configs,
+    get_request_block_hasher,
+)
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import (
     EngineCoreEventType,
@@ -25,11 +50,15 @@ from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker as GPUWorker
+from vllm.v1.worker.utils import bind_kv_cache
 
 __all__ = [
     "ATTRIBUTES",
     "AsyncEngineArgs",
+    "BlockPool",
+    "CachedRequestData",
     "CachedRequestState",
+    "ColumnParallelLinear",
     "EngineCore",
     "EngineCoreEventType",
     "EngineCoreOutput",
@@ -38,13 +67,34 @@ __all__ = [
     "Executor",
     "FinishReason",
     "GPUWorker",
+    "GrammarOutput",
+    "KVCacheManager",
+    "LinearBase",
+    "MergedColumnParallelLinear",
     "MsgpackDecoder",
     "MsgpackEncoder",
+    "NewRequestData",
+    "ParallelLMHead",
+    "PauseState",
+    "QKVParallelLinear",
+    "ReplicatedLinear",
     "Request",
     "RequestStatus",
+    "RowParallelLinear",
     "Scheduler",
+    "SchedulerOutput",
+    "UnquantizedEmbeddingMethod",
+    "UnquantizedLinearMethod",
     "UsageContext",
+    "VllmConfig",
+    "VocabParallelEmbedding",
+    "bind_kv_cache",
+    "generate_scheduler_kv_cache_config",
+    "get_hash_fn_by_name",
+    "get_kv_cache_configs",
+    "get_request_block_hasher",
     "initialize_model",
+    "parallel_state",
     "set_current_vllm_config",
     "set_default_torch_dtype",
 ]
@@ -59,16 +109,31 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "post_step",
         "shutdown",
     ),
+    BlockPool: ("get_new_blocks", "free_blocks", "get_num_free_blocks", "evict_blocks"),
+    KVCacheManager: ("allocate_slots", "cache_blocks", "get_block_ids", "free"),
     Scheduler: (
         "has_requests",
         "get_request_counts",
         "finish_requests",
         "reset_prefix_cache",
+        "schedule",
+        "get_grammar_bitmask",
+        "update_from_output",
+        "set_pause_state",
+        "_enqueue_waiting_request",  # puts a request that holds KV where it is scheduled first
     ),
-    Request: ("append_output_token_ids", "from_engine_core_request", "record_event"),
+    SchedulerOutput: ("make_empty",),
+    Request: ("update_block_hashes", "append_output_token_ids", "from_engine_core_request", "record_event"),
     RequestStatus: ("PREEMPTED", "WAITING", "FINISHED_ABORTED"),
     StructuredOutputManager: ("accept_tokens", "grammar_init"),
-    GPUModelRunner: ("_update_states", "_init_mrope_positions", "initialize_kv_cache"),
+    GPUModelRunner: (
+        "_update_states",
+        "_init_mrope_positions",
+        "initialize_kv_cache",
+        "initialize_kv_cache_tensors",
+        "execute_model",
+        "sample_tokens",
+    ),
     GPUWorker: ("init_device", "execute_model"),
     InputBatch: ("add_request", "remove_request"),
 }

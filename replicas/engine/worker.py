@@ -4,7 +4,7 @@ vLLM picks the class by `worker_cls`. Requests taken over in mid-decode and gene
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from pengserve.replicas.engine.vllm_seam import (
     CachedRequestState,
     GPUWorker,
     Request,
+    SchedulerOutput,
     initialize_model,
     set_current_vllm_config,
     set_default_torch_dtype,
@@ -62,28 +63,16 @@ class LaneWorkerMixin:
 
         The scheduler gives it blocks when it resumes; penalties, minimum lengths and seeds read the output tokens.
         """
-        outputs = list(request.output_token_ids)
-        state = CachedRequestState(
-            req_id=request.request_id,
-            prompt_token_ids=request.prompt_token_ids,
-            prompt_embeds=request.prompt_embeds,
-            prompt_is_token_ids=request.prompt_is_token_ids,
-            mm_features=request.mm_features,
-            sampling_params=request.sampling_params,
-            generator=self._generator(request.sampling_params, outputs),
-            block_ids=tuple([] for _ in range(num_kv_groups)),
-            num_computed_tokens=0,
-            output_token_ids=outputs,
-            lora_request=request.lora_request,
-        )
-        if self.model_runner.uses_mrope:
-            self.model_runner._init_mrope_positions(state)
-        self.model_runner.requests[request.request_id] = state
+        adopt_request(self.model_runner, request, num_kv_groups)
+
+    def forget_requests(self, request_ids: Iterable[str]) -> None:
+        """Drops all state of requests now, as the next step would: their ids may come back before it."""
+        forget_requests(self.model_runner, request_ids)
 
     def weight_bytes(self) -> int:
         """Bytes of parameters, tied ones once."""
         model = self.model_runner.get_model()
-        if self.device.type == "cpu":
+        if any(parameter.numel() == 0 for parameter in model.parameters()):
             # vLLM packs CPU weights into its kernels and deletes the parameters; the same model without storage tells.
             model = self._model_without_storage()
         return sum(parameter.nbytes for parameter in model.parameters())
@@ -98,18 +87,50 @@ class LaneWorkerMixin:
         ):
             return initialize_model(config)
 
-    def _generator(self, sampling_params: SamplingParams, output_token_ids: list[int]) -> torch.Generator | None:
-        if sampling_params.sampling_type is not SamplingType.RANDOM_SEED:
-            return None
-        assert sampling_params.seed is not None
-        if self.device.type == "cpu":
-            return ReplayGenerator().bind(sampling_params.seed, output_token_ids)
-        generator = torch.Generator(device=self.device)
-        generator.manual_seed(sampling_params.seed)
-        noise = torch.empty(self.model_runner.input_batch.vocab_size, device=self.device)
-        for _ in output_token_ids:
-            noise.exponential_(generator=generator)  # as vLLM's sampler draws, one row per token
-        return generator
+
+def adopt_request(runner: Any, request: Request, num_kv_groups: int) -> None:
+    """Makes `runner` know a half-decoded request as one that it had preempted itself.
+
+    The scheduler gives it blocks when it resumes; penalties, minimum lengths and seeds read the output tokens.
+    """
+    outputs = list(request.output_token_ids)
+    state = CachedRequestState(
+        req_id=request.request_id,
+        prompt_token_ids=request.prompt_token_ids,
+        prompt_embeds=request.prompt_embeds,
+        prompt_is_token_ids=request.prompt_is_token_ids,
+        mm_features=request.mm_features,
+        sampling_params=request.sampling_params,
+        generator=_generator(runner, request.sampling_params, outputs),
+        block_ids=tuple([] for _ in range(num_kv_groups)),
+        num_computed_tokens=0,
+        output_token_ids=outputs,
+        lora_request=request.lora_request,
+    )
+    if runner.uses_mrope:
+        runner._init_mrope_positions(state)
+    runner.requests[request.request_id] = state
+
+
+def forget_requests(runner: Any, request_ids: Iterable[str]) -> None:
+    """Drops all state of requests from `runner` now, by a step that schedules nothing."""
+    nothing = SchedulerOutput.make_empty()
+    nothing.finished_req_ids = set(request_ids)
+    runner.execute_model(nothing)
+
+
+def _generator(runner: Any, sampling_params: SamplingParams, output_token_ids: list[int]) -> torch.Generator | None:
+    if sampling_params.sampling_type is not SamplingType.RANDOM_SEED:
+        return None
+    assert sampling_params.seed is not None
+    if runner.device.type == "cpu":
+        return ReplayGenerator().bind(sampling_params.seed, output_token_ids)
+    generator = torch.Generator(device=runner.device)
+    generator.manual_seed(sampling_params.seed)
+    noise = torch.empty(runner.input_batch.vocab_size, device=runner.device)
+    for _ in output_token_ids:
+        noise.exponential_(generator=generator)  # as vLLM's sampler draws, one row per token
+    return generator
 
 
 def replayable(update_states: Callable[[Any], Any], runner: Any) -> Callable[[Any], Any]:

@@ -1,0 +1,45 @@
+"""Requests on their way from one lane to another, with their tokens and how much of their KV is computed."""
+
+import msgspec
+
+from pengserve.replicas.engine.vllm_seam import EngineCoreRequest, Request, RequestStatus
+
+
+class Handoff(msgspec.Struct, array_like=True):
+    """A request in mid-flight. Its KV of `num_computed_tokens` tokens travels beside it, or is recomputed."""
+
+    request: EngineCoreRequest  # as the ingress sent it; `client_index` belongs to the instance it was sent to
+    client_id: str  # the ingress, by the name it has everywhere
+    output_token_ids: list[int]
+    num_computed_tokens: int
+
+
+def revive(handoff: Handoff, client_index: int) -> Request:
+    """The request as another scheduler must see it: as one that was preempted, with its KV still there.
+
+    It goes on exactly where it was: output tokens are output tokens (penalties, seeds, minimum lengths).
+    """
+    request = Request.from_engine_core_request(handoff.request, None)
+    request.client_index = client_index
+    if handoff.output_token_ids:
+        request.append_output_token_ids(handoff.output_token_ids)
+        request.prefill_stats = None  # its first prefill was counted where it ended
+    request.status = RequestStatus.PREEMPTED
+    request.num_preemptions = 1
+    return request
+
+
+def can_carry(request: Request) -> bool:
+    """Whether its KV can move. A grammar's state cannot be sent, nor prompt logprobs that are half collected: such
+    requests are resumed from their tokens.
+    """
+    params = request.sampling_params
+    return (
+        request.num_computed_tokens > 0
+        and request.structured_output_request is None
+        and not request.mm_features
+        and request.prompt_token_ids is not None
+        and request.lora_request is None
+        and params is not None
+        and (params.prompt_logprobs is None or request.num_output_tokens > 0)
+    )

@@ -1,0 +1,210 @@
+"""What every lane is: one vLLM scheduler and one runner over the instance's one set of weights and KV memory."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
+from pengserve.replicas.engine.handoff import can_carry
+from pengserve.replicas.engine.vllm_seam import (
+    EngineCoreEventType,
+    EngineCoreOutputs,
+    PauseState,
+    Request,
+    RequestStatus,
+)
+
+
+class Lane:
+    """Requests in, tokens out. Belongs to the thread that steps; all members of a group have one of the same shape."""
+
+    def __init__(self, *, shape: str, capacity: KvCapacity, scheduler: Any, block_hasher: Any) -> None:
+        """`scheduler` is None on a follower, which executes what another member's scheduler decides."""
+        self.shape, self.capacity = shape, capacity
+        self._scheduler, self._block_hasher = scheduler, block_hasher
+        self._pool = scheduler.kv_cache_manager.block_pool if scheduler is not None else None
+        self._steps = self._resumed = self._generated = self._prompted = self._preempted = 0
+        self._prefix_queries = self._prefix_hits = 0
+        self._queued: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
+        self._added = 0
+
+    # What a lane of each kind does in its own way --------------------------------------------------------------------
+
+    def step(self) -> Mapping[int, EngineCoreOutputs]:
+        """Schedules, executes and samples one step; outputs by client index."""
+        raise NotImplementedError
+
+    def adopt(self, request: Request) -> None:
+        """Makes the runner (each member's) know a half-decoded request as one that it had preempted itself."""
+        raise NotImplementedError
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Makes the runner (each member's) forget requests now, so that they can come back under the same ids."""
+        raise NotImplementedError
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that this lane may hand out, used or not."""
+        return self.capacity.num_blocks
+
+    # Requests --------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Gives a prepared request to the scheduler. One that was running elsewhere goes to the head of the queue."""
+        self._added += 1
+        self.rehash(request)
+        if request.status is not RequestStatus.PREEMPTED:
+            self._scheduler.add_request(request)
+            return
+        self._resumed += 1
+        self.adopt(request)
+        self._scheduler.add_request(request)
+        self._scheduler.waiting.remove_request(request)
+        self._scheduler.waiting.prepend_request(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forgets requests; unknown ids are left alone. Their blocks are free at once."""
+        self._scheduler.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED)
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._scheduler.has_requests())
+
+    def num_requests(self) -> int:
+        """Running and waiting requests."""
+        running, waiting = self._scheduler.get_request_counts()
+        return int(running + waiting)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request is here and has not finished."""
+        return request_id in self._scheduler.requests
+
+    def rehash(self, request: Request) -> None:
+        """Hashes a request's blocks in this lane's block size; it may have been prepared for another lane."""
+        if request._block_hasher is not self._block_hasher:
+            request._block_hasher = self._block_hasher
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+    # Requests that come and go with their KV -------------------------------------------------------------------------
+
+    def requests(self) -> list[Request]:
+        """All requests, running ones first, in the order the scheduler serves them."""
+        running = list(self._scheduler.running)
+        others = [r for r in self._scheduler.requests.values() if r.status is not RequestStatus.RUNNING]
+        return running + others
+
+    def carriable(self) -> list[Request]:
+        """Requests whose KV can move to another lane."""
+        return [request for request in self.requests() if can_carry(request)]
+
+    def num_running(self) -> int:
+        """Requests that have begun and hold KV."""
+        return len(self._scheduler.running) + len(self._scheduler.kv_holding_waiting)
+
+    def pause_new(self, paused: bool) -> None:
+        """While paused, no waiting request begins; what runs goes on."""
+        self._scheduler.set_pause_state(PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)
+
+    def admit(self, request: Request, num_computed_tokens: int) -> list[int] | None:
+        """Takes a request whose KV is to come; its block ids, or None where there is no room (nothing has changed).
+
+        The scheduler will go on with it once it is `settle`d; its KV must be in the blocks by then.
+        """
+        self.rehash(request)
+        manager = self._scheduler.kv_cache_manager
+        # One token more than computed, so that its next step can never wait for a block.
+        num_tokens = max(num_computed_tokens, min(request.num_tokens, num_computed_tokens + 1))
+        found = manager.allocate_slots(request, num_tokens, delay_cache_blocks=True, has_scheduled_reqs=False)
+        if found is None:
+            return None
+        request.num_computed_tokens = num_computed_tokens
+        self._scheduler.requests[request.request_id] = request
+        self._scheduler._enqueue_waiting_request(request)
+        return list(manager.get_block_ids(request.request_id)[0])
+
+    def blocks_needed(self, num_computed_tokens: int) -> int:
+        """Blocks that `admit` takes for so many computed tokens, at most."""
+        return -(-(num_computed_tokens + 1) // self.capacity.block_size)
+
+    def settle(self, request: Request) -> None:
+        """The KV has come: its full blocks join the prefix cache."""
+        self._added += 1
+        self._scheduler.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+
+    def block_ids(self, request_id: str) -> list[int]:
+        """Logical blocks of a request, in the order of its tokens."""
+        return list(self._scheduler.kv_cache_manager.get_block_ids(request_id)[0])
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Lets requests go that went on elsewhere. Their blocks are free at once, cached prefixes stay."""
+        ids = list(request_ids)
+        self.abort(ids)
+        finished, self._scheduler.finished_req_ids = self._scheduler.finished_req_ids, set()
+        self._scheduler.prev_step_scheduled_req_ids.difference_update(ids)
+        self.forget(finished)
+
+    # Figures ---------------------------------------------------------------------------------------------------------
+
+    def num_free(self) -> int:
+        """Blocks that are free now, cached prefixes among them."""
+        return int(self._pool.get_num_free_blocks())
+
+    def longest_tokens(self) -> int:
+        """Tokens of the running request with the most."""
+        return max((request.num_tokens for request in self._scheduler.running), default=0)
+
+    def stats(self, last_step_s: float = 0.0) -> InstanceStats:
+        """Load after the last step."""
+        running, waiting = self._scheduler.get_request_counts()
+        return InstanceStats(
+            step=self._steps,
+            num_running=running,
+            num_waiting=waiting,
+            kv_blocks_used=self.num_held - self.num_free(),
+            queued_tokens=self._queued_tokens(waiting),
+            total_prompt_tokens=self._prompted,
+            total_generated_tokens=self._generated,
+            total_preemptions=self._preempted,
+            total_prefix_queries=self._prefix_queries,
+            total_prefix_hits=self._prefix_hits,
+            total_resumed=self._resumed,
+            last_step_s=last_step_s,
+            shape=self.shape,
+            block_size=self.capacity.block_size,
+            kv_blocks_total=self.capacity.num_blocks,
+            max_model_len=self.capacity.max_model_len,
+            longest_tokens=self.longest_tokens(),
+        )
+
+    def _queued_tokens(self, num_waiting: int) -> int:
+        """Tokens that waiting requests have; counted again only when the queue has changed."""
+        if not num_waiting:
+            return 0
+        version = (num_waiting, self._added, self._preempted)
+        if self._queued[0] != version:
+            self._queued = (version, sum(request.num_tokens for request in self._scheduler.waiting))
+        return self._queued[1]
+
+    def _count(self, batches: Iterable[EngineCoreOutputs]) -> None:
+        self._steps += 1
+        for batch in batches:
+            for output in batch.outputs:
+                self._generated += len(output.new_token_ids)
+                if output.prefill_stats is not None:
+                    self._prompted += output.prefill_stats.num_prompt_tokens
+                if output.events:
+                    self._preempted += sum(event.type is EngineCoreEventType.PREEMPTED for event in output.events)
+            stats = batch.scheduler_stats
+            if stats is not None and stats.prefix_cache_stats is not None:
+                self._prefix_queries += stats.prefix_cache_stats.queries
+                self._prefix_hits += stats.prefix_cache_stats.hits
+
+
+def lend(pool: Any, count: int) -> list[int]:
+    """Takes `count` free blocks out of a vLLM block pool, the least recently used first; their ids."""
+    return [block.block_id for block in pool.get_new_blocks(count)]
+
+
+def take_back(pool: Any, block_ids: Sequence[int]) -> None:
+    """Puts blocks that were lent back into a vLLM block pool, as free ones without content."""
+    pool.free_blocks([pool.blocks[block_id] for block_id in block_ids])

@@ -1,0 +1,84 @@
+"""Which process group vLLM's code sees. A lane is active while vLLM's `_TP` points to its group."""
+
+from typing import Protocol
+
+import torch
+
+from pengserve.planners.types.errors import EngineError
+from pengserve.replicas.engine.vllm_seam import parallel_state
+
+
+class Collectives(Protocol):
+    """What a lane asks of `replicas.comm`. All raise EngineError; members call them in the same order."""
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sum over all members, in place."""
+
+    def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        """Members' tensors side by side along `dim`, in rank order."""
+
+
+class LaneGroup:
+    """Stands where vLLM expects a `GroupCoordinator`, for one tensor-parallel group whose communicator comes later.
+
+    vLLM builds its groups from one world that a death would break; this one has its own, and it can be exchanged.
+    """
+
+    def __init__(self, name: str, rank: int, size: int) -> None:
+        self.unique_name = name
+        self.rank = self.rank_in_group = self.local_rank = rank
+        self.world_size = size
+        self.ranks = list(range(size))
+        self.device_communicator = None
+        self.use_custom_op_call = False
+        self.collectives: Collectives | None = None
+
+    @property
+    def first_rank(self) -> int:
+        """See vLLM."""
+        return 0
+
+    @property
+    def last_rank(self) -> int:
+        """See vLLM."""
+        return self.world_size - 1
+
+    @property
+    def is_first_rank(self) -> bool:
+        """See vLLM."""
+        return self.rank == 0
+
+    @property
+    def is_last_rank(self) -> bool:
+        """See vLLM."""
+        return self.rank == self.last_rank
+
+    def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
+        """Sum over the group; vLLM's layers pass a tensor that nobody else reads, so it is reduced in place."""
+        return self._connected().all_reduce(input_)
+
+    def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """See vLLM."""
+        return self._connected().all_gather(input_, dim)
+
+    def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor:
+        """As all_gather: every member samples, so every member needs the whole."""
+        return self._connected().all_gather(input_, dim)
+
+    def _connected(self) -> Collectives:
+        if self.collectives is None:
+            raise EngineError(f"the group {self.unique_name} has no communicator yet")
+        return self.collectives
+
+
+class ActiveGroup:
+    """vLLM's `_TP`: the instance's own group of one, or a lane's."""
+
+    def __init__(self) -> None:
+        self._own = parallel_state._TP
+        self._active = self._own
+
+    def activate(self, group: LaneGroup | None) -> None:
+        """Points vLLM at `group`, or back to the instance's own where it is None."""
+        self._active = self._own if group is None else group
+        parallel_state._TP = self._active
