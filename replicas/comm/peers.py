@@ -1,0 +1,320 @@
+"""The connections of one instance to its peers: one for messages to each, and byte streams for groups on top.
+
+Of two peers the one with the higher slot connects to the other's listener. Each connection has one reader thread.
+"""
+
+import contextlib
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from pengserve.planners.types.directory import PeerAddress
+from pengserve.planners.types.errors import EngineError, LinkLostError
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.replicas.channel.frames import Buffer
+from pengserve.replicas.comm.link import (
+    HELLO_TIMEOUT_S,
+    PEER_PROTOCOL_VERSION,
+    Hello,
+    Link,
+    answer_hello,
+    hear_hello,
+    key_of,
+    key_pair,
+    refusal_of,
+    say_hello,
+    set_options,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_PARKED_S = 60.0  # a stream that nobody claims for so long belongs to a group that will not be built
+
+MessageHandler = Callable[[InstanceKey, str, list[memoryview]], None]
+LostHandler = Callable[[InstanceKey], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    sock: socket.socket
+    since_s: float
+
+
+class PeerNetwork:
+    """Listens on `host`, at a port of the system's choice; `connect` brings the peers.
+
+    Handlers are called in reader threads and must not block: `on_message(key, kind, parts)` in the order of sending,
+    with parts that own their memory, and `on_lost(key)` exactly once for each connection that ends, whatever the
+    reason, unless this network was closed. A handler that raises ends that connection.
+
+    Raises:
+        EngineError: the host's address cannot be bound.
+    """
+
+    def __init__(
+        self,
+        key: InstanceKey,
+        host: str,
+        token: str,
+        on_message: MessageHandler,
+        on_lost: LostHandler,
+        timeout_s: float,
+    ) -> None:
+        self.key, self.host, self.timeout_s = key, host, timeout_s
+        self._token = token
+        self._on_message = on_message
+        self._on_lost: list[LostHandler] = [on_lost]
+        self._handlers: dict[str, MessageHandler] = {}
+        self._links: dict[InstanceKey, Link] = {}
+        self._listed: dict[InstanceKey, PeerAddress] = {}
+        self._parked: dict[tuple[InstanceKey, str], _Parked] = {}
+        self._changed = threading.Condition()  # guards the three above
+        self._connecting = threading.Lock()
+        self._is_closed = False
+        try:
+            self._listener = socket.create_server((host, 0), backlog=128)
+        except OSError as error:
+            raise EngineError(f"peers cannot reach {host} ({error}); set instances.channel_host") from error
+        self.endpoint = f"{host}:{self._listener.getsockname()[1]}"
+        self._spawn(self._accept_all, "peers-accept")
+
+    def subscribe(self, kind: str, on_message: MessageHandler, on_lost: LostHandler | None = None) -> None:
+        """Sends messages of `kind` to `on_message` instead. Call before the first `connect`."""
+        self._handlers[kind] = on_message
+        if on_lost is not None:
+            self._on_lost.append(on_lost)
+
+    def connect(self, addresses: Iterable[PeerAddress], timeout_s: float) -> None:
+        """Connects with exactly these peers: what was listed before and is not now is dropped, what is there stays.
+
+        Raises:
+            LinkLostError: peers are missing after `timeout_s`, or refuse; the others are connected.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        own_slot = self.key.instance_id
+        listed = {a.key: a for a in addresses if a.key.instance_id != own_slot}
+        failures: dict[InstanceKey, str] = {}
+        with self._connecting:
+            with self._changed:
+                # A peer that was never listed may know a newer directory than we do: it stays.
+                dropped = [link for key, link in self._links.items() if key in self._listed and key not in listed]
+                self._listed = listed
+                wanted = [address for key, address in listed.items() if key not in self._links]
+            for link in dropped:
+                link.close()
+            for address in wanted:
+                self._spawn(self._dial, f"peer-{address.key}", address, deadline_s, failures)
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._is_closed or all(key in self._links or key in failures for key in listed),
+                    max(0.0, deadline_s - time.monotonic()),
+                )
+                missing = [key for key in sorted(listed) if key not in self._links]
+        if missing:
+            reasons = ", ".join(f"{key} ({failures.get(key, 'no connection in time')})" for key in missing)
+            raise LinkLostError(f"instance {self.key} misses its peers {reasons}; it needs a newer directory")
+
+    def send(self, key: InstanceKey, kind: str, parts: Sequence[Buffer]) -> None:
+        """Sends one message from the calling thread, without copying parts, in at most the network's time-out.
+
+        Messages to one peer arrive in the order of these calls.
+
+        Raises:
+            LinkLostError: the peer is not connected, or was lost while sending.
+        """
+        link = self._links.get(key)
+        if link is None:
+            raise LinkLostError(f"instance {key} is not connected with {self.key}; it needs a newer directory")
+        link.send(kind, parts)
+
+    def peers(self) -> tuple[InstanceKey, ...]:
+        """Peers connected now, in order."""
+        with self._changed:
+            return tuple(sorted(self._links))
+
+    def open_stream(self, key: InstanceKey, name: str, timeout_s: float) -> socket.socket:
+        """A connection to `key` that carries bytes, not messages. Both call this with the same name, once.
+
+        Returns a blocking socket that the caller owns; its sends wait no longer than the network's time-out.
+
+        Raises:
+            LinkLostError: the peer is gone, or did not ask for the stream in time.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        if key < self.key:
+            address = self._listed.get(key)
+            if address is None:
+                raise LinkLostError(f"instance {key} is not listed as a peer of {self.key}")
+            return self._connect_to(address, name, deadline_s)
+        with self._changed:
+            while (parked := self._parked.pop((key, name), None)) is None:
+                left_s = deadline_s - time.monotonic()
+                if key not in self._links or left_s <= 0:
+                    raise LinkLostError(f"instance {key} did not open {name} within {timeout_s} s")
+                self._changed.wait(left_s)
+        return parked.sock
+
+    def close(self) -> None:
+        """Ends every connection and the listener. Streams that were handed out stay open. Idempotent."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            links = list(self._links.values())
+            for parked in self._parked.values():
+                parked.sock.close()
+            self._parked.clear()
+            self._changed.notify_all()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for link in links:
+            link.close()
+        for link in links:
+            link.ended.wait(1.0)
+
+    def _spawn(self, function: Callable[..., None], name: str, *arguments: object) -> None:
+        threading.Thread(target=function, args=arguments, name=name, daemon=True).start()
+
+    def _dial(self, address: PeerAddress, deadline_s: float, failures: dict[InstanceKey, str]) -> None:
+        try:
+            if address.key.instance_id > self.key.instance_id:
+                # It connects to us. That nobody listens there any more is worth knowing before the time-out.
+                socket.create_connection(_host_port(address), max(0.001, deadline_s - time.monotonic())).close()
+                return
+            sock = self._connect_to(address, "", deadline_s)
+        except (OSError, LinkLostError) as error:
+            with self._changed:
+                failures[address.key] = str(error)
+                self._changed.notify_all()
+            return
+        link = Link(address.key, sock, self.timeout_s)
+        if self._register(link):
+            self._read(link)
+        else:
+            link.release()
+
+    def _connect_to(self, address: PeerAddress, stream: str, deadline_s: float) -> socket.socket:
+        """Connects and shakes hands. Raises LinkLostError, never OSError."""
+        sock: socket.socket | None = None
+        try:
+            sock = socket.create_connection(_host_port(address), max(0.001, deadline_s - time.monotonic()))
+            hello = Hello(PEER_PROTOCOL_VERSION, self._token, key_pair(self.key), key_pair(address.key), stream)
+            say_hello(sock, hello)
+            set_options(sock, self.timeout_s)
+        except (OSError, LinkLostError) as error:
+            if sock is not None:
+                sock.close()
+            raise LinkLostError(f"instance {address.key} at {address.endpoint}: {error}") from error
+        return sock
+
+    def _accept_all(self) -> None:
+        while not self._is_closed:
+            try:
+                sock, _ = self._listener.accept()
+            except OSError:
+                if self._is_closed:
+                    return
+                logger.exception("a peer could not be accepted")
+                time.sleep(0.1)  # out of file descriptors, say: those who wait try again
+                continue
+            self._spawn(self._welcome, "peer-hello", sock)
+
+    def _welcome(self, sock: socket.socket) -> None:
+        """Shakes hands with whoever connected, then reads its messages or parks its stream."""
+        sock.settimeout(HELLO_TIMEOUT_S)
+        try:
+            hello = hear_hello(sock)
+            refusal = refusal_of(hello, self.key, self._token)
+            key = key_of(hello.sender)
+            if not refusal and hello.stream and key not in self._links:
+                refusal = "a stream needs a connected peer"
+            if refusal:
+                logger.warning("refused a peer that says it is %s: %s", key, refusal)
+                answer_hello(sock, refusal)
+                sock.close()
+                return
+            if hello.stream:
+                self._park(key, hello.stream, sock)
+                return
+            link = Link(key, sock, self.timeout_s)
+        except (OSError, LinkLostError) as error:
+            logger.debug("a connection ended in its handshake: %s", error)
+            sock.close()
+            return
+        # Registered before the answer: a peer that reads it may open streams at once.
+        is_registered = False
+        with link.holding_sends(), contextlib.suppress(OSError):
+            is_registered = self._register(link)
+            if is_registered:
+                answer_hello(sock)
+        if is_registered:
+            self._read(link)
+        else:
+            link.release()
+
+    def _park(self, key: InstanceKey, name: str, sock: socket.socket) -> None:
+        set_options(sock, self.timeout_s)
+        answer_hello(sock)
+        now_s = time.monotonic()
+        with self._changed:
+            stale = [k for k, parked in self._parked.items() if now_s - parked.since_s > MAX_PARKED_S]
+            for old in [*stale, (key, name)]:
+                if (parked := self._parked.pop(old, None)) is not None:
+                    parked.sock.close()
+            if self._is_closed:
+                sock.close()
+                return
+            self._parked[key, name] = _Parked(sock, now_s)
+            self._changed.notify_all()
+
+    def _register(self, link: Link) -> bool:
+        """Makes `link` the connection to its peer, after an older one has ended and said so."""
+        while True:
+            with self._changed:
+                older = self._links.get(link.key)
+                if older is None and not self._is_closed:
+                    self._links[link.key] = link
+                    self._changed.notify_all()
+                    return True
+            if older is None:
+                return False
+            older.close()
+            if not older.ended.wait(self.timeout_s):
+                return False
+
+    def _read(self, link: Link) -> None:
+        key = link.key
+
+        def deliver(kind: str, parts: list[memoryview]) -> None:
+            self._handlers.get(kind, self._on_message)(key, kind, parts)
+
+        try:
+            link.read_all(deliver)
+        except (OSError, LinkLostError) as error:
+            logger.debug("the connection to instance %s broke: %s", key, error)
+        except Exception:
+            logger.exception("a message of instance %s could not be handled; closing its connection", key)
+        try:
+            self._forget(link)
+            if not self._is_closed:
+                for on_lost in self._on_lost:
+                    on_lost(key)
+        finally:
+            link.ended.set()
+            link.release()
+
+    def _forget(self, link: Link) -> None:
+        with self._changed:
+            del self._links[link.key]
+            for parked_key in [k for k in self._parked if k[0] == link.key]:
+                self._parked.pop(parked_key).sock.close()
+            self._changed.notify_all()
+
+
+def _host_port(address: PeerAddress) -> tuple[str, int]:
+    host, _, port = address.endpoint.rpartition(":")
+    return host, int(port)
