@@ -109,6 +109,22 @@ _TRAFFIC = Row(
             unit="s",
             queries=_quantiles("pengserve_resume_seconds", "$app"),
         ),
+        Panel(
+            title="Requests moved by switches",
+            unit="reqps",
+            help="Carried ones went on with their KV; redirected ones were sent again.",
+            queries=(
+                Query(
+                    promql="sum by (kind) (rate(pengserve_requests_moved_total{$app}[$__rate_interval]))",
+                    legend="{{kind}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Gap in a stream that a switch moved",
+            unit="s",
+            queries=_quantiles("pengserve_switch_gap_seconds", "$app"),
+        ),
     ),
 )
 

@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 from pengserve.cluster.ingress import errors, openai_front
 from pengserve.cluster.ingress.cluster_api import attach_cluster_routes, cluster_router
 from pengserve.cluster.ingress.config import IngressConfig
+from pengserve.cluster.ingress.demand import DemandReporter
 from pengserve.cluster.ingress.engine_client import ClusterEngineClient
 from pengserve.cluster.ingress.guard import Guard, current_ticket
 from pengserve.cluster.ingress.links import LinkPool
@@ -55,19 +56,15 @@ class Ingress:
             num_slots=self._num_slots,
         )
         self.client = ClusterEngineClient(vllm_config, config.limits, self.meters, self._admit)
+        client_id = f"ingress-{secrets.token_hex(4)}"
         self.links = LinkPool(
             self.client,
             token=config.instance.channel_token,
-            client_id=f"ingress-{secrets.token_hex(4)}",
+            client_id=client_id,
             report_lost=source.report_lost,
         )
-        self.book = RequestBook(
-            self.client,
-            config.limits,
-            ready_links=self.links.ready,
-            discard_link=self.links.discard,
-            max_model_len=lambda: self.client.model_config.max_model_len,
-        )
+        self.book = RequestBook(self.client, config.limits, self.links, lambda: self.client.model_config.max_model_len)
+        self.demand = DemandReporter(self.book, source, client_id)
         self.client.use_book(self.book)
         self.watcher = RouteWatcher(source, self._on_table, lambda up: self.meters.cluster.on_controller(up=up))
         self._tasks: list[asyncio.Task[None]] = []
@@ -110,6 +107,7 @@ class Ingress:
             ("routes", self.watcher.run),
             ("requests", self.book.run),
             ("sweep", self.links.sweep),
+            ("demand", self.demand.run),
             ("metrics", self._publish),
         ]
         self._tasks = [asyncio.create_task(_forever(name, job), name=f"ingress-{name}") for name, job in jobs]
@@ -157,6 +155,8 @@ class Ingress:
         if table.is_draining:
             self.start_draining()
         self.links.apply(table)
+        self.client.hold(table.max_model_len)
+        self.book.wake()
         self.meters.cluster.on_routing(table)
 
     async def _publish(self) -> None:

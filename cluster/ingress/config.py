@@ -15,6 +15,7 @@ class LimitConfig:
     max_queued_requests: int = 512  # sequences that may wait beyond what the instances run at once
     request_timeout_s: float = 0.0  # 0: no limit
     no_instance_timeout_s: float = 300.0  # a request waits so long for an instance to become ready
+    parallelism_wait_s: float = 2.0  # ... and so long for a group of the parallelism it wishes; then any will do
     max_losses: int = 32  # instances that may die under one request before it is given up
     max_losses_in_place: int = 8  # the same, in a row without one new token
 
@@ -44,6 +45,11 @@ class IngressConfig:
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)
     metrics_backend: str = "auto"
     is_id_echoed: bool = False  # a server in front (Ray Serve) puts the request's x-request-id on the answer itself
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Tensor-parallel degrees that groups of this cluster may have."""
+        return tuple(degree for degree in self.instance.degrees if degree <= self.num_instances)
 
     @property
     def is_loopback(self) -> bool:

@@ -1,11 +1,11 @@
 """Which instance gets the next request: newest stats plus what was sent since, handed to the planner."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
-from pengserve.planners.dispatch import Candidate, choose
+from pengserve.planners.dispatch import Candidate, Wish, choose
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.link import InstanceLink
 
@@ -31,16 +31,35 @@ class _Unseen:
 
 
 class Dispatcher:
-    """Picks the link with the least virtual KV load."""
+    """Picks the link for a request by what the instances are and hold."""
 
     def __init__(self) -> None:
         self._unseen: dict[InstanceKey, _Unseen] = {}
 
-    def choose(self, links: Sequence[InstanceLink], num_tokens: int) -> InstanceLink | None:
-        """The link for a request that holds `num_tokens` already; None where none can ever hold it."""
+    def choose(
+        self,
+        links: Sequence[InstanceLink],
+        num_tokens: int,
+        wish: Wish,
+        num_priority: Mapping[InstanceKey, int],
+    ) -> InstanceLink | None:
+        """The link for a request that holds `num_tokens` already; None where none can ever hold it as wished.
+
+        `num_priority` counts this ingress's urgent requests by instance.
+        """
         now_s = monotonic()
-        key = choose([self._candidate(link, now_s) for link in links], num_tokens)
+        candidates = [
+            self._candidate(link, now_s, num_priority.get(link.key, 0)) for link in links if not link.stats.is_follower
+        ]
+        key = choose(candidates, num_tokens, wish)
         return next((link for link in links if link.key == key), None)
+
+    def max_tokens(self, link: InstanceLink) -> int:
+        """Tokens that one request may ever have over `link`, in the shape its instance runs now."""
+        stats, capacity = link.stats, link.capacity
+        if stats.is_follower:
+            return 0
+        return min(stats.max_model_len or capacity.max_model_len, _kv_tokens(link))
 
     def sent(self, link: InstanceLink, num_tokens: int) -> None:
         """A request of `num_tokens` went out over `link`."""
@@ -52,15 +71,26 @@ class Dispatcher:
         """That incarnation is gone."""
         self._unseen.pop(key, None)
 
-    def _candidate(self, link: InstanceLink, now_s: float) -> Candidate:
+    def _candidate(self, link: InstanceLink, now_s: float, num_priority: int) -> Candidate:
         unseen = self._unseen.setdefault(link.key, _Unseen())
-        stats, block_size = link.stats, link.capacity.block_size
+        stats = link.stats
         unseen.prune(stats.step, now_s)
         return Candidate(
             key=link.key,
-            resident_tokens=stats.kv_blocks_used * block_size,
+            resident_tokens=stats.kv_blocks_used * (stats.block_size or link.capacity.block_size),
             queued_tokens=stats.queued_tokens,
             unseen_tokens=unseen.num_tokens,
-            capacity_tokens=link.capacity.num_tokens,
+            capacity_tokens=_kv_tokens(link),
             num_requests=stats.num_running + stats.num_waiting + len(unseen.entries),
+            shape=stats.shape,
+            max_tokens=self.max_tokens(link),
+            num_priority=num_priority,
         )
+
+
+def _kv_tokens(link: InstanceLink) -> int:
+    """Tokens of KV in the shape that the instance runs now."""
+    stats, capacity = link.stats, link.capacity
+    if not stats.kv_blocks_total:
+        return capacity.num_tokens
+    return stats.kv_blocks_total * (stats.block_size or capacity.block_size)

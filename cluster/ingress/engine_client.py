@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from copy import copy
+from time import monotonic
 from typing import Any, NoReturn
 
 from pengserve.cluster.ingress.config import LimitConfig
@@ -29,8 +30,9 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
     extract_prompt_components,
     renderer_from_config,
 )
+from pengserve.cluster.ingress.wishes import current_wish
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.replicas.engine.link import InstanceLink, StepBatch
+from pengserve.replicas.engine.link import InstanceLink, Moved, StepBatch
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +66,8 @@ class ClusterEngineClient(EngineClient):
         )
         self._limits, self._meters, self._admit = limits, meters, admit
         self._closed = False
+        self._widest = 0  # what the controller says of the widest group; 0: nothing yet
+        self._shapes: dict[InstanceKey, str] = {}
 
     def use_book(self, book: RequestBook) -> None:
         """Sends requests through `book` from now on."""
@@ -179,13 +183,22 @@ class ClusterEngineClient(EngineClient):
     def on_up(self, link: InstanceLink) -> None:
         """A link is open."""
         max_model_len = link.capacity.max_model_len
-        if max_model_len < self.model_config.max_model_len:
+        if not self._widest and max_model_len < self.model_config.max_model_len:
             self.model_config.max_model_len = max_model_len  # the engine fitted it to its memory
         self._meters.link_up(link)
         self.book.wake()
 
+    def hold(self, max_model_len: int) -> None:
+        """The widest group that can be formed holds requests of so many tokens. It never shrinks again.
+
+        While an instance is replaced the group cannot be formed; its requests wait for that, and are not cut short.
+        """
+        if max_model_len > self._widest:
+            self._widest = self.model_config.max_model_len = max_model_len
+
     def on_down(self, link: InstanceLink, *, lost: bool) -> None:
         """A link is gone: its requests go on elsewhere."""
+        self._shapes.pop(link.key, None)
         self._meters.link_down(link, lost=lost)
         self.book.lose(link)
 
@@ -195,7 +208,10 @@ class ClusterEngineClient(EngineClient):
 
     async def on_batch(self, link: InstanceLink, batch: StepBatch) -> None:
         """Hands a batch's tokens to their requests."""
-        outputs = batch.outputs
+        outputs, shape = batch.outputs, batch.stats.shape
+        if self._shapes.get(link.key) != shape:
+            self._shapes[link.key] = shape
+            self.book.wake()
         iteration_stats = IterationStats() if self._meters.vllm is not None and outputs.outputs else None
         for start in range(0, len(outputs.outputs), OUTPUTS_PER_SLICE):
             if start:
@@ -204,6 +220,16 @@ class ClusterEngineClient(EngineClient):
             self._process(accepted, outputs.timestamp, iteration_stats, outputs.weight_version)
         self._output_processor.update_scheduler_stats(outputs.scheduler_stats)
         self._meters.batch(link, batch, iteration_stats)
+
+    def on_moved(self, link: InstanceLink, moved: Moved) -> None:
+        """Requests left `link`: follows them, and hands on what had come of them from elsewhere."""
+        outputs = self.book.move(link, moved)
+        if not outputs:
+            return
+        iteration_stats = IterationStats() if self._meters.vllm is not None else None
+        self._process(outputs, monotonic(), iteration_stats, None)
+        if iteration_stats is not None and moved.to is not None:
+            self._meters.late(moved.to, iteration_stats)
 
     def on_failed(self, request_id: str, error: Exception) -> None:
         """The book gave a request up."""
@@ -222,6 +248,14 @@ class ClusterEngineClient(EngineClient):
     def on_resumed(self, gap_s: float) -> None:
         """A lost request's next token came."""
         self._meters.resumed(gap_s)
+
+    def on_request_moved(self, *, carried: bool) -> None:
+        """A switch moved a request."""
+        self._meters.moved(carried=carried)
+
+    def on_switched(self, gap_s: float) -> None:
+        """A moved request's next token came."""
+        self._meters.switched(gap_s)
 
     # Inside --------------------------------------------------------------------------------------------------
 
@@ -242,10 +276,11 @@ class ClusterEngineClient(EngineClient):
         """Registers the request, as `n` sequences, and sends them off."""
         params = request.sampling_params
         assert params is not None, "only generation is supported"
+        wish = current_wish.get()
         collector = RequestOutputCollector(params.output_kind, request.request_id)
         if params.n == 1:
             self._output_processor.add_request(request, prompt_text, None, 0, collector)
-            self.book.add(request)
+            self.book.add(request, wish)
             return collector
         parent = ParentRequest(request)
         children = []
@@ -255,7 +290,7 @@ class ClusterEngineClient(EngineClient):
             self._output_processor.add_request(child, prompt_text, parent, index, collector)
             children.append(child)
         for child in children:
-            self.book.add(child)
+            self.book.add(child, wish)
         return collector
 
     def _process(

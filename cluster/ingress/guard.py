@@ -21,6 +21,7 @@ from pengserve.cluster.ingress.body import check_common, check_generation, parse
 from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.errors import RequestRefused, respond
 from pengserve.cluster.ingress.traffic import Ticket, Traffic
+from pengserve.cluster.ingress.wishes import PARALLELISM_HEADER, current_wish, read_wish
 
 logger = logging.getLogger(__name__)
 
@@ -120,12 +121,14 @@ class Guard:
             await self._app(scope, replayed, send)
             return
         num_sequences = check_generation(data, self._config.limits, self._vocab_size)
+        wish = read_wish(exchange.headers.get(PARALLELISM_HEADER), data, self._config.degrees)
         with self._traffic.ticket(num_sequences) as ticket:
-            token = current_ticket.set(ticket)
+            tokens = current_ticket.set(ticket), current_wish.set(wish)
             try:
                 await self._app(scope, replayed, send)
             finally:
-                current_ticket.reset(token)
+                current_ticket.reset(tokens[0])
+                current_wish.reset(tokens[1])
 
     def _noting(self, exchange: _Exchange, send: Send) -> Send:
         """`send` that puts the request id on the answer and notes that it has begun."""

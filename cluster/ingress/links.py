@@ -1,4 +1,7 @@
-"""One channel per route of the routing table: opened, read, given up and opened again."""
+"""One channel to each instance of the routing table: opened, read, given up and opened again.
+
+New requests go to routes alone, but a switch may carry a request to any instance, so there is a link to every one.
+"""
 
 import asyncio
 import logging
@@ -7,8 +10,8 @@ from typing import Protocol
 
 from pengserve.planners.types.errors import EngineError, LinkLostError
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.snapshot import Route, RoutingTable
-from pengserve.replicas.engine.link import InstanceLink, StepBatch
+from pengserve.planners.types.snapshot import RoutingTable
+from pengserve.replicas.engine.link import InstanceLink, Moved, StepBatch
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +29,9 @@ class LinkHandler(Protocol):
 
     async def on_batch(self, link: InstanceLink, batch: StepBatch) -> None:
         """The next batch of `link`; batches of one link come one after the other."""
+
+    def on_moved(self, link: InstanceLink, moved: Moved) -> None:
+        """Requests left `link`, after all batches before."""
 
     def on_down(self, link: InstanceLink, *, lost: bool) -> None:
         """`link` is gone: `lost` if unasked, else closed here."""
@@ -45,7 +51,8 @@ class LinkPool:
     ) -> None:
         self._handler, self._token, self._client_id = handler, token, client_id
         self._report_lost = report_lost
-        self._routes: dict[InstanceKey, Route] = {}
+        self._routes: frozenset[InstanceKey] = frozenset()
+        self._endpoints: dict[InstanceKey, str] = {}
         self._links: dict[InstanceKey, InstanceLink] = {}
         self._closing: set[InstanceKey] = set()
         self._keepers: dict[InstanceKey, asyncio.Task[None]] = {}
@@ -53,14 +60,19 @@ class LinkPool:
 
     def apply(self, table: RoutingTable) -> None:
         """Takes a newer table into use. Returns at once; new links open in the background."""
-        self._routes = {route.key: route for route in table.routes}
-        for key, route in self._routes.items():
+        self._routes = frozenset(route.key for route in table.routes)
+        self._endpoints = {place.key: place.endpoint for place in (*table.addresses, *table.routes)}
+        for key in self._endpoints:
             if key not in self._keepers:
-                self._keepers[key] = asyncio.create_task(self._keep(route), name=f"link-{key}")
+                self._keepers[key] = asyncio.create_task(self._keep(key), name=f"link-{key}")
 
     def ready(self) -> list[InstanceLink]:
         """Open links that take new requests."""
         return [link for key, link in self._links.items() if key in self._routes]
+
+    def find(self, key: InstanceKey) -> InstanceLink | None:
+        """The open link to that life of an instance, whether or not it takes new requests."""
+        return self._links.get(key)
 
     def discard(self, link: InstanceLink) -> None:
         """A send over `link` failed: it gets nothing more, until its reader has seen the end as well."""
@@ -73,27 +85,27 @@ class LinkPool:
         while True:
             await asyncio.sleep(SWEEP_S)
             for key, link in list(self._links.items()):
-                if key not in self._routes and not self._handler.is_busy(link):
+                if key not in self._endpoints and not self._handler.is_busy(link):
                     self._closing.add(key)
                     await link.close()
 
     async def close(self) -> None:
         """Closes everything; requests that still run are aborted by their instances."""
         keepers = list(self._keepers.values())
-        self._routes, self._closing = {}, set(self._links)
+        self._routes, self._endpoints, self._closing = frozenset(), {}, set(self._links)
         for link in list(self._links.values()):
             await link.close()
         for task in (*keepers, *self._reports):
             task.cancel()
         await asyncio.gather(*keepers, *self._reports, return_exceptions=True)
 
-    async def _keep(self, route: Route) -> None:
-        """Connects as long as the route is in the table, and reads until the link is lost."""
+    async def _keep(self, key: InstanceKey) -> None:
+        """Connects as long as the instance is in the table, and reads until the link is lost."""
         pause_s = FIRST_PAUSE_S
         try:
-            while route.key in self._routes:
-                why = await self._connect_and_read(route)
-                if route.key in self._closing:
+            while key in self._endpoints:
+                why = await self._connect_and_read(key, self._endpoints[key])
+                if key in self._closing:
                     return
                 if not why:
                     pause_s = FIRST_PAUSE_S
@@ -101,35 +113,38 @@ class LinkPool:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
         finally:
-            self._closing.discard(route.key)
-            del self._keepers[route.key]
+            self._closing.discard(key)
+            del self._keepers[key]
 
-    async def _connect_and_read(self, route: Route) -> str:
+    async def _connect_and_read(self, key: InstanceKey, endpoint: str) -> str:
         """Why no connection came about; an empty string when there was one and it has ended."""
         try:
             link = await InstanceLink.connect(
-                route.endpoint, token=self._token, client_id=self._client_id, timeout_s=CONNECT_TIMEOUT_S
+                endpoint, token=self._token, client_id=self._client_id, timeout_s=CONNECT_TIMEOUT_S
             )
-            if link.key != route.key:
+            if link.key != key:
                 await link.close()
-                raise LinkLostError(f"{route.endpoint} is instance {link.key} now")
+                raise LinkLostError(f"{endpoint} is instance {link.key} now")
         except LinkLostError as error:
-            logger.warning("instance %s: %s", route.key, error)
-            self._report(route.key, str(error))
+            logger.warning("instance %s: %s", key, error)
+            self._report(key, str(error))
             return str(error)
-        self._links[link.key] = link
-        logger.info("instance %s: channel open", link.key)
+        self._links[key] = link
+        logger.info("instance %s: channel open", key)
         try:
             self._handler.on_up(link)
-            async for batch in link.batches():
-                await self._handler.on_batch(link, batch)
+            async for event in link.events():
+                if isinstance(event, Moved):
+                    self._handler.on_moved(link, event)
+                else:
+                    await self._handler.on_batch(link, event)
         except LinkLostError as error:
-            if link.key not in self._closing:
+            if key not in self._closing:
                 logger.warning("%s", error)
-                self._report(link.key, str(error))
+                self._report(key, str(error))
         finally:
             self.discard(link)
-            self._handler.on_down(link, lost=link.key not in self._closing)
+            self._handler.on_down(link, lost=key not in self._closing)
         return ""
 
     def _report(self, key: InstanceKey, why: str) -> None:

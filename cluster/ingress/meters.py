@@ -40,6 +40,8 @@ class IngressMeters:
         self._resume_seconds = metrics.histogram(catalog.RESUME_SECONDS)
         self._resumed = metrics.counter(catalog.RESUMED, reason="lost")
         self._resumed_tokens = metrics.counter(catalog.RESUMED_TOKENS)
+        self._moved = {kind: metrics.counter(catalog.MOVED, kind=kind) for kind in ("carried", "redirected")}
+        self._switch_gaps = metrics.histogram(catalog.SWITCH_GAP_SECONDS)
         self._dispatched: dict[InstanceKey, Counter] = {}
 
     def link_up(self, link: InstanceLink) -> None:
@@ -63,6 +65,10 @@ class IngressMeters:
         self.cluster.on_batch(link.key, batch.stats)
         self._record(link.key, batch.outputs.scheduler_stats, iteration_stats)
 
+    def late(self, key: InstanceKey, iteration_stats: IterationStats) -> None:
+        """Outputs of an instance counted after the batches they came with."""
+        self._record(key, None, iteration_stats)
+
     def dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
         """A request went to an instance."""
         counter = self._dispatched.get(key)
@@ -78,6 +84,14 @@ class IngressMeters:
     def resumed(self, gap_s: float) -> None:
         """A lost request went on after `gap_s`."""
         self._resume_seconds.observe(gap_s)
+
+    def moved(self, *, carried: bool) -> None:
+        """A switch carried a request, or left it to be sent again."""
+        self._moved["carried" if carried else "redirected"].inc()
+
+    def switched(self, gap_s: float) -> None:
+        """A moved request went on after a gap in its tokens."""
+        self._switch_gaps.observe(gap_s)
 
     def ended(self, outcome: str) -> None:
         """A request ended: `ok`, `aborted` or `failed`."""

@@ -9,7 +9,7 @@ from ray.exceptions import RayError
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.snapshot import ClusterSnapshot, RoutingTable
+from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, RoutingTable
 
 
 class RayRoutingSource:
@@ -38,6 +38,10 @@ class RayRoutingSource:
     async def report_lost(self, key: InstanceKey, why: str) -> None:
         """See `RoutingSource`."""
         await self._call("report_lost", key, why)
+
+    async def report_demand(self, client_id: str, demand: Demand) -> None:
+        """See `RoutingSource`."""
+        await self._call("report_demand", client_id, demand)
 
     async def drain(self, timeout_s: float) -> bool:
         """See `RoutingSource`."""

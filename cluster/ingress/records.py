@@ -1,25 +1,40 @@
-"""What the ingress remembers of every running request, so that it survives the death of any instance.
+"""What the ingress remembers of every running request, so that it survives switches and the death of any instance.
 
     waiting --place--> on a link --last output--> forgotten
-       ^                   |
-       +----- link lost ---+        (with the output tokens received so far: they are resumed, never sampled again)
+       ^                 |    |
+       |                 |    +-- MOVED, carried --> on the other link (with its KV; nothing is computed again)
+       +-- link lost ----+
+       +-- MOVED, not carried
 
-A record belongs to at most one link at a time. Outputs that come over any other link are from an earlier life of the
-request and are dropped.
+Whoever goes back to waiting is sent again with the output tokens received so far: they are never sampled again.
+
+Each time a record is sent it gets a new wire id, which names one copy of the request. A copy is on one instance at a
+time and makes one sequence of tokens, which may reach us over several links. These rules keep that sequence whole:
+
+| comes for wire id w | w is the record's, over its link | w is the record's, over another link | w is nobody's |
+|---|---|---|---|
+| tokens | they count | stashed, until a MOVED leads there | an orphan: abort it there |
+| MOVED, carried to L | the record is on L now, and L's stash counts | stashed behind the tokens | abort it at L |
+| MOVED, not carried | sent again | stashed behind the tokens | nothing to do |
+| the link's end | lost: sent again, stashed copies aborted | what that link stashed is dropped | nothing to do |
+
+A copy that was carried to L can be followed only over the link on which L began to answer for it. If that link is not
+up, or ended since w was sent, tokens may be missing: the record counts as lost, and the copy as an orphan.
 """
 
 import asyncio
 import logging
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from time import monotonic
-from typing import Protocol
 
 import msgspec
 
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.dispatcher import Dispatcher
+from pengserve.cluster.ingress.moves import Move, Orphans, Stash
+from pengserve.cluster.ingress.record import Links, RecordEvents, RequestRecord
 from pengserve.cluster.ingress.vllm_openai_seam import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -27,68 +42,38 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
     GenerationError,
     RetryableRequestError,
 )
+from pengserve.cluster.ingress.wishes import NO_WISH, RequestWish
+from pengserve.planners.dispatch import Wish
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.replicas.engine.link import InstanceLink
+from pengserve.planners.types.snapshot import Demand
+from pengserve.replicas.engine.link import InstanceLink, Moved
 
 logger = logging.getLogger(__name__)
 
 PLACE_PERIOD_S = 0.25  # how often waiting requests are tried again and their time-outs checked
-
-
-@dataclass(slots=True, eq=False)
-class RequestRecord:
-    """One sequence that an instance generates, or will."""
-
-    request: EngineCoreRequest
-    output_token_ids: list[int] = field(default_factory=list)
-    link: InstanceLink | None = None  # None: waits for an instance
-    num_losses: int = 0
-    num_losses_in_place: int = 0  # in a row without a new token
-    waiting_since_s: float = 0.0
-    lost_since_s: float | None = None  # until the first token after a loss
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of KV it needs at once: the prompt and what was generated."""
-        prompt = self.request.prompt_token_ids
-        num_prompt = len(prompt) if prompt is not None else len(self.request.prompt_embeds)
-        return num_prompt + len(self.output_token_ids)
-
-
-class RecordEvents(Protocol):
-    """Who hears what becomes of records. Called in the event loop; must not wait."""
-
-    def on_failed(self, request_id: str, error: Exception) -> None:
-        """The request is given up."""
-
-    def on_finished(self, output: EngineCoreOutput) -> None:
-        """The request turned out to be complete when its instance died; `output` says so."""
-
-    def on_dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
-        """A request went to an instance; with the number of output tokens it brought, where it was resumed."""
-
-    def on_resumed(self, gap_s: float) -> None:
-        """The first token after a loss came, `gap_s` after it."""
+MAX_REDIRECTS_IN_PLACE = 8  # in a row without a new token; more of them wait a period each
+MAX_REMEMBERED_LOSSES = 4096
 
 
 class RequestBook:
     """All records of one ingress. Everything runs in one event loop; only `run` waits."""
 
     def __init__(
-        self,
-        events: RecordEvents,
-        limits: LimitConfig,
-        ready_links: Callable[[], Sequence[InstanceLink]],
-        discard_link: Callable[[InstanceLink], None],
-        max_model_len: Callable[[], int],
+        self, events: RecordEvents, limits: LimitConfig, links: Links, max_model_len: Callable[[], int]
     ) -> None:
-        self._events, self._limits = events, limits
-        self._ready_links, self._discard_link, self._max_model_len = ready_links, discard_link, max_model_len
+        """`max_model_len` tells the tokens that the widest group this cluster can form holds for one request."""
+        self._events, self._limits, self._links, self._max_model_len = events, limits, links, max_model_len
         self._dispatcher = Dispatcher()
-        self._records: dict[str, RequestRecord] = {}
+        self._records: dict[str, RequestRecord] = {}  # by request id
+        self._copies: dict[str, RequestRecord] = {}  # by wire id; only those on a link
+        self._urgent: set[RequestRecord] = set()
         self._waiting: deque[RequestRecord] = deque()
+        self._orphans = Orphans()
+        self._num_losses = 0
+        self._lost_at: dict[InstanceKey, int] = {}  # the value of `_num_losses` after that link's last end
         self._wake = asyncio.Event()
+        self.used = asyncio.Event()  # a request came; whoever waits for it clears it
 
     def __len__(self) -> int:
         return len(self._records)
@@ -98,28 +83,57 @@ class RequestBook:
         """Requests without an instance."""
         return len(self._waiting)
 
-    def add(self, request: EngineCoreRequest) -> None:
+    def add(self, request: EngineCoreRequest, wish: RequestWish = NO_WISH) -> None:
         """Takes a request and sends it to an instance, now or as soon as there is one."""
-        record = RequestRecord(request)
+        record = RequestRecord(request, wish)
         self._records[request.request_id] = record
+        if record.is_urgent:
+            self._urgent.add(record)
+        self.used.set()
         self._place_or_wait(record, first=False)
 
     def accept(self, link: InstanceLink, outputs: Iterable[EngineCoreOutput]) -> list[EngineCoreOutput]:
-        """Notes the new tokens of a batch; returns the outputs that count, in order."""
-        accepted = []
+        """Notes the new tokens of a batch; returns the outputs that count, in order, under their request ids."""
+        accepted, copies, now_s = [], self._copies, monotonic()
         for output in outputs:
-            record = self._records.get(output.request_id)
+            record = copies.get(output.request_id)
             if record is None or record.link is not link:
+                self._take_stray(link, record, output)
                 continue
             if output.new_token_ids:
                 record.output_token_ids.extend(output.new_token_ids)
-                record.num_losses_in_place = 0
-                if record.lost_since_s is not None:
-                    self._events.on_resumed(monotonic() - record.lost_since_s)
-                    record.lost_since_s = None
+                if record.is_unsettled:
+                    self._settle(record, now_s)
+                record.last_token_s = now_s
+            if record.num_copies > 1:
+                output.request_id = record.request.request_id
             if output.finish_reason is not None:
-                del self._records[output.request_id]
+                self._end(record, output)
             accepted.append(output)
+        return accepted
+
+    def move(self, link: InstanceLink, moved: Moved) -> list[EngineCoreOutput]:
+        """Follows requests that left `link`; returns outputs that had come from where they are, now that they count."""
+        accepted: list[EngineCoreOutput] = []
+        redirected: list[tuple[RequestRecord, InstanceKey | None]] = []
+        target = self._links.find(moved.to) if moved.to is not None else None
+        move = Move(moved.to, moved.carried)
+        for wire_id in moved.request_ids:
+            record = self._copies.get(wire_id)
+            if record is None:
+                if moved.carried and target is not None:
+                    self._orphans.abort(target, [wire_id])
+            elif record.link is not link:
+                self._stash(record, link, move)
+            else:
+                last = self._follow(record, move, accepted)
+                if last is not None:
+                    redirected.append((record, last.to))
+        # An instance puts what has run already before all that waits there, so the last one sent is served first.
+        redirected.sort(key=lambda pair: bool(pair[0].output_token_ids))
+        num_new = sum(not record.output_token_ids for record, _ in redirected)
+        for record, to in (*redirected[:num_new], *reversed(redirected[num_new:])):
+            self._send_again(record, to=to, avoid=link)
         return accepted
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -127,33 +141,62 @@ class RequestBook:
         by_link: dict[InstanceLink, list[str]] = {}
         for request_id in request_ids:
             record = self._records.pop(request_id, None)
-            if record is not None and record.link is not None:
-                by_link.setdefault(record.link, []).append(request_id)
+            if record is None:
+                continue
+            self._urgent.discard(record)
+            if record.link is None:
+                continue
+            del self._copies[record.wire_id]
+            for link in (record.link, *(record.stash or ())):
+                by_link.setdefault(link, []).append(record.wire_id)
         for link, ids in by_link.items():
-            link.abort(ids)
+            self._orphans.abort(link, ids)
 
     def lose(self, link: InstanceLink) -> None:
         """`link` is gone: everything that ran over it is resumed elsewhere, the oldest first."""
         self._dispatcher.forget(link.key)
-        now_s = monotonic()
-        lost = [record for record in self._records.values() if record.link is link]
+        self._orphans.forget(link)
+        self._num_losses += 1
+        self._lost_at.pop(link.key, None)
+        self._lost_at[link.key] = self._num_losses
+        while len(self._lost_at) > MAX_REMEMBERED_LOSSES:
+            del self._lost_at[next(iter(self._lost_at))]
+        lost = []
+        for record in self._records.values():
+            if record.link is link:
+                lost.append(record)
+            elif record.stash is not None:
+                record.stash.drop(link)
         for record in reversed(lost):  # each goes to the head of the queue where none takes it now
-            record.link = None
-            record.num_losses += 1
-            record.num_losses_in_place += 1
-            if record.lost_since_s is None:
-                record.lost_since_s = now_s
-            if not self._finish_if_complete(record) and not self._give_up_if_poisonous(record):
-                self._place_or_wait(record, first=True)
+            self._resume(record)
         if lost:
             logger.info("instance %s is gone; %d requests go on elsewhere", link.key, len(lost))
 
     def is_busy(self, link: InstanceLink) -> bool:
-        """Whether a request runs over `link`."""
-        return any(record.link is link for record in self._records.values())
+        """Whether a request runs over `link`, or may be about to."""
+        return any(
+            record.link is link or (record.stash is not None and link in record.stash)
+            for record in self._records.values()
+        )
+
+    def demand(self) -> Demand:
+        """What the requests in flight want, for the planners."""
+        records = self._records.values()
+        limit = self._max_model_len()
+        held = max((self._dispatcher.max_tokens(link) for link in self._links.ready()), default=0)
+        waiting = [record for record in records if record.link is None]
+        longest = max((record.total_tokens(limit) for record in waiting), default=0)
+        wanted = Counter(record.wish.degree for record in records if record.wish.degree is not None)
+        return Demand(
+            num_running=len(records) - len(waiting),
+            num_waiting=len(waiting),
+            longest_waiting_tokens=longest if longest > held else 0,
+            wanted_degrees=tuple(sorted(wanted.items())),
+            num_priority=len(self._urgent),
+        )
 
     def wake(self) -> None:
-        """An instance may have become ready."""
+        """An instance may have become ready, or changed its shape."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -165,13 +208,19 @@ class RequestBook:
             except TimeoutError:
                 pass
             self._wake.clear()
-            self._place_waiting()
+            self.tend()
 
-    def _place_waiting(self) -> None:
-        waiting, self._waiting = self._waiting, deque()
+    def tend(self) -> None:
+        """Tries to place what waits, and gives up what waited too long."""
         now_s = monotonic()
-        while waiting:
-            record = waiting.popleft()
+        for record in [r for r in self._records.values() if r.stash is not None and r.stash.is_overdue(now_s)]:
+            logger.warning("request %s goes on elsewhere: no word came of where it moved", record.wire_id)
+            assert record.link is not None
+            self._orphans.abort(record.link, [record.wire_id])
+            self._resume(record)
+        # The more urgent first; the order stays otherwise.
+        waiting, self._waiting = sorted(self._waiting, key=lambda record: record.request.priority), deque()
+        for record in waiting:
             if self._records.get(record.request.request_id) is not record:
                 continue  # aborted while it waited
             if self._place(record):
@@ -181,8 +230,111 @@ class RequestBook:
             else:
                 self._waiting.append(record)
 
-    def _place_or_wait(self, record: RequestRecord, *, first: bool) -> None:
-        if self._place(record):
+    # Moves and losses ------------------------------------------------------------------------------------------
+
+    def _take_stray(self, link: InstanceLink, record: RequestRecord | None, event: EngineCoreOutput) -> None:
+        """An output that came over a link which its request is not known to be on."""
+        if record is None:
+            if event.finish_reason is None:
+                self._orphans.abort(link, [event.request_id])
+        else:
+            self._stash(record, link, event)
+
+    def _stash(self, record: RequestRecord, link: InstanceLink, event: EngineCoreOutput | Move) -> None:
+        if record.stash is None or not record.stash.num_events:
+            record.stash = Stash(since_s=monotonic())
+        record.stash.add(link, event)
+
+    def _follow(self, record: RequestRecord, move: Move, accepted: list[EngineCoreOutput]) -> Move | None:
+        """Leads `record` along `move` and those that follow in its stash; the last one where it was not carried."""
+        while True:
+            if not move.carried:
+                return move
+            assert move.to is not None, "a request is carried to somebody"
+            link = self._links.find(move.to)
+            if link is None or self._lost_at.get(move.to, 0) > record.num_losses_seen:
+                if link is not None:
+                    self._orphans.abort(link, [record.wire_id])
+                self._resume(record)
+                return None
+            self._events.on_request_moved(carried=True)
+            record.link, record.is_unsettled = link, True
+            if record.stash is None:
+                return None
+            outputs, next_move = record.stash.take(link)
+            accepted += self.accept(link, outputs)
+            if next_move is None or record.link is not link:  # it ended, or was sent again, with these outputs
+                if record.stash is not None and not record.stash.num_events:
+                    record.stash = None
+                return None
+            move = next_move
+
+    def _send_again(self, record: RequestRecord, *, to: InstanceKey | None, avoid: InstanceLink | None) -> None:
+        """A switch left `record` to us: it goes to `to` where that fits, or to any other than `avoid`."""
+        self._drop_copy(record)
+        record.is_unsettled = True
+        record.num_redirects_in_place += 1
+        self._events.on_request_moved(carried=False)
+        if self._finish_if_complete(record):
+            return
+        is_patient = record.num_redirects_in_place > MAX_REDIRECTS_IN_PLACE
+        self._place_or_wait(record, first=bool(record.output_token_ids), to=to, avoid=avoid, is_patient=is_patient)
+
+    def _resume(self, record: RequestRecord) -> None:
+        """The copy of `record` is lost."""
+        self._drop_copy(record)
+        record.num_losses += 1
+        record.num_losses_in_place += 1
+        record.is_unsettled = record.is_resumed = True
+        if record.lost_since_s is None:
+            record.lost_since_s = monotonic()
+        if not self._finish_if_complete(record) and not self._give_up_if_poisonous(record):
+            self._place_or_wait(record, first=True)
+
+    def _drop_copy(self, record: RequestRecord) -> None:
+        """Nothing that still comes of this copy counts."""
+        del self._copies[record.wire_id]
+        for link in record.stash or ():
+            self._orphans.abort(link, [record.wire_id])
+        record.link, record.stash = None, None
+
+    def _settle(self, record: RequestRecord, now_s: float) -> None:
+        """The first token after a switch or a loss is there."""
+        record.is_unsettled = False
+        record.num_losses_in_place = record.num_redirects_in_place = 0
+        if record.lost_since_s is not None:
+            self._events.on_resumed(now_s - record.lost_since_s)
+            record.lost_since_s = None
+        elif record.last_token_s is not None:
+            self._events.on_switched(now_s - record.last_token_s)
+
+    def _end(self, record: RequestRecord, output: EngineCoreOutput) -> None:
+        """`output` is the last of this copy, and of the request, if the copy did not end for want of room."""
+        cut_short = (
+            output.finish_reason is FinishReason.LENGTH
+            and record.wish.has_length
+            and not record.is_at_limit
+            and record.num_tokens < self._max_model_len()
+            and record.num_redirects_in_place <= MAX_REDIRECTS_IN_PLACE
+        )
+        if cut_short:  # the shape it runs in holds no more of it, but another one does
+            output.finish_reason = None
+            self._send_again(record, to=None, avoid=None)
+        else:
+            self._forget(record)
+
+    # Placing ---------------------------------------------------------------------------------------------------
+
+    def _place_or_wait(
+        self,
+        record: RequestRecord,
+        *,
+        first: bool,
+        to: InstanceKey | None = None,
+        avoid: InstanceLink | None = None,
+        is_patient: bool = False,
+    ) -> None:
+        if not is_patient and self._place(record, to=to, avoid=avoid):
             return
         record.waiting_since_s = monotonic()
         # What already runs goes before what has not begun.
@@ -191,38 +343,61 @@ class RequestBook:
         else:
             self._waiting.append(record)
 
-    def _place(self, record: RequestRecord) -> bool:
+    def _place(
+        self, record: RequestRecord, *, to: InstanceKey | None = None, avoid: InstanceLink | None = None
+    ) -> bool:
         """Sends `record` to the best instance; False where none takes it now. A failed record counts as placed."""
         while True:
-            link = self._dispatcher.choose(self._ready_links(), record.num_tokens)
+            link = self._choose(record, to, avoid)
             if link is None:
                 return False
             try:
-                link.add(_resumable(record), record.output_token_ids)
+                self._send(record, link)
             except LinkLostError:
-                self._discard_link(link)
+                self._links.discard(link)
                 continue
             except (msgspec.MsgspecError, TypeError, ValueError, OverflowError):
                 logger.exception("request %s cannot be sent", record.request.request_id)
                 self._fail(record, GenerationError())
-                return True
-            record.link = link
-            self._dispatcher.sent(link, record.num_tokens)
-            resumed = len(record.output_token_ids) if record.num_losses else None
-            self._events.on_dispatched(link.key, resumed)
             return True
+
+    def _choose(self, record: RequestRecord, to: InstanceKey | None, avoid: InstanceLink | None) -> InstanceLink | None:
+        total_tokens = record.total_tokens(self._max_model_len())
+        named = self._links.find(to) if to is not None else None
+        if named is not None and self._dispatcher.max_tokens(named) >= total_tokens:
+            return named
+        links = [link for link in self._links.ready() if link is not avoid]
+        wish = Wish(degree=record.wish.degree, total_tokens=total_tokens, is_priority=record.is_urgent)
+        num_priority = Counter(urgent.link.key for urgent in self._urgent if urgent.link is not None)
+        link = self._dispatcher.choose(links, record.num_tokens, wish, num_priority)
+        # A wish is worth a wait, for the controller to form the group; but it never fails a request.
+        is_patient = monotonic() - record.created_s < self._limits.parallelism_wait_s
+        if link is None and wish.degree is not None and not is_patient:
+            wish = replace(wish, degree=None)
+            link = self._dispatcher.choose(links, record.num_tokens, wish, num_priority)
+        return link
+
+    def _send(self, record: RequestRecord, link: InstanceLink) -> None:
+        """Sends a new copy.
+
+        Raises:
+            LinkLostError: the instance is gone.
+        """
+        request = record.next_copy()
+        link.add(request, record.output_token_ids)
+        record.wire_id, record.link, record.num_losses_seen = request.request_id, link, self._num_losses
+        self._copies[record.wire_id] = record
+        self._dispatcher.sent(link, record.num_tokens)
+        self._events.on_dispatched(link.key, len(record.output_token_ids) if record.is_resumed else None)
+        record.is_resumed = False
 
     def _finish_if_complete(self, record: RequestRecord) -> bool:
         """A request whose last allowed token has arrived needs no instance any more."""
-        params = record.request.sampling_params
-        num_output = len(record.output_token_ids)
-        at_limit = params is not None and params.max_tokens is not None and num_output >= params.max_tokens
-        if not at_limit and record.num_tokens < self._max_model_len():
+        if not record.is_at_limit and record.num_tokens < self._max_model_len():
             return False
-        request_id = record.request.request_id
-        del self._records[request_id]
+        self._forget(record)
         self._events.on_finished(
-            EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.LENGTH)
+            EngineCoreOutput(request_id=record.request.request_id, new_token_ids=[], finish_reason=FinishReason.LENGTH)
         )
         return True
 
@@ -238,17 +413,12 @@ class RequestBook:
         return True
 
     def _fail(self, record: RequestRecord, error: Exception) -> None:
-        self._records.pop(record.request.request_id, None)
+        self._forget(record)
         self._events.on_failed(record.request.request_id, error)
 
-
-def _resumable(record: RequestRecord) -> EngineCoreRequest:
-    """The request as the next instance must see it: prompt logprobs came with the first token, once."""
-    request = record.request
-    params = request.sampling_params
-    if record.output_token_ids and params is not None and params.prompt_logprobs is not None:
-        params = params.clone()
-        params.prompt_logprobs = None
-        request = msgspec.structs.replace(request, sampling_params=params)
-        record.request = request
-    return request
+    def _forget(self, record: RequestRecord) -> None:
+        """It ended; copies it may have left behind are orphans."""
+        self._records.pop(record.request.request_id, None)
+        self._urgent.discard(record)
+        if record.link is not None:
+            self._drop_copy(record)

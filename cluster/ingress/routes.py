@@ -8,7 +8,7 @@ from typing import Protocol
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.ids import Epoch, InstanceKey
-from pengserve.planners.types.snapshot import ClusterSnapshot, RoutingTable
+from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, RoutingTable
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,9 @@ class RoutingSource(Protocol):
 
     async def report_lost(self, key: InstanceKey, why: str) -> None:
         """This ingress lost its channel to an instance."""
+
+    async def report_demand(self, client_id: str, demand: Demand) -> None:
+        """What the requests of the ingress `client_id` want now; replaces what it said before."""
 
     async def drain(self, timeout_s: float) -> bool:
         """Drains and stops all instances; True when nothing was left running."""

@@ -135,8 +135,23 @@ RESUME_SECONDS = _histogram(
     "From the loss of a request's instance to the next token from another one.",
     buckets=_RESUME_BUCKETS_S,
 )
+MOVED = _counter(
+    "pengserve_requests_moved_total",
+    _TRAFFIC,
+    "requests",
+    "Requests that a switch moved, by kind: `carried` (their KV went along), `redirected` (sent to another instance "
+    "again, without KV).",
+    "kind",
+)
+SWITCH_GAP_SECONDS = _histogram(
+    "pengserve_switch_gap_seconds",
+    _TRAFFIC,
+    "seconds",
+    "From a stream's last token before a switch moved it to its next one.",
+    buckets=_RESUME_BUCKETS_S,
+)
 DISPATCHED = _counter(
-    "pengserve_dispatch_total", _TRAFFIC, "requests", "Requests sent to an instance, resumed ones included.",
+    "pengserve_dispatch_total", _TRAFFIC, "requests", "Requests sent to an instance, resumed and redirected ones included.",
     "instance_id",
 )  # fmt: skip
 

@@ -15,7 +15,7 @@ from pengserve.cluster.metrics.facade import Metrics
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.layout import Layout
-from pengserve.planners.types.snapshot import ClusterSnapshot, Route, RoutingTable
+from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, Route, RoutingTable
 from tests.support.processes import InstanceProcess
 
 MODEL_NAME = "tiny"
@@ -27,6 +27,7 @@ class FixedRoutes:
 
     def __init__(self, processes: Sequence[InstanceProcess] = ()) -> None:
         self.lost: list[tuple[InstanceKey, str]] = []
+        self.demands: list[Demand] = []
         self._table = RoutingTable(version=0, epoch=Epoch(0), routes=())
         self.show(processes)
 
@@ -60,6 +61,10 @@ class FixedRoutes:
     async def report_lost(self, key: InstanceKey, why: str) -> None:
         """See `RoutingSource`."""
         self.lost.append((key, why))
+
+    async def report_demand(self, client_id: str, demand: Demand) -> None:
+        """See `RoutingSource`."""
+        self.demands.append(demand)
 
     async def drain(self, timeout_s: float) -> bool:
         """See `RoutingSource`."""

@@ -46,7 +46,7 @@ class Reader:
     """Collects what a link delivers, request by request."""
 
     def __init__(self, link: InstanceLink) -> None:
-        self.link, self._batches = link, link.batches()
+        self.link, self._batches = link, link.events()
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}
 
@@ -138,7 +138,7 @@ async def test_requests_of_a_lost_client_are_aborted(instances: list[InstancePro
     home, _ = readers
     guest = await InstanceLink.connect(instances[0].endpoint, token=CHANNEL_TOKEN, client_id="guest")
     guest.add(make_request("orphan", PROMPTS[2], SamplingParams(max_tokens=900, temperature=0, ignore_eos=True)))
-    await anext(guest.batches())
+    await anext(guest.events())
     await guest.close()
     for attempt in range(20):
         home.link.add(make_request(f"witness {attempt}", PROMPTS[0], SAMPLING["greedy"]))

@@ -1,0 +1,116 @@
+"""One request that an ingress keeps, and what the book of them calls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import monotonic
+from typing import Protocol
+
+import msgspec
+
+from pengserve.cluster.ingress.moves import Stash
+from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput, EngineCoreRequest
+from pengserve.cluster.ingress.wishes import NO_WISH, RequestWish
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.replicas.engine.link import InstanceLink
+
+
+@dataclass(slots=True, eq=False)
+class RequestRecord:
+    """One sequence that an instance generates, or will."""
+
+    request: EngineCoreRequest
+    wish: RequestWish = NO_WISH
+    output_token_ids: list[int] = field(default_factory=list)
+    link: InstanceLink | None = None  # None: waits for an instance
+    wire_id: str = ""  # of the newest copy
+    num_copies: int = 0  # how often it was sent
+    num_losses_seen: int = 0  # losses of any link before the newest copy was sent
+    stash: Stash | None = None
+    num_losses: int = 0
+    num_losses_in_place: int = 0  # in a row without a new token
+    num_redirects_in_place: int = 0  # the same
+    created_s: float = field(default_factory=monotonic)
+    waiting_since_s: float = 0.0
+    last_token_s: float | None = None
+    is_unsettled: bool = False  # was moved, redirected or lost, and has had no token since
+    is_resumed: bool = False  # its next copy replaces a lost one
+    lost_since_s: float | None = None  # until the first token after a loss
+    num_prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        prompt = self.request.prompt_token_ids
+        self.num_prompt_tokens = len(prompt) if prompt is not None else len(self.request.prompt_embeds)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of KV it needs at once: the prompt and what was generated."""
+        return self.num_prompt_tokens + len(self.output_token_ids)
+
+    @property
+    def is_at_limit(self) -> bool:
+        """Whether it has all the output tokens it asked for."""
+        params = self.request.sampling_params
+        return params is not None and params.max_tokens is not None and len(self.output_token_ids) >= params.max_tokens
+
+    def total_tokens(self, max_model_len: int) -> int:
+        """Tokens it may grow to, of which a cluster of this length can promise `max_model_len`."""
+        params = self.request.sampling_params
+        total = self.num_tokens + 1
+        if self.wish.has_length and params is not None and params.max_tokens is not None:
+            total = self.num_prompt_tokens + params.max_tokens
+        return max(self.num_tokens, min(total, max_model_len))
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether it is above normal priority; as in vLLM, a lower number is more urgent."""
+        return self.request.priority < 0
+
+    def next_copy(self) -> EngineCoreRequest:
+        """The request as the next instance must see it, under a new wire id.
+
+        Prompt logprobs came with the first token, and are not asked for again.
+        """
+        self.num_copies += 1
+        request, params = self.request, self.request.sampling_params
+        if self.num_copies == 1:
+            return request
+        if self.output_token_ids and params is not None and params.prompt_logprobs is not None:
+            params = params.clone()
+            params.prompt_logprobs = None
+            self.request = request = msgspec.structs.replace(request, sampling_params=params)
+        return msgspec.structs.replace(request, request_id=f"{request.request_id}~{self.num_copies}")
+
+
+class RecordEvents(Protocol):
+    """Who hears what becomes of records. Called in the event loop; must not wait."""
+
+    def on_failed(self, request_id: str, error: Exception) -> None:
+        """The request is given up."""
+
+    def on_finished(self, output: EngineCoreOutput) -> None:
+        """The request turned out to be complete when its instance died; `output` says so."""
+
+    def on_dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
+        """A request went to an instance; with the number of output tokens it brought, where it was resumed."""
+
+    def on_resumed(self, gap_s: float) -> None:
+        """The first token after a loss came, `gap_s` after it."""
+
+    def on_request_moved(self, *, carried: bool) -> None:
+        """A switch moved a request: carried with its KV, or to be sent again."""
+
+    def on_switched(self, gap_s: float) -> None:
+        """The first token after a switch came, `gap_s` after the last one before it."""
+
+
+class Links(Protocol):
+    """The channels to instances, as the book needs them."""
+
+    def ready(self) -> Sequence[InstanceLink]:
+        """Open links that take new requests."""
+
+    def find(self, key: InstanceKey) -> InstanceLink | None:
+        """The open link to that life of an instance, whether or not it takes new requests."""
+
+    def discard(self, link: InstanceLink) -> None:
+        """A send over `link` failed."""
