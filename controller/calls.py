@@ -14,6 +14,7 @@ class Call(StrEnum):
 
     CREATE = "create"
     STATUS = "status"
+    CONNECT = "connect"
     DRAIN = "drain"
     KILL = "kill"
 

@@ -1,24 +1,32 @@
-"""The control loop: observe -> plan -> act -> log, once a tick and at once on news."""
+"""The control loop: observe -> plan -> act -> log, once a tick and at once on news.
+
+Switches of the layout run beside the ticks (`coordinator.py`): whatever a switch waits for, instances are supervised.
+"""
 
 import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from pengserve.controller import layout as layouts
 from pengserve.controller import recovery
 from pengserve.controller import state as transitions
 from pengserve.controller.calls import Call, Calls
+from pengserve.controller.coordinator import Coordinator
 from pengserve.controller.events import Change, EventLog
 from pengserve.controller.ports import ReplicaPort
 from pengserve.controller.slots import Answered, Drained, Gone, Killed, Observation, Slot
 from pengserve.controller.state import ClusterState, Transition
+from pengserve.controller.steering import Steering
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState, RoutingTable
+from pengserve.planners.types.plans import LayoutTarget
+from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceSnapshot, InstanceState, RoutingTable
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +40,10 @@ _MIN_PERIOD_S = 0.02  # a call that fails at once, again and again, must not mak
 class Controller:
     """Owns the cluster's state. All methods run on one event loop, and none of them blocks it.
 
-    consumes: answers of instances, `report_lost`, `drain`
-    produces: instances, routing tables, events
+    consumes: answers of instances, `report_lost`, `report_demand`, `set_layout`, `drain`
+    produces: instances, directories of peers, switches of the layout, routing tables, events
     waits for: a tick, or news that cannot wait for one
-    is unblocked by: the end of a create, drain or kill; an instance that is gone; a report of an ingress
+    is unblocked by: the end of a create, drain, kill or switch; an instance that is gone; a report of an ingress
     """
 
     def __init__(
@@ -56,7 +64,10 @@ class Controller:
         self._news = asyncio.Event()
         self._changed = asyncio.Condition()
         self._calls = Calls(on_end=self._news.set)
+        self._coordinator = Coordinator(config, port, self, on_end=self._news.set, clock=clock, wall_clock=wall_clock)
+        self._steering = Steering(config, clock)
         self._asked_s: dict[InstanceKey, float] = {}
+        self._told: dict[InstanceKey, int] = {}  # versions of the directory
         self._drain_errors = 0
         self._stopped = False
 
@@ -118,7 +129,13 @@ class Controller:
             EngineError: the controller has not recovered yet.
         """
         state = self._ready_state()
-        return transitions.snapshot(state, time_s=self._wall_clock(), started_s=self._started_s)
+        cluster = transitions.snapshot(state, time_s=self._wall_clock(), started_s=self._started_s, now_s=self._clock())
+        return replace(
+            cluster,
+            demands=self._steering.demands(),
+            policy=self._steering.policy,
+            last_switch=self._coordinator.record,
+        )
 
     def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
         """At most `limit` events with a number above `after`."""
@@ -127,6 +144,28 @@ class Controller:
     def report_lost(self, key: InstanceKey, why: str) -> None:
         """An ingress has lost its link to `key`: looks at once. Only what the instance's own actor says counts."""
         logger.info("an ingress lost its link to instance %s: %s", key, why)
+        self._news.set()
+
+    def report_demand(self, client_id: str, demand: Demand) -> None:
+        """What an ingress wants and has not got. It is forgotten after a while, so it is reported again and again."""
+        if self._steering.hear(client_id, demand):
+            self._news.set()
+
+    def set_layout(self, target: LayoutTarget) -> None:
+        """Changes the layout to `target`, step by step, and keeps it so until `auto_layout`; returns at once.
+
+        Raises:
+            PlanError: this cluster can never be laid out so; says what it can.
+        """
+        possible = self._ready_state().wiring.topology.groups
+        self._log.append([self._steering.pin(target, self.snapshot(), possible)])
+        self._coordinator.forgive()
+        self._news.set()
+
+    def auto_layout(self) -> None:
+        """Lets the merge planner decide about the layout again."""
+        self._log.append([self._steering.release()])
+        self._coordinator.forgive()
         self._news.set()
 
     async def drain(self, timeout_s: float) -> bool:
@@ -149,6 +188,7 @@ class Controller:
         if not self._stopped:
             self._stopped = True
             self._news.set()
+            await self._coordinator.close("the controller was stopped")
             await self._calls.close()
             self._log.append([Change(kind=EventKind.CONTROLLER_STOP, span=self._span, why="asked to")])
             self._log.close()
@@ -160,18 +200,21 @@ class Controller:
         base = recovery.bases(self._wall_clock(), self._past)
         found = await recovery.recover(self.config, self._port, base, self._clock())
         self._log.append(recovery.close_open_spans(self._past, found.state.slots))
+        self._steering.remember(self._past)
         self._past = ()
         await self._accept(found)
         data = {
             "num_adopted": sum(slot.alive for slot in found.state.slots),
             "version": found.state.routing.version,
-            "epoch": base.epoch,
+            "epoch": found.state.layout.epoch,
         }
-        layout = ", ".join(str(group) for group in found.state.layout.groups[:16])
+        why = "every application begins so"
+        if any(len(group.members) > 1 for group in found.state.layout.groups):
+            why = "the instances run it so"
         self._log.append(
             [
                 Change(kind=EventKind.CONTROLLER_RECOVERED, span=self._span, data=data),
-                Change(kind=EventKind.LAYOUT_CHANGED, why="every application begins so", data={"groups": layout}),
+                layouts.changed(found.state.layout, why),
             ]
         )
 
@@ -185,6 +228,8 @@ class Controller:
         # `drain` may have run while this waited: read the state again, and let nothing await until it is written.
         await self._accept(transitions.observe(self._ready_state(), seen, now_s))
         await self._act(now_s)
+        self._connect()
+        self._steer()
 
     def _ask(self, state: ClusterState) -> None:
         """Begins a status call to each life that is created; gives up those that are too old."""
@@ -204,8 +249,9 @@ class Controller:
         return slot.answered and now_s - self._asked_s.get(slot.key, now_s) > self.config.status_timeout_s
 
     def _patient(self, state: ClusterState) -> list[tuple[Call, InstanceKey]]:
-        """Calls that no tick waits for: drains, and the first answer of an instance that is being placed."""
-        return [
+        """Calls that no tick waits for: connects, drains, and the first answer of an instance that is being placed."""
+        connects = [(Call.CONNECT, slot.key) for slot in state.slots if slot.ready is not None]
+        return connects + [
             (Call.DRAIN if slot.state is InstanceState.DRAINING else Call.STATUS, slot.key)
             for slot in state.slots
             if slot.state is InstanceState.DRAINING or (slot.alive and not slot.answered)
@@ -216,7 +262,13 @@ class Controller:
         seen: list[tuple[InstanceKey, Observation]] = []
         for call, key, task in self._calls.collect():
             error = task.exception()
-            if error is None:
+            if call is Call.CONNECT:
+                # Whether the instance lives is for its status to tell: one that cannot connect still serves in dp.
+                if error is None:
+                    self._told[key] = task.result()
+                else:
+                    logger.warning("instance %s was not told its peers: %s: %s", key, type(error).__name__, error)
+            elif error is None:
                 observation = _meaning(call, task.result())
                 if observation is not None:
                     seen.append((key, observation))
@@ -247,14 +299,53 @@ class Controller:
                 key = self._ready_state().slots[instance_id].key
                 self._begin(Call.CREATE, key, partial(self._port.create, key), _CREATE_TIMEOUT_S)
 
+    def _connect(self) -> None:
+        """Tells its peers to each READY instance that has not heard of the newest directory."""
+        state = self._ready_state()
+        directory = state.wiring.directory
+        ready = [slot.key for slot in state.slots if slot.ready is not None]
+        self._told = {key: version for key in ready if (version := self._told.get(key, -1)) >= 0}
+        if not self.config.degrees or state.closing:
+            return
+
+        async def tell(key: InstanceKey) -> int:
+            await self._port.connect(key, directory)
+            return directory.version
+
+        for key in ready:
+            if self._told.get(key) != directory.version:
+                self._begin(Call.CONNECT, key, partial(tell, key), self.config.status_timeout_s, news=False)
+
+    def _steer(self) -> None:
+        """Begins the next switch of the layout, where one is due and none is under way."""
+        if not self.config.degrees or self._ready_state().closing or not self._coordinator.can_begin:
+            return
+        plan = self._steering.next_switch(self.snapshot())
+        if plan is not None:
+            self._coordinator.begin(plan)
+
     def _begin(
-        self, call: Call, key: InstanceKey, work: Callable[[], Coroutine[Any, Any, Any]], timeout_s: float
+        self,
+        call: Call,
+        key: InstanceKey,
+        work: Callable[[], Coroutine[Any, Any, Any]],
+        timeout_s: float,
+        *,
+        news: bool = True,
     ) -> None:
         async def bounded() -> Any:
             async with asyncio.timeout(timeout_s):
                 return await work()
 
-        self._calls.begin(call, key, bounded)
+        self._calls.begin(call, key, bounded, news=news)
+
+    def state(self) -> ClusterState:
+        """The state that counts now, for the coordinator."""
+        return self._ready_state()
+
+    async def update(self, change: Callable[[ClusterState], Transition]) -> None:
+        """Applies `change` to the state that counts now, for the coordinator."""
+        await self._accept(change(self._ready_state()))
 
     async def _accept(self, transition: Transition) -> None:
         """Makes the transition's state the one that counts, logs what happened, and wakes who waits for it."""

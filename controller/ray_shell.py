@@ -27,6 +27,7 @@ from ray.exceptions import (
     ActorUnavailableError,
     ActorUnschedulableError,
     RayActorError,
+    RayTaskError,
     RuntimeEnvSetupError,
 )
 from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list, _internal_kv_put
@@ -38,10 +39,12 @@ from pengserve.controller.events import EventLog
 from pengserve.controller.loop import Controller
 from pengserve.controller.ports import Discovery
 from pengserve.planners.types.config import ControllerConfig
-from pengserve.planners.types.errors import EngineError
+from pengserve.planners.types.directory import PeerDirectory
+from pengserve.planners.types.errors import EngineError, PengServeError
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.ids import InstanceId, InstanceKey
-from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, RoutingTable
+from pengserve.planners.types.plans import LayoutTarget, SwitchPlan, SwitchReport
+from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceSnapshot, RoutingTable
 
 logger = logging.getLogger(__name__)
 
@@ -110,6 +113,27 @@ class RayPort:
         """See `ReplicaPort`."""
         handle = await self._handle(key)
         return bool(await _answer(handle.drain.remote(timeout_s)))
+
+    async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
+        """See `ReplicaPort`."""
+        handle = await self._handle(key)
+        await _answer(handle.connect.remote(directory))
+
+    async def prepare(self, key: InstanceKey, plan: SwitchPlan) -> None:
+        """See `ReplicaPort`."""
+        handle = await self._handle(key)
+        await _answer(handle.prepare.remote(plan))
+
+    async def commit(self, key: InstanceKey, plan: SwitchPlan) -> SwitchReport:
+        """See `ReplicaPort`."""
+        handle = await self._handle(key)
+        report: SwitchReport = await _answer(handle.commit.remote(plan))
+        return report
+
+    async def abort(self, key: InstanceKey, plan_id: str) -> None:
+        """See `ReplicaPort`."""
+        handle = await self._handle(key)
+        await _answer(handle.abort.remote(plan_id))
 
     async def kill(self, key: InstanceKey) -> None:
         """See `ReplicaPort`."""
@@ -237,6 +261,19 @@ class ControllerActor:
         """An ingress lost its link to `key`: the controller looks at once."""
         self._controller.report_lost(key, why)
 
+    async def report_demand(self, client_id: str, demand: Demand) -> None:
+        """What the ingress `client_id` wants and has not got; a wish that needs another layout is looked at at once."""
+        self._controller.report_demand(client_id, demand)
+
+    async def set_layout(self, target: LayoutTarget) -> None:
+        """Changes the layout to `target` and keeps it; returns before that has happened. Raises PlanError."""
+        await self._controller.recovered(_RECOVERY_TIMEOUT_S)
+        self._controller.set_layout(target)
+
+    async def auto_layout(self) -> None:
+        """Lets the merge planner decide about the layout again."""
+        self._controller.auto_layout()
+
     async def drain(self, timeout_s: float) -> bool:
         """Drains and ends all instances; True where all had finished. Call it before the application is deleted."""
         await self._controller.recovered(_RECOVERY_TIMEOUT_S)
@@ -266,9 +303,14 @@ async def _in_thread(lock: threading.Lock, work: Callable[[], T]) -> T:
 
 
 async def _answer(reference: Any) -> Any:
-    """The result of an actor call; EngineError where the actor is gone for good."""
+    """The result of an actor call; EngineError where the actor is gone for good, else the error it raised itself."""
     try:
         return await reference
+    except RayTaskError as error:
+        # Ray's class derives from both its own and the cause's; what the method raised on purpose goes on alone.
+        if isinstance(error.cause, PengServeError):
+            raise error.cause from None
+        raise
     except ActorUnavailableError:
         raise  # a broken connection; the actor may be well
     except _GONE as error:

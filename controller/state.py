@@ -146,8 +146,8 @@ def adopt(
     layout, _ = layouts.follow(state.layout, slots)
     if layout is not state.layout:
         # The first epoch of a controller, whatever the layout: the caller tells of it.
-        newest = max((answer.epoch for answer in living.values() if answer is not None), default=0)
-        layout = replace(layout, epoch=Epoch(max(state.layout.epoch, newest + 1)))
+        reported = max((answer.epoch for answer in living.values() if answer is not None), default=0)
+        layout = replace(layout, epoch=Epoch(max(state.layout.epoch, reported + 1)))
     found = replace(state, slots=tuple(slots), strays=strays, layout=layout, layout_since_s=now_s)
     return _rewired(found, state, changes, now_s)
 

@@ -22,6 +22,7 @@ class EventKind(StrEnum):
     INSTANCE_DRAIN_ERROR = "instance_drain_error"
     ROUTING_CHANGED = "routing_changed"
     LAYOUT_CHANGED = "layout_changed"
+    POLICY_CHANGED = "policy_changed"  # who decides about the layout
     TRANSITION_START = "transition_start"
     TRANSITION_END = "transition_end"
     TRANSITION_ERROR = "transition_error"

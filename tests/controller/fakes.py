@@ -1,12 +1,15 @@
 """A cluster in memory, behind the controller's port. The port to real Ray has its own test."""
 
 import asyncio
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from pengserve.controller.ports import Discovery
-from pengserve.planners.types.errors import EngineError
-from pengserve.planners.types.ids import InstanceId, InstanceKey
-from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, KvCapacity
+from pengserve.planners.types.directory import PeerDirectory
+from pengserve.planners.types.errors import EngineError, FenceError, StepError
+from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
+from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, KvCapacity, LaneInfo
 
 CAPACITY = KvCapacity(
     num_blocks=64, block_size=32, bytes_per_block=4096, max_model_len=1024, max_num_seqs=8, weight_bytes=1 << 20
@@ -18,7 +21,13 @@ def life(instance_id: int, incarnation: int = 1) -> InstanceKey:
     return InstanceKey(instance_id=InstanceId(instance_id), incarnation=incarnation)
 
 
-def answer(key: InstanceKey, state: InstanceState, failure: str = "") -> InstanceSnapshot:
+def lanes(degrees: Sequence[int]) -> tuple[LaneInfo, ...]:
+    """The shapes an instance can run; a tp group holds requests that are longer by its degree."""
+    wide = [replace(CAPACITY, block_size=32 * p, max_model_len=1024 * p) for p in (1, *degrees)]
+    return tuple(LaneInfo(shape="dp" if c == CAPACITY else f"tp{c.block_size // 32}", capacity=c) for c in wide)
+
+
+def answer(key: InstanceKey, state: InstanceState, failure: str = "", degrees: Sequence[int] = ()) -> InstanceSnapshot:
     """What an instance in `state` says of itself."""
     serving = state in (InstanceState.READY, InstanceState.DRAINING)
     return InstanceSnapshot(
@@ -28,6 +37,8 @@ def answer(key: InstanceKey, state: InstanceState, failure: str = "") -> Instanc
         device=DeviceInfo(node_id="n0", device=f"cuda:{key.instance_id}"),
         capacity=CAPACITY if serving else None,
         failure=failure,
+        lanes=lanes(degrees) if serving and degrees else (),
+        peer_endpoint=f"127.0.0.1:{30000 + 1000 * key.instance_id + key.incarnation}" if serving and degrees else "",
     )
 
 
@@ -48,18 +59,29 @@ class FakeInstance:
     said: InstanceSnapshot
     silent: bool = False
     stays_busy: bool = False  # a drain never finishes
+    refusal: str = ""  # why it takes part in no switch
+    deaf_to: set[str] = field(default_factory=set)  # calls it never answers
+    broken: set[str] = field(default_factory=set)  # names of groups that cannot be built
+    prepared: SwitchPlan | None = None
+    directories: list[PeerDirectory] = field(default_factory=list)
 
 
 class FakePort:
-    """`ReplicaPort` over a dictionary; outlives controllers as a cluster does."""
+    """`ReplicaPort` over a dictionary; outlives controllers as a cluster does. Switches happen as they should."""
 
-    def __init__(self) -> None:
+    def __init__(self, degrees: Sequence[int] = ()) -> None:
+        self.degrees = degrees
         self.instances: dict[InstanceKey, FakeInstance] = {}
         self.reserved: set[InstanceKey] = set()  # as placement groups: freed by a kill alone
         self.refusal = ""  # why nothing can be created
         self.starts_ready = True
         self.created: list[InstanceKey] = []  # the newest life of each slot is known to the cluster for ever
         self.silence = asyncio.Event()  # never set
+        self.calls: list[tuple[str, InstanceKey, str]] = []  # of switches: the call, whom, which plan
+        self.in_commit = asyncio.Event()  # a leader has begun a commit
+        self.may_commit = asyncio.Event()  # ... and may end it
+        self.may_commit.set()
+        self.commit_error = ""  # why leaders refuse
 
     async def create(self, key: InstanceKey) -> None:
         if self.refusal:
@@ -67,7 +89,7 @@ class FakePort:
         others = [k for k in self.instances if k.instance_id == key.instance_id]
         assert not others, f"slot {key.instance_id} would have two lives: {others} and {key}"
         state = InstanceState.READY if self.starts_ready else InstanceState.STARTING
-        self.instances[key] = FakeInstance(answer(key, state))
+        self.instances[key] = FakeInstance(answer(key, state, degrees=self.degrees))
         self.reserved.add(key)
         self.created.append(key)
 
@@ -81,6 +103,59 @@ class FakePort:
         instance = self._instance(key)
         instance.said = replace(instance.said, state=InstanceState.DRAINING)
         return not instance.stays_busy
+
+    async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
+        instance = self._instance(key)
+        await self._hear("connect", instance)
+        if instance.directories:
+            assert directory.version > instance.directories[-1].version, "each version is told once"
+        instance.directories.append(directory)
+        mine = [spec.name for spec in directory.groups if key in spec.members]
+        ready = tuple(name for name in mine if name not in instance.broken)
+        failed = tuple(name for name in mine if name in instance.broken)
+        instance.said = replace(instance.said, groups_ready=ready, groups_failed=failed)
+
+    async def prepare(self, key: InstanceKey, plan: SwitchPlan) -> None:
+        self.calls.append(("prepare", key, plan.plan_id))
+        instance = self._instance(key)
+        await self._hear("prepare", instance)
+        if plan.epoch < instance.said.epoch:
+            raise FenceError(f"epoch {plan.epoch} is older than {instance.said.epoch}")
+        if instance.refusal:
+            raise StepError(instance.refusal)
+        instance.prepared = plan
+
+    async def commit(self, key: InstanceKey, plan: SwitchPlan) -> SwitchReport:
+        self.calls.append(("commit", key, plan.plan_id))
+        leader = self._instance(key)
+        assert key == plan.leader, "the leader alone commits"
+        self.in_commit.set()
+        await self.may_commit.wait()
+        if self.commit_error:
+            raise StepError(self.commit_error)
+        self.switch(plan)
+        await self._hear("commit", leader)
+        return SwitchReport(plan_id=plan.plan_id, epoch=Epoch(plan.epoch + 1), cutover_s=0.01, num_carried=3)
+
+    async def abort(self, key: InstanceKey, plan_id: str) -> None:
+        self.calls.append(("abort", key, plan_id))
+        instance = self._instance(key)
+        await self._hear("abort", instance)
+        instance.prepared = None
+
+    def switch(self, plan: SwitchPlan) -> None:
+        """All members run the plan's shape from now on."""
+        for key in plan.members:
+            instance = self._instance(key)
+            assert instance.prepared == plan, "nothing is committed that was not prepared"
+            instance.prepared = None
+            lane = str(plan.group) if plan.is_merge else "dp"
+            instance.said = replace(instance.said, lane=lane, epoch=Epoch(plan.epoch + 1))
+
+    def fall_back(self, key: InstanceKey) -> None:
+        """A survivor of a broken group goes on alone."""
+        instance = self.instances[key]
+        instance.said = replace(instance.said, lane="dp")
 
     async def kill(self, key: InstanceKey) -> None:
         self.instances.pop(key, None)
@@ -99,6 +174,10 @@ class FakePort:
     def fail(self, key: InstanceKey, why: str) -> None:
         """The engine fails, the process lives."""
         self.instances[key].said = answer(key, InstanceState.DEAD, why)
+
+    async def _hear(self, call: str, instance: FakeInstance) -> None:
+        if call in instance.deaf_to:
+            await self.silence.wait()
 
     def _instance(self, key: InstanceKey) -> FakeInstance:
         if key not in self.instances:

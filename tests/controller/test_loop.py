@@ -39,6 +39,7 @@ async def running(
     finally:
         loop.cancel()
         await asyncio.gather(loop, return_exceptions=True)
+        await controller._coordinator.close()
         await controller._calls.close()
 
 

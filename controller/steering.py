@@ -1,0 +1,144 @@
+"""What the layout should become: the merge planner decides from load and demand, or somebody's wish stands."""
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from pengserve.controller.events import Change
+from pengserve.planners.check import check_switch
+from pengserve.planners.groups import complete
+from pengserve.planners.merge import LoadHistory, plan_switch, plan_towards
+from pengserve.planners.types.config import ControllerConfig
+from pengserve.planners.types.errors import PlanError
+from pengserve.planners.types.events import Event, EventKind
+from pengserve.planners.types.ids import InstanceId
+from pengserve.planners.types.layout import Group, GroupKind, Layout, parse_groups
+from pengserve.planners.types.plans import LayoutTarget, SwitchPlan, SwitchStrategy
+from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, LayoutPolicy
+
+logger = logging.getLogger(__name__)
+
+DEMAND_LIFETIME_S = 10.0  # an ingress that says nothing for so long wants nothing any more
+_SHOWN_GROUPS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    demand: Demand
+    time_s: float
+
+
+class Steering:
+    """Keeps who decides, what ingresses want, and what the planner remembers. Does nothing by itself."""
+
+    def __init__(self, config: ControllerConfig, clock: Callable[[], float]) -> None:
+        self._config, self._clock = config, clock
+        self._target: LayoutTarget | None = None
+        self._is_auto = config.merge.is_auto
+        self._history = LoadHistory()
+        self._heard: dict[str, _Heard] = {}
+        self._refused: tuple[str, ...] = ()  # the newest refusal, which is logged once
+
+    @property
+    def policy(self) -> LayoutPolicy:
+        """Who decides about the layout."""
+        return LayoutPolicy(is_auto=self._is_auto, target=self._target.groups if self._target else ())
+
+    def demands(self) -> tuple[Demand, ...]:
+        """Of the ingresses heard of lately."""
+        now_s = self._clock()
+        self._heard = {name: h for name, h in self._heard.items() if now_s - h.time_s <= DEMAND_LIFETIME_S}
+        return tuple(heard.demand for heard in self._heard.values())
+
+    def hear(self, client_id: str, demand: Demand) -> bool:
+        """Takes in what an ingress wants; True where that cannot wait for the next tick."""
+        before = self._heard.pop(client_id, None)
+        if demand != Demand():
+            self._heard[client_id] = _Heard(demand, self._clock())
+        return _wishes(demand) and (before is None or _wishes(before.demand) != _wishes(demand))
+
+    def pin(self, target: LayoutTarget, snapshot: ClusterSnapshot, possible: Iterable[Group]) -> Change:
+        """Lets `target` stand until it is asked otherwise. `possible` are the tp groups that the hardware allows.
+
+        Raises:
+            PlanError: this cluster can never be laid out so; says what it can.
+        """
+        groups = _valid(target.groups, snapshot, tuple(possible))
+        self._target, self._is_auto = LayoutTarget(groups=groups, strategy=target.strategy), False
+        text = " ".join(str(group) for group in groups if group.kind is GroupKind.TP) or "dp"
+        data = {"is_auto": False, "groups": text, "strategy": target.strategy.value}
+        return Change(kind=EventKind.POLICY_CHANGED, why=f"asked to keep {text}", data=data)
+
+    def release(self) -> Change:
+        """Lets the planner decide again."""
+        self._target, self._is_auto = None, True
+        return Change(kind=EventKind.POLICY_CHANGED, why="asked to follow the load", data={"is_auto": True})
+
+    def remember(self, past: Iterable[Event]) -> None:
+        """Takes over what an earlier controller was asked, from its log."""
+        asked = [event for event in past if event.kind is EventKind.POLICY_CHANGED]
+        if not asked:
+            return
+        data = asked[-1].data
+        self._is_auto = bool(data.get("is_auto", True))
+        self._target = None
+        if not self._is_auto:
+            text = str(data["groups"])
+            groups = () if text == GroupKind.DP else parse_groups(text)
+            groups = complete(groups, [InstanceId(i) for i in range(self._config.num_instances)])
+            self._target = LayoutTarget(groups=groups, strategy=SwitchStrategy(data["strategy"]))
+
+    def next_switch(self, snapshot: ClusterSnapshot) -> SwitchPlan | None:
+        """The next switch to carry out, which breaks no law on `snapshot`; None where all is as it should be."""
+        if self._is_auto:
+            plan, self._history = plan_switch(snapshot, self._config.merge, self._history)
+        elif self._target is not None:
+            plan = plan_towards(snapshot, self._target.groups, self._target.strategy, "asked for")
+        else:
+            plan = None
+        if plan is None:
+            return None
+        violations = check_switch(plan, snapshot)
+        if violations and violations != self._refused:
+            logger.warning("plan %s was refused: %s", plan.plan_id, "; ".join(violations))
+        self._refused = violations
+        return None if violations else plan
+
+
+def _wishes(demand: Demand) -> tuple[int, tuple[tuple[int, int], ...], int]:
+    """What a group must be formed for, as far as it calls for haste."""
+    return demand.longest_waiting_tokens, demand.wanted_degrees, demand.num_priority
+
+
+def _valid(groups: tuple[Group, ...], snapshot: ClusterSnapshot, possible: tuple[Group, ...]) -> tuple[Group, ...]:
+    """`groups`, with a dp group for each instance that they leave out; raises PlanError."""
+    ranks = snapshot.ranks
+    try:
+        Layout(epoch=snapshot.epoch, groups=groups)
+    except ValueError as error:
+        raise PlanError(f"{error}; name each instance once") from None
+    for group in groups:
+        strangers = [member for member in group.members if member not in ranks]
+        if strangers:
+            raise PlanError(f"there is no instance {strangers[0]}: choose among {min(ranks)} to {max(ranks)}")
+        if group.kind is GroupKind.DP:
+            continue
+        if group not in possible:
+            raise PlanError(f"{group} cannot be formed: {_choices(possible)}")
+        _require_lanes(group, snapshot)
+    return complete(groups, ranks)
+
+
+def _require_lanes(group: Group, snapshot: ClusterSnapshot) -> None:
+    """Raises PlanError where a member has said that it cannot build the lane."""
+    for instance in snapshot.instances:
+        for lane in instance.lanes if instance.instance_id in group.members else ():
+            if lane.shape == group.shape and lane.capacity is None:
+                raise PlanError(f"instance {instance.key} cannot run {group.shape}: {lane.why_not}")
+
+
+def _choices(possible: tuple[Group, ...]) -> str:
+    if not possible:
+        return "no tensor-parallel group is possible here; choose dp, or start the instances with degrees to build"
+    more = f" and {len(possible) - _SHOWN_GROUPS} more" if len(possible) > _SHOWN_GROUPS else ""
+    return f"choose among {' '.join(str(group) for group in possible[:_SHOWN_GROUPS])}{more}"
