@@ -59,6 +59,7 @@ class LoadHistory:
     priority_s: float | None = None  # when a priority request was last in flight
     relieved_s: float | None = None  # when a group was last split because of its load
     planned: tuple[Group, Reason] | None = None  # the newest merge that was planned
+    seen_s: float | None = None  # the newest look
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +109,16 @@ def plan_switch(
     """The next merge or split, or None where the layout should stay; and what to remember for the next call.
 
     A function of its arguments alone. It must see the cluster regularly, also while nothing happens: the history
-    measures how long things last.
+    measures how long things last. After a gap of more than `quiet_s` the measuring begins anew.
     """
     if not config.is_auto:
         return None, history
+    if history.seen_s is not None and snapshot.time_s - history.seen_s > config.quiet_s:
+        history = replace(history, low_since_s={}, queue_since_s={})  # nobody knows what was in between
     queues = _queues(snapshot, history)
     standing_queues = (i for i, since_s in queues.items() if snapshot.time_s - since_s >= QUEUE_S)
     view = ClusterView.of(snapshot, config.busy_requests, standing_queues)
-    history = _observe(view, config, replace(history, queue_since_s=queues))
+    history = _observe(view, config, replace(history, queue_since_s=queues, seen_s=snapshot.time_s))
     look = _Look(view=view, config=config, history=history, claimed={})
     step = _for_long_context(look) or _for_wishes(look) or _for_load(look)
     history = look.history
@@ -253,11 +256,11 @@ def _narrowest(look: _Look, num_tokens: int) -> Group | None:
 
 def _for_wishes(look: _Look) -> _Step | None:
     wishes = sorted(look.history.wanted_s)
-    if look.history.priority_s is not None and not any(degree > 1 for degree in wishes):
-        degree = _priority_degree(look)
-        wishes += [degree] if degree is not None else []
     # Standing groups first: two wishes that exclude each other must not take turns.
-    unmet = [degree for degree in wishes if not _claim_standing(look, degree)]
+    unmet = [degree for degree in wishes if not _claim_standing(look, {degree})]
+    is_any_tp_wanted = look.history.priority_s is not None and not any(degree > 1 for degree in wishes)
+    if is_any_tp_wanted and not _claim_standing(look, {g.degree for g in look.tp_groups()}):
+        unmet += _priority_degrees(look)
     for degree in unmet:
         step = _dp_for_wish(look) if degree == 1 else _tp_for_wish(look, degree)
         if step is not None:
@@ -265,24 +268,36 @@ def _for_wishes(look: _Look) -> _Step | None:
     return None
 
 
-def _claim_standing(look: _Look, degree: int) -> bool:
-    groups = [g for g in dict.fromkeys(look.view.group_of.values()) if g.degree == degree]
-    if not groups:
+def _claim_standing(look: _Look, degrees: set[int]) -> bool:
+    """Claims a group of the layout for wishes; the widest, and rather one that stands for a wish."""
+    standing = look.history.standing
+    able = [
+        g for g in dict.fromkeys(look.view.group_of.values()) if g.degree in degrees and not _is_needed_by_all(look, g)
+    ]
+    if not able:
         return False
-    reasons = look.history.standing
-    best = min(groups, key=lambda g: (g in reasons and reasons[g].reason is not Reason.PRIORITY, g.members))
-    look.claim(best)
+    look.claim(
+        min(able, key=lambda g: (g in standing and standing[g].reason is not Reason.PRIORITY, -g.degree, g.members))
+    )
     return True
 
 
-def _priority_degree(look: _Look) -> int | None:
-    """Of the tp groups there are, the one for a priority request; else the widest that leaves half the instances."""
-    standing = [g.degree for g in look.tp_groups()]
-    if standing:
-        return max(standing)
+def _is_needed_by_all(look: _Look, group: Group) -> bool:
+    """Whether `group` is all there is, and so loaded that its members serve best effort better alone."""
+    if not _takes_all(look, group):
+        return False
+    is_choice = look.history.standing[group].reason is Reason.LOAD and any(
+        g.degree < group.degree for g in look.view.snapshot.groups
+    )
+    load = look.view.load(group)
+    return load.load >= OVERLOAD or (is_choice and load.load > look.config.split_above)
+
+
+def _priority_degrees(look: _Look) -> list[int]:
+    """The degree of a group for urgent requests: the widest that leaves half of the instances, else the narrowest."""
     degrees = sorted({g.degree for g in look.view.snapshot.groups if g.degree <= look.config.max_degree})
     halves = [d for d in degrees if 2 * d <= len(look.view.instances)]
-    return halves[-1] if halves else next(iter(degrees), None)
+    return halves[-1:] or degrees[:1]
 
 
 def _dp_for_wish(look: _Look) -> _Step | None:
@@ -304,7 +319,7 @@ def _tp_for_wish(look: _Look, degree: int) -> _Step | None:
         return None
     goal = min(able, key=lambda g: _cost(look, g))
     strategy = look.config.priority_strategy
-    if goal.degree >= len(look.view.instances) and _num_requests(look, look.view.instances) > 0:
+    if goal.degree >= len(look.view.instances) and _num_requests(look) > 0:
         strategy = SwitchStrategy.CARRY  # nobody is left to serve the paused: they must go on with the rest
     load = sum(look.view.load(g).num_requests for g in look.view.groups_over(goal.members))
     why = f"requests ask for tp{degree} or are urgent, {load} requests run on its members"
@@ -314,17 +329,25 @@ def _tp_for_wish(look: _Look, degree: int) -> _Step | None:
 
 
 def _starves_others(look: _Look, goal: Group) -> bool:
-    """Whether claims and `goal` leave no instance to best effort, although there are more than `goal` needs."""
-    instances = look.view.instances
-    if len(instances) <= goal.degree or not _has_best_effort(look):
+    """Whether `goal` would leave no instance to best effort, although there are more than it needs, or all queue."""
+    if not _takes_all(look, goal):
         return False
-    return all(i in look.claimed or i in goal.members for i in instances)
+    projected, relieved_s = look.view.projected(goal), look.history.relieved_s
+    is_busy = projected is not None and projected.load >= OVERLOAD
+    is_relieved = relieved_s is not None and look.now_s - relieved_s < look.config.min_dwell_s
+    return len(look.view.instances) > goal.degree or is_busy or is_relieved
+
+
+def _takes_all(look: _Look, group: Group) -> bool:
+    """Whether best effort runs, and claims and `group` leave no instance to it."""
+    is_all = group.degree > 1 and all(i in look.claimed or i in group.members for i in look.view.instances)
+    return is_all and _has_best_effort(look)
 
 
 def _has_best_effort(look: _Look) -> bool:
     demands = look.view.snapshot.demands
     num_special = sum(max(d.num_priority, sum(num for _, num in d.wanted_degrees)) for d in demands)
-    return _num_requests(look, look.view.instances) > num_special
+    return _num_requests(look) > num_special
 
 
 # Use case 1: load
@@ -422,5 +445,6 @@ def _cost(look: _Look, goal: Group) -> tuple[int, float, int, tuple[InstanceId, 
     return sum(load.num_requests for load in loads), sum(load.kv_share for load in loads), num_splits, goal.members
 
 
-def _num_requests(look: _Look, instances: Iterable[InstanceId]) -> int:
-    return sum(look.view.load(group).num_requests for group in look.view.groups_over(instances))
+def _num_requests(look: _Look) -> int:
+    """Requests that run or wait anywhere."""
+    return sum(load.num_requests for load in look.view.loads.values())
