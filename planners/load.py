@@ -4,7 +4,7 @@ The load of a shape is measured in that shape: a merge is judged by the load tha
 split by the load that it has. So a merge cannot by itself call for the split that undoes it.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from pengserve.planners.types.ids import InstanceId
@@ -41,6 +41,7 @@ class ClusterView:
     instances: Mapping[InstanceId, InstanceSnapshot]  # READY ones
     group_of: Mapping[InstanceId, Group]  # of instances in groups whose members are all READY
     loads: Mapping[InstanceId, GroupLoad]  # of those groups, by leader
+    formable: frozenset[tuple[InstanceId, ...]]  # members of tp groups that could be formed now
     busy_requests: int
 
     @classmethod
@@ -57,41 +58,66 @@ class ClusterView:
                 leader = group.members[0]
                 loads[leader] = _load(instances[leader], group, busy_requests, leader in standing)
         return cls(
-            snapshot=snapshot, instances=instances, group_of=group_of, loads=loads, busy_requests=max(1, busy_requests)
+            snapshot=snapshot,
+            instances=instances,
+            group_of=group_of,
+            loads=loads,
+            formable=frozenset(group.members for group in snapshot.groups),
+            busy_requests=max(1, busy_requests),
         )
 
     def load(self, group: Group) -> GroupLoad:
         """Load of a group that is in the layout, with all members READY."""
         return self.loads[group.leader]
 
+    def groups(self) -> Iterator[Group]:
+        """The layout's groups whose members are all READY."""
+        return (group for group in self.snapshot.layout.groups if group.members[0] in self.loads)
+
     def groups_over(self, members: Iterable[InstanceId]) -> tuple[Group, ...]:
         """The layout's groups that have any of `members`, by rank; only those whose members are all READY."""
-        return tuple(dict.fromkeys(self.group_of[member] for member in members if member in self.group_of))
+        groups = [self.group_of[member] for member in members if member in self.group_of]
+        return tuple({group.members[0]: group for group in groups}.values())
 
     def projected(self, group: Group) -> GroupLoad | None:
         """Load that `group` would have if it were formed now of all that its members run.
 
         None where its members also cooperate with others, or it cannot be built.
         """
-        parts = self.groups_over(group.members)
-        lane = lane_capacity(self.instances.get(group.leader), group.shape)
-        if lane is None or sum(part.degree for part in parts) != group.degree:
+        lane = lane_capacity(self.instances.get(group.members[0]), group.shape)
+        if lane is None:
             return None
-        loads = [self.loads[part.members[0]] for part in parts]
-        num_requests = sum(load.num_requests for load in loads)
+        members, degree = group.members, len(group.members)
+        num_requests = num_waiting = start = 0
+        kv_share, is_known, is_queue = 0.0, True, False
+        while start < degree:
+            part = self.group_of.get(members[start])
+            if part is None or part.members != members[start : start + len(part.members)]:
+                return None
+            load, width = self.loads[members[start]], len(part.members)
+            num_requests += load.num_requests
+            num_waiting += load.num_waiting
+            kv_share += load.kv_share * width
+            is_known, is_queue = is_known and load.is_known, is_queue or load.is_queue
+            start += width
         return GroupLoad(
             num_requests=num_requests,
-            num_waiting=sum(load.num_waiting for load in loads),
-            kv_share=sum(load.kv_share * part.degree for load, part in zip(loads, parts, strict=True)) / group.degree,
-            slot_share=num_requests / _slots(lane, group.degree, self.busy_requests),
-            is_known=all(load.is_known for load in loads),
-            is_queue=any(load.is_queue for load in loads),
+            num_waiting=num_waiting,
+            kv_share=kv_share / degree,
+            slot_share=num_requests / _slots(lane, degree, self.busy_requests),
+            is_known=is_known,
+            is_queue=is_queue,
         )
 
     def max_tokens(self, group: Group, shape: str) -> int:
         """Most tokens of a request that every member of `group` can have in `shape`; 0 where one cannot run it."""
-        lanes = [lane_capacity(self.instances.get(member), shape) for member in group.members]
-        return min(0 if lane is None else lane.max_model_len for lane in lanes)
+        least: int | None = None
+        for member in group.members:
+            lane = lane_capacity(self.instances.get(member), shape)
+            if lane is None:
+                return 0
+            least = lane.max_model_len if least is None else min(least, lane.max_model_len)
+        return least or 0
 
     def needs_group(self, group: Group) -> bool:
         """Whether a request runs in `group` that none of its members could hold alone."""

@@ -209,10 +209,11 @@ def _for_long_context(look: _Look) -> _Step | None:
     for group in look.tp_groups():
         if _is_kept_for_long(look, group):
             look.claim(group)
-    routes = [view.max_tokens(group, group.shape) for group in dict.fromkeys(view.group_of.values())]
-    longest_route = max(routes, default=0)
-    waiting = sorted({d.longest_waiting_tokens for d in view.snapshot.demands}, reverse=True)
-    for num_tokens in (n for n in waiting if n > 0):
+    waiting = sorted({d.longest_waiting_tokens for d in view.snapshot.demands if d.longest_waiting_tokens > 0})
+    if not waiting:
+        return None
+    longest_route = max((view.max_tokens(group, group.shape) for group in view.groups()), default=0)
+    for num_tokens in reversed(waiting):
         if num_tokens <= longest_route:
             _claim_narrowest(look, num_tokens)
             continue
@@ -272,7 +273,7 @@ def _claim_standing(look: _Look, degrees: set[int]) -> bool:
     """Claims a group of the layout for wishes; the widest, and rather one that stands for a wish."""
     standing = look.history.standing
     able = [
-        g for g in dict.fromkeys(look.view.group_of.values()) if g.degree in degrees and not _is_needed_by_all(look, g)
+        g for g in look.view.groups() if g.degree in degrees and not _is_needed_by_all(look, g)
     ]
     if not able:
         return False

@@ -15,7 +15,7 @@ def can_merge(view: ClusterView, group: Group) -> bool:
     alone = all(m in view.group_of and view.group_of[m].kind is GroupKind.DP for m in group.members)
     return (
         alone
-        and group in view.snapshot.groups
+        and group.members in view.formable
         and not view.num_paused(group)
         and all(lane_capacity(view.instances[m], group.shape) is not None for m in group.members)
     )

@@ -42,7 +42,7 @@ class Group:
     @property
     def shape(self) -> str:
         """What the group runs: "dp", "tp2", "pp4", ..."""
-        return self.kind.value if self.kind is GroupKind.DP else f"{self.kind}{len(self.members)}"
+        return "dp" if self.kind is GroupKind.DP else f"{self.kind}{len(self.members)}"
 
     @property
     def degree(self) -> int:
