@@ -1,10 +1,11 @@
 """Laws of the dispatch and admission planners."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pengserve.planners.admission import MAX_RETRY_S, MIN_RETRY_S, IngressLoad, Refusal, admit
-from pengserve.planners.dispatch import Candidate, choose
+from pengserve.planners.dispatch import Candidate, Wish, choose
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 
 tokens = st.integers(0, 100_000)
@@ -65,6 +66,76 @@ def test_equal_requests_spread_evenly(num_instances: int, num_requests: int) -> 
         assert key is not None
         unseen[key.instance_id] += 1
     assert max(unseen) - min(unseen) <= 1
+
+
+shaped = st.builds(
+    Candidate,
+    key=st.builds(InstanceKey, instance_id=st.integers(0, 50).map(InstanceId), incarnation=st.just(0)),
+    resident_tokens=st.integers(0, 4000),
+    queued_tokens=st.integers(0, 100),
+    unseen_tokens=st.integers(0, 100),
+    capacity_tokens=st.integers(1000, 4000),
+    num_requests=st.integers(0, 20),
+    shape=st.sampled_from(["dp", "dp", "tp2", "tp4"]),
+    max_tokens=st.one_of(st.none(), st.integers(500, 4000)),
+    num_priority=st.integers(0, 2),
+)
+routes = st.lists(shaped, max_size=8, unique_by=lambda c: c.key)
+wishes = st.builds(
+    Wish,
+    degree=st.sampled_from([None, None, 1, 2, 4]),
+    total_tokens=st.integers(0, 5000),
+    is_priority=st.booleans(),
+)
+
+
+def find(given_: list[Candidate], key: InstanceKey | None) -> Candidate | None:
+    return next((c for c in given_ if c.key == key), None)
+
+
+@given(routes, st.integers(0, 5000), wishes)
+def test_a_wish_is_kept_or_nobody_is_chosen(given_: list[Candidate], num_tokens: int, wish: Wish) -> None:
+    needed = max(num_tokens, wish.total_tokens)
+    able = [c for c in given_ if wish.degree in (None, c.degree) and c.holds(needed)]
+    chosen = find(given_, choose(given_, num_tokens, wish))
+    assert (chosen is None) == (not able)
+    if chosen is not None:
+        assert chosen in able
+        assert needed <= chosen.capacity_tokens
+        assert chosen.max_tokens is None or needed <= chosen.max_tokens
+
+
+@given(routes, wishes)
+def test_a_priority_request_gets_the_widest_shape_that_is_not_full(given_: list[Candidate], wish: Wish) -> None:
+    wish = Wish(degree=wish.degree, total_tokens=wish.total_tokens, is_priority=True)
+    chosen = find(given_, choose(given_, 0, wish))
+    if chosen is not None:
+        able = [c for c in given_ if wish.degree in (None, c.degree) and c.holds(wish.total_tokens)]
+        free = [c for c in able if c.virtual_load < 1] or able
+        assert chosen.degree == max(c.degree for c in free)
+        assert chosen.virtual_load == min(c.virtual_load for c in free if c.degree == chosen.degree)
+
+
+@given(routes)
+def test_best_effort_leaves_a_priority_group_alone_while_others_have_room(given_: list[Candidate]) -> None:
+    chosen = find(given_, choose(given_, 0))
+    is_reserved = [c.num_priority > 0 and c.degree > 1 for c in given_]
+    has_room = [not r and c.virtual_load < 1 for r, c in zip(is_reserved, given_, strict=True)]
+    if chosen is not None and any(has_room):
+        assert not (chosen.num_priority and chosen.degree > 1)
+
+
+def test_parallelism_is_read_by_name() -> None:
+    read = {text: Wish.parse(text, (2, 4)).degree for text in ("auto", "dp", "tp", "tp2", " TP4 ")}
+    assert read == {"auto": None, "dp": 1, "tp": 4, "tp2": 2, " TP4 ": 4}
+
+
+@pytest.mark.parametrize("text", ["tp8", "tp1", "tp0", "tp-2", "", "pp2", "dp2", "tp 2", "2", "tp²"])
+def test_what_cannot_be_is_refused_with_what_can(text: str) -> None:
+    with pytest.raises(ValueError, match=r"choose auto, dp, tp, tp2, tp4$"):
+        Wish.parse(text, (1, 2, 4))
+    with pytest.raises(ValueError, match=r"choose auto, dp$"):
+        Wish.parse("tp", ())
 
 
 loads = st.builds(

@@ -1,0 +1,90 @@
+"""Each law that a switch can break is told in a sentence, and nothing else is."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pengserve.planners.check import check_layout, check_switch
+from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
+from pengserve.planners.types.layout import Group, Layout
+from pengserve.planners.types.plans import SwitchPlan
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState, LaneInfo
+from tests.planners.clusters import DP_TOKENS, snapshot, stats
+
+
+def switch(text: str, *, is_merge: bool, epoch: int = 7) -> SwitchPlan:
+    group = Group.parse(text)
+    members = tuple(InstanceKey(instance_id=m, incarnation=1) for m in group.members)
+    return SwitchPlan(plan_id="p", epoch=Epoch(epoch), group=group, members=members, is_merge=is_merge)
+
+
+def changed(
+    seen: ClusterSnapshot, which: int, change: Callable[[InstanceSnapshot], InstanceSnapshot]
+) -> ClusterSnapshot:
+    return replace(seen, instances=tuple(change(i) if i.instance_id == which else i for i in seen.instances))
+
+
+MERGE, SPLIT = switch("tp2@(0,1)", is_merge=True), switch("tp2@(0,1)", is_merge=False)
+APART, TOGETHER = snapshot(4), snapshot(4, "tp2@(0,1)")
+
+
+def test_a_sound_merge_and_a_sound_split_break_no_law() -> None:
+    assert check_switch(MERGE, APART) == ()
+    assert check_switch(SPLIT, TOGETHER) == ()
+    assert check_switch(switch("tp2@(2,3)", is_merge=True), TOGETHER) == ()
+
+
+@pytest.mark.parametrize("plan", [MERGE, SPLIT])
+def test_a_stale_epoch_or_life_is_refused(plan: SwitchPlan) -> None:
+    seen = APART if plan.is_merge else TOGETHER
+    assert check_switch(replace(plan, epoch=Epoch(6)), seen) == (
+        "the plan is for epoch 6, the layout is at 7: plan again",
+    )
+    reborn = changed(seen, 1, lambda i: replace(i, key=replace(i.key, incarnation=2)))
+    assert check_switch(plan, reborn) == ("instance 1.1 was replaced by 1.2",)
+    draining = changed(seen, 0, lambda i: replace(i, state=InstanceState.DRAINING))
+    assert check_switch(plan, draining) == ("instance 0.1 is draining, not ready",)
+    gone = replace(seen, instances=seen.instances[1:])
+    assert "there is no instance 0" in check_switch(plan, gone)
+
+
+def test_a_merge_needs_communicators_and_lanes() -> None:
+    assert check_switch(MERGE, replace(APART, groups=())) == (
+        "tp2@(0,1) cannot be formed now: its communicators are not ready",
+    )
+    no_lane = LaneInfo(shape="tp2", capacity=None, why_not="quantised")
+    without = changed(APART, 1, lambda i: replace(i, lanes=(i.lanes[0], no_lane)))
+    assert check_switch(MERGE, without) == ("instance 1 has no tp2 lane",)
+
+
+def test_a_merge_takes_instances_that_are_alone() -> None:
+    found = check_switch(switch("tp4@(0..3)", is_merge=True), TOGETHER)
+    assert found == ("instance 0 is in tp2@(0,1): split that first", "instance 1 is in tp2@(0,1): split that first")
+    homeless = replace(APART, layout=Layout(epoch=Epoch(7), groups=APART.layout.groups[1:]))
+    assert check_switch(MERGE, homeless) == ("instance 0 is in no group of the layout",)
+
+
+def test_a_split_ends_a_group_of_the_layout() -> None:
+    assert check_switch(SPLIT, APART) == ("tp2@(0,1) is not in the layout",)
+
+
+@given(st.integers(0, 2 * DP_TOKENS))
+def test_a_split_waits_for_a_request_that_fits_nowhere_else(longest: int) -> None:
+    seen = snapshot(4, "tp2@(0,1)", {0: stats("tp2", 1, longest_tokens=longest)})
+    assert bool(check_switch(SPLIT, seen)) == (longest > DP_TOKENS)
+
+
+@given(st.sets(st.integers(0, 9)), st.sets(st.integers(0, 9)))
+def test_a_layout_holds_every_instance_and_nobody_else(grouped: set[int], there: set[int]) -> None:
+    layout = Layout.all_dp(tuple(map(InstanceId, grouped)), Epoch(0))
+    found = check_layout(layout, map(InstanceId, there))
+    assert len(found) == len(grouped ^ there)
+
+
+def test_a_plan_and_its_inverse_lead_back() -> None:
+    assert MERGE.inverse.epoch == MERGE.epoch + 1
+    after = replace(TOGETHER, layout=replace(TOGETHER.layout, epoch=MERGE.inverse.epoch))
+    assert check_switch(MERGE.inverse, after) == ()
