@@ -61,7 +61,8 @@ class LinkPool:
     def apply(self, table: RoutingTable) -> None:
         """Takes a newer table into use. Returns at once; new links open in the background."""
         self._routes = frozenset(route.key for route in table.routes)
-        self._endpoints = {place.key: place.endpoint for place in (*table.addresses, *table.routes)}
+        self._endpoints = {address.key: address.endpoint for address in table.addresses}
+        self._endpoints |= {route.key: route.endpoint for route in table.routes}
         for key in self._endpoints:
             if key not in self._keepers:
                 self._keepers[key] = asyncio.create_task(self._keep(key), name=f"link-{key}")
