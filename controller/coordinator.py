@@ -79,9 +79,6 @@ class Coordinator:
     def begin(self, plan: SwitchPlan) -> None:
         """Begins `plan`, which the caller has checked. One that is stale by then is not begun; plan again."""
         assert self._task is None, "one switch at a time"
-        if self._failures:
-            # A name that was aborted is not used again: a late abort must not hit the next try.
-            plan = replace(plan, plan_id=f"{plan.plan_id}~{self._failures}")
         self._task = asyncio.get_running_loop().create_task(self._carry_out(plan), name=f"switch {plan.plan_id}")
         self._task.add_done_callback(self._ended)
 

@@ -82,7 +82,13 @@ class LayoutLaws(RuleBasedStateMachine):
         """In the order they were given, one of each instance: a second call waits for the first."""
         newest = {said.key: said for said in self.under_way}
         self.under_way.clear()
+        before, switch = set(self.state.layout.groups), self.state.switch
+        kept = {group for group in before if self.is_together(group)}
+        if switch is not None and all(self.state.slots[i].ready is not None for i in switch.group.members):
+            kept |= {group for group in before if set(group.members) & set(switch.group.members)}
         self.observe(*((key, Answered(said)) for key, said in newest.items()))
+        if all(slot.ready is not None for slot in self.state.slots):
+            assert kept <= set(self.state.layout.groups), "late words end no group that runs, nor a switch"
 
     @rule(group=st.sampled_from(GROUPS), late=st.booleans())
     def a_switch_begins(self, group: Group, late: bool) -> None:
@@ -126,6 +132,12 @@ class LayoutLaws(RuleBasedStateMachine):
         if plan is not None and self.done is not None:
             self.apply(transitions.end_switch(self.state, plan, self.done, {}, self.now_s))
             assert self.state.switch is None
+
+    @rule(group=st.sampled_from(GROUPS))
+    def a_whole_switch(self, group: Group) -> None:
+        self.a_switch_begins(group, late=False)
+        self.the_members_commit()
+        self.the_switch_ends()
 
     @rule()
     def the_switch_fails_or_its_end_is_lost(self) -> None:
@@ -188,6 +200,12 @@ class LayoutLaws(RuleBasedStateMachine):
         assert check_layout(self.state.layout, range(4)) == ()  # type: ignore[arg-type]
 
     @invariant()
+    def a_group_has_all_its_members(self) -> None:
+        for group in self.state.layout.groups:
+            if group.kind is GroupKind.TP:
+                assert all(self.state.slots[member].ready is not None for member in group.members)
+
+    @invariant()
     def each_epoch_is_told_once(self) -> None:
         assert self.epochs_told == sorted(set(self.epochs_told))
 
@@ -199,7 +217,7 @@ class LayoutLaws(RuleBasedStateMachine):
         assert {address.key for address in self.state.routing.addresses} == ready
 
 
-LayoutLaws.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+LayoutLaws.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
 TestLayoutLaws = LayoutLaws.TestCase
 
 
@@ -299,6 +317,22 @@ def test_groups_are_runs_of_neighbours_on_a_node() -> None:
     assert snapshot.ranks == (0, 2, 1, 3) and state.routing.max_model_len == 2048
 
 
+def test_a_group_that_runs_keeps_its_communicators_where_ranks_shift_under_it() -> None:
+    state = started(CONFIG)
+    group = GROUPS[1]
+    plan = SwitchPlan(
+        plan_id="1", epoch=state.layout.epoch, group=group, members=(life(2), life(3)), is_merge=True, why="x"
+    )
+    state = transitions.begin_switch(state, plan).state
+    state = transitions.end_switch(state, plan, SwitchReport(plan_id="1", epoch=Epoch(2)), {}, 1).state
+    elsewhere = replace(answer(life(1, 2), InstanceState.READY, degrees=CONFIG.degrees), device=DeviceInfo(node_id="z"))
+    state = transitions.observe(state, [(life(1), Gone("SIGKILL")), (life(1), Killed())], 2).state
+    state = transitions.create(state, [InstanceId(1)], "again", 2).state
+    state = transitions.observe(state, [(life(1, 2), Answered(elsewhere))], 2).state
+    assert state.wiring.topology.ranks == (0, 2, 3, 1)
+    assert [str(spec.group) for spec in state.wiring.directory.groups] == ["tp2@(0,2)", "tp2@(2,3)"]
+
+
 def test_an_empty_slot_keeps_its_rank_and_no_ready_group_has_it() -> None:
     state = started(CONFIG)
     state = transitions.observe(state, connected(state), 1).state
@@ -374,13 +408,19 @@ def changes_of(transition: Transition) -> list[Change]:
     return [change for change in transition.changes if change.kind is EventKind.LAYOUT_CHANGED]
 
 
-def test_a_report_of_a_switch_whose_member_died_meanwhile_changes_no_layout() -> None:
+@pytest.mark.parametrize("is_filled", [False, True])
+def test_a_report_of_a_switch_whose_member_died_meanwhile_changes_no_layout(is_filled: bool) -> None:
     state = started(CONFIG)
     plan = SwitchPlan(
         plan_id="1", epoch=state.layout.epoch, group=GROUPS[0], members=(life(0), life(1)), is_merge=True, why="x"
     )
     state = transitions.begin_switch(state, plan).state
     state = transitions.observe(state, [(life(1), Gone("SIGKILL"))], 1).state
+    if is_filled:
+        state = transitions.observe(state, [(life(1), Killed())], 1).state
+        state = transitions.create(state, [InstanceId(1)], "again", 1).state
+        again = answer(life(1, 2), InstanceState.READY, degrees=CONFIG.degrees)
+        state = transitions.observe(state, [(life(1, 2), Answered(again))], 1).state
     report = SwitchReport(plan_id="1", epoch=Epoch(plan.epoch + 1))
     ended = transitions.end_switch(state, plan, report, {}, 2)
     assert changes_of(ended) == [] and len(ended.state.layout.groups) == 4

@@ -143,6 +143,25 @@ async def test_a_member_that_does_not_answer_a_prepare_aborts_the_switch() -> No
         await until(lambda: layout(controller) == PAIR)
 
 
+async def test_a_layout_that_changes_in_a_prepare_fences_the_commit() -> None:
+    port = FakePort(CONFIG.degrees)
+    async with running(port, replace(CONFIG, prepare_timeout_s=5)) as controller:
+        await formable(controller)
+        controller.set_layout(target("tp2@(2,3)"))
+        await until(lambda: ("2.1", "tp2") in shapes(controller))
+        port.may_prepare.clear()
+        controller.set_layout(target("tp2@(0,1) tp2@(2,3)"))
+        await until(lambda: port.calls[-1][:2] == ("prepare", life(1)))
+        plan_id = port.calls[-1][2]
+        port.crash(life(3))
+        port.fall_back(life(2))
+        await until(lambda: ("2.1", "dp") in shapes(controller))
+        port.may_prepare.set()
+        await until(lambda: shapes(controller) == {("0.1", "tp2"), ("2.1", "tp2")})
+        assert "plan again" in log(controller, EventKind.TRANSITION_ERROR)[-1].why
+        assert ("commit", life(0), plan_id) not in port.calls
+
+
 async def test_a_refused_commit_leaves_the_layout_as_it_was() -> None:
     port = FakePort(CONFIG.degrees)
     port.commit_error = "a member did not come"
@@ -270,6 +289,8 @@ async def test_directories_follow_the_lives_and_are_told_once() -> None:
         newest = port.instances[life(0)].directories[-1]
         names = {str(spec.group): spec.name for spec in newest.groups}
         assert names["tp2@(0,1)"] == "tp2@(0,1)/0.1-1.2/0" and names["tp2@(2,3)"] == "tp2@(2,3)/2.1-3.1/0"
+        versions = [d.version for d in port.instances[life(0)].directories]
+        assert versions == sorted(set(versions)), "each version is told once"
         between = [d for d in port.instances[life(0)].directories if first.version < d.version < newest.version]
         groups = {str(spec.group) for d in between for spec in d.groups}
         assert groups <= {"tp2@(2,3)"}, "an empty slot does not shift its neighbours into other groups"
