@@ -1,4 +1,4 @@
-"""One instance: a lane, its step loop and its request channel. Knows neither Ray nor why it is asked anything."""
+"""One instance: its lanes, step loop, request channel and peers. Knows neither Ray nor why it is asked anything."""
 
 import logging
 import os
@@ -11,17 +11,21 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from pengserve.planners.types.config import InstanceConfig
-from pengserve.planners.types.errors import EngineError, LinkLostError
-from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.directory import PeerDirectory
+from pengserve.planners.types.errors import EngineError, LinkLostError, StepError
+from pengserve.planners.types.ids import Epoch, InstanceKey
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, InstanceStats
 from pengserve.replicas.channel.frames import Buffer, Frame, FrameKind
 from pengserve.replicas.channel.server import ChannelServer
+from pengserve.replicas.open_requests import OpenRequests
 from pengserve.replicas.step_loop import StepLoop
 
 if TYPE_CHECKING:
-    from pengserve.replicas.engine.dp_lane import DpLane
+    from pengserve.replicas.engine.lanes import Lanes
     from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs, Request
     from pengserve.replicas.engine.wire import Codec
+    from pengserve.replicas.switching.agent import Agent
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +35,8 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 class Instance:
     """Hosts one engine in this process. Every public method is thread-safe and returns quickly.
 
-    Threads: the step loop's owns the lane, and encodes and sends its outputs; the channel's receives requests.
+    Threads: the step loop's owns the lanes, and encodes and sends their outputs; the channel's receives requests; one
+    for each peer receives what other instances say.
     """
 
     def __init__(
@@ -47,15 +52,16 @@ class Instance:
         self._state = InstanceState.STARTING
         self._failure = ""
         self._stats = InstanceStats()
-        self._lane: DpLane | None = None
+        self._lanes: Lanes | None = None
+        self._agent: Agent | None = None  # where elasticity is on
         self._codec: Codec | None = None  # the channel's thread's
         self._step_codec: Codec | None = None
-        self._requests: dict[int, set[str]] = {}  # by client index; ids come in the channel's thread and go in both
         self._idle = threading.Event()
         self._idle.set()
         self._server = ChannelServer(host=self._host, token=config.channel_token, handler=self)
+        self._requests = OpenRequests(self._server)
         self._loop = StepLoop(
-            build=self._build_lane, on_ready=self._ready, on_step=self._stepped, on_failed=self._failed
+            build=self._build_lanes, on_ready=self._ready, on_step=self._stepped, on_failed=self._failed
         )
 
     def start(self) -> None:
@@ -67,8 +73,11 @@ class Instance:
         """Where ingresses connect, "host:port"; empty until ready."""
         if self._state not in (InstanceState.READY, InstanceState.DRAINING):
             return ""
-        host = self._device.node_ip if self._host == "0.0.0.0" else self._host
-        return f"{host}:{self._server.port}"
+        return f"{self._reachable_host}:{self._server.port}"
+
+    @property
+    def _reachable_host(self) -> str:
+        return self._device.node_ip if self._host == "0.0.0.0" else self._host
 
     def failure(self) -> str:
         """Why the instance is DEAD, else an empty string."""
@@ -76,13 +85,21 @@ class Instance:
 
     def status(self) -> InstanceSnapshot:
         """All that is known of this instance now."""
+        lanes, agent = self._lanes, self._agent
+        running = lanes.running if lanes else None
         return InstanceSnapshot(
             key=self.key,
             state=self._state,
             endpoint=self.endpoint,
             device=self._device,
-            capacity=self._lane.capacity if self._lane else None,
+            capacity=lanes.capacity if lanes else None,
             stats=self._stats,
+            lanes=lanes.infos() if lanes else (),
+            lane=running.group.unique_name if running else "dp",
+            epoch=agent.epoch if agent else Epoch(0),
+            peer_endpoint=agent.endpoint if agent else "",
+            groups_ready=agent.groups_ready() if agent else (),
+            groups_failed=agent.groups_failed() if agent else (),
             rss_bytes=_rss_bytes(),
             failure=self._failure,
         )
@@ -97,33 +114,83 @@ class Instance:
         """Ends the instance; requests in flight are lost to it and resumed elsewhere by the ingress."""
         self._state = InstanceState.DEAD
         self._server.stop()
+        if self._agent is not None:
+            self._agent.close()
         if not self._loop.stop(timeout_s):
             logger.warning("the step loop did not end within %g s", timeout_s)
 
+    # The controller's calls about shape -------------------------------------------------------------------------------
+
+    def connect(self, directory: PeerDirectory) -> None:
+        """Takes a newer directory of peers; returns at once."""
+        if self._agent is not None:
+            self._agent.connect(directory)
+
+    def prepare(self, plan: SwitchPlan) -> None:
+        """See `Agent.prepare`. Raises StepError where this instance cannot take part."""
+        self._elastic().prepare(plan)
+
+    def commit(self, plan: SwitchPlan) -> SwitchReport:
+        """See `Agent.commit`. Raises StepError or EngineError."""
+        return self._elastic().commit(plan)
+
+    def abort(self, plan_id: str) -> None:
+        """See `Agent.abort`."""
+        if self._agent is not None:
+            self._agent.abort(plan_id)
+
+    def _elastic(self) -> "Agent":
+        if self._agent is None or self._state is not InstanceState.READY:
+            raise StepError(f"instance {self.key} is not ready to change its shape")
+        return self._agent
+
     # The step loop's side -------------------------------------------------------------------------------------
 
-    def _build_lane(self) -> "DpLane":
+    def _build_lanes(self) -> "Lanes":
         # vLLM takes seconds to import and needs its environment set first; nobody else on this floor pays for it.
-        from pengserve.replicas.engine.dp_lane import DpLane
+        from pengserve.replicas.engine.lanes import Lanes
         from pengserve.replicas.engine.wire import Codec
 
         started_s = time.perf_counter()
         self._codec, self._step_codec = Codec(), Codec()
-        lane = DpLane(self.config)
+        lanes = Lanes(self.config)
+        if self.config.degrees:
+            self._agent = self._build_agent(lanes)
         logger.info("instance %s: engine built in %.1f s", self.key, time.perf_counter() - started_s)
-        return lane
+        return lanes
 
-    def _ready(self, lane: "DpLane") -> None:
-        self._lane = lane
-        self._stats = lane.stats()
+    def _build_agent(self, lanes: "Lanes") -> "Agent":
+        from pengserve.replicas.switching.agent import Agent
+
+        return Agent.build(
+            key=self.key,
+            config=self.config,
+            lanes=lanes,
+            bind_host=self._host,
+            reachable_host=self._reachable_host,
+            owner=self._requests,
+            submit=self._loop.submit,
+            on_changed=self._shape_changed,
+        )
+
+    def _ready(self, lanes: "Lanes") -> None:
+        self._lanes = lanes
+        self._stats = lanes.stats()
         self._server.start()
         if self._state is InstanceState.STARTING:
             self._state = InstanceState.READY
+
+    def _shape_changed(self) -> None:
+        assert self._lanes is not None
+        self._stats = self._lanes.stats()
+        self._note_idle()
 
     def _stepped(self, outputs: Mapping[int, "EngineCoreOutputs"], stats: InstanceStats) -> None:
         self._stats = stats
         assert self._step_codec is not None
         self._send(self._step_codec, outputs, stats)
+        if self._agent is not None:
+            self._agent.boundary()
         self._note_idle()
 
     def _failed(self, error: BaseException) -> None:
@@ -132,7 +199,7 @@ class Instance:
         self._server.stop()  # every ingress sees the end at once and resumes elsewhere
 
     def _note_idle(self) -> None:
-        if self._lane is not None and not self._lane.num_requests():
+        if self._lanes is not None and not self._lanes.num_requests():
             self._idle.set()
 
     # The channel's side ---------------------------------------------------------------------------------------
@@ -141,8 +208,8 @@ class Instance:
         """Parts of the WELCOME frame."""
         from pengserve.replicas.engine.wire import Welcome
 
-        assert self._lane is not None
-        return [msgspec.msgpack.encode(Welcome(key=self.key, capacity=self._lane.capacity))]
+        assert self._lanes is not None
+        return [msgspec.msgpack.encode(Welcome(key=self.key, capacity=self._lanes.capacity))]
 
     def heartbeat(self) -> Sequence[Buffer]:
         """Parts of an empty BATCH."""
@@ -165,28 +232,37 @@ class Instance:
 
     def on_lost(self, client_index: int) -> None:
         """An ingress is gone: its requests have no reader."""
-        request_ids = self._requests.pop(client_index, None)
+        request_ids = self._requests.remove_client(client_index)
         if request_ids:
             logger.info("instance %s: a client left; aborting its %d requests", self.key, len(request_ids))
-            self._submit_abort(list(request_ids))
+            self._submit_abort(request_ids)
 
     def _add(self, client_index: int, parts: Sequence[Buffer]) -> None:
-        assert self._lane is not None and self._codec is not None
-        lane, add = self._lane, self._codec.decode_add(parts)
+        assert self._lanes is not None and self._codec is not None
+        lanes, add = self._lanes, self._codec.decode_add(parts)
         add.request.client_index = client_index
         request_id = add.request.request_id
-        self._requests.setdefault(client_index, set()).add(request_id)
+        self._requests.add(add.request)
         self._idle.clear()
 
         def admit(request: "Request") -> None:
-            self._loop.submit(lambda: lane.add(request))
+            self._loop.submit(lambda: self._admit(request))
 
         try:
-            lane.prepare(add.request, add.output_token_ids, admit)
+            lanes.prepare(add.request, add.output_token_ids, admit)
         except Exception:
             # What reaches here passed the ingress's checks; only this request may suffer for it.
             logger.exception("instance %s cannot take request %s", self.key, request_id)
             self._refuse(client_index, request_id)
+
+    def _admit(self, request: "Request") -> None:
+        assert self._lanes is not None
+        if self._lanes.is_following and self._agent is not None:
+            # It was sent before its ingress heard that another instance leads.
+            self._requests.moved([request.request_id], self._agent.leader, carried=False)
+            self._note_idle()
+        else:
+            self._lanes.add(request)
 
     def _refuse(self, client_index: int, request_id: str) -> None:
         from pengserve.replicas.engine.vllm_seam import EngineCoreOutput, EngineCoreOutputs, FinishReason
@@ -197,14 +273,13 @@ class Instance:
         self._loop.submit(self._note_idle)
 
     def _abort(self, client_index: int, request_ids: list[str]) -> None:
-        mine = self._requests.get(client_index, set())
-        mine.difference_update(request_ids)
+        self._requests.remove(client_index, request_ids)
         self._submit_abort(request_ids)
 
     def _submit_abort(self, request_ids: list[str]) -> None:
         def abort() -> None:
-            assert self._lane is not None
-            self._lane.abort(request_ids)
+            assert self._lanes is not None
+            self._lanes.abort(request_ids)
             self._note_idle()
 
         self._loop.submit(abort)
@@ -213,8 +288,8 @@ class Instance:
         head = codec.encode_stats(stats)
         for client_index, batch in outputs.items():
             finished = [o.request_id for o in batch.outputs if o.finish_reason is not None]
-            if finished and client_index in self._requests:
-                self._requests[client_index].difference_update(finished)
+            if finished:
+                self._requests.remove(client_index, finished)
             self._server.send(self._addressee(client_index, batch), [head, *codec.encode_outputs(batch)])
 
     def _addressee(self, client_index: int, batch: "EngineCoreOutputs") -> int:

@@ -58,8 +58,10 @@ class ChannelHandler(Protocol):
 
 
 class _Client:
-    def __init__(self, index: int, writer: asyncio.StreamWriter, loop: asyncio.AbstractEventLoop) -> None:
-        self.index, self.writer = index, writer
+    def __init__(
+        self, index: int, client_id: str, writer: asyncio.StreamWriter, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        self.index, self.client_id, self.writer = index, client_id, writer
         self.outbox = Outbox(writer.get_extra_info("socket"), loop)
         self.last_sent_s = 0.0
 
@@ -100,13 +102,13 @@ class ChannelServer:
         with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is left to hear it
             self._loop.call_soon_threadsafe(function)
 
-    def send(self, client_index: int, parts: Sequence[Buffer]) -> None:
-        """Sends a BATCH to a client, if it is still there. From any thread; never waits."""
+    def send(self, client_index: int, parts: Sequence[Buffer], kind: FrameKind = FrameKind.BATCH) -> None:
+        """Sends a frame to a client, if it is still there. From any thread; never waits."""
         with self._welcoming:
             client = self._clients.get(client_index)
         if client is None:
             return
-        unsent_bytes = client.outbox.send(encode(FrameKind.BATCH, parts))
+        unsent_bytes = client.outbox.send(encode(kind, parts))
         client.last_sent_s = time.monotonic()
         if unsent_bytes > MAX_UNSENT_BYTES:
             logger.warning("client %d reads too slowly; closing it", client_index)
@@ -115,6 +117,16 @@ class ChannelServer:
     def client_indices(self) -> list[int]:
         """Clients connected now."""
         return list(self._clients)
+
+    def client_id(self, client_index: int) -> str:
+        """Name that a client has at every instance; empty where it is gone."""
+        client = self._clients.get(client_index)
+        return client.client_id if client is not None else ""
+
+    def client_index(self, client_id: str) -> int | None:
+        """The newest connection of the client of that name; None where there is none."""
+        found = [client.index for client in list(self._clients.values()) if client.client_id == client_id]
+        return max(found, default=None)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -144,12 +156,12 @@ class ChannelServer:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            refusal = await self._refusal(reader)
-            if refusal:
-                writer.writelines(encode(FrameKind.REFUSED, [refusal.encode()]))
+            hello = await self._hello(reader)
+            if isinstance(hello, str):
+                writer.writelines(encode(FrameKind.REFUSED, [hello.encode()]))
                 await writer.drain()
                 return
-            client = _Client(self._next_index, writer, self._loop)
+            client = _Client(self._next_index, hello.client_id, writer, self._loop)
             self._next_index += 1
             with self._welcoming:
                 client.outbox.send(encode(FrameKind.WELCOME, self._handler.welcome()))
@@ -163,8 +175,8 @@ class ChannelServer:
             with contextlib.suppress(RuntimeError):  # the loop is already closing
                 writer.close()
 
-    async def _refusal(self, reader: asyncio.StreamReader) -> str:
-        """Why this connection may not stay, or an empty string."""
+    async def _hello(self, reader: asyncio.StreamReader) -> Hello | str:
+        """Who this connection is, or why it may not stay."""
         frame = await asyncio.wait_for(read(reader, MAX_HELLO_BYTES), HELLO_TIMEOUT_S)
         try:
             hello = msgspec.msgpack.decode(frame.parts[0], type=Hello)
@@ -174,7 +186,7 @@ class ChannelServer:
             return "wrong channel token"
         if hello.version != PROTOCOL_VERSION:
             return f"channel version {hello.version} is not {PROTOCOL_VERSION}; run the same PengServe everywhere"
-        return ""
+        return hello
 
     async def _read_all(self, client: _Client, reader: asyncio.StreamReader) -> None:
         try:

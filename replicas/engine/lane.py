@@ -78,6 +78,11 @@ class Lane:
         """Whether a request is here and has not finished."""
         return request_id in self._scheduler.requests
 
+    def request(self, request_id: str) -> Request:
+        """A request that is here. Raises KeyError where it is not."""
+        found: Request = self._scheduler.requests[request_id]
+        return found
+
     def rehash(self, request: Request) -> None:
         """Hashes a request's blocks in this lane's block size; it may have been prepared for another lane."""
         if request._block_hasher is not self._block_hasher:
@@ -126,6 +131,10 @@ class Lane:
         """Blocks that `admit` takes for so many computed tokens, at most."""
         return -(-(num_computed_tokens + 1) // self.capacity.block_size)
 
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that so many tokens fill, the last one perhaps in part."""
+        return -(-num_tokens // self.capacity.block_size)
+
     def settle(self, request: Request) -> None:
         """The KV has come: its full blocks join the prefix cache."""
         self._added += 1
@@ -157,17 +166,11 @@ class Lane:
         """Load after the last step."""
         running, waiting = self._scheduler.get_request_counts()
         return InstanceStats(
-            step=self._steps,
+            **self.totals(),
             num_running=running,
             num_waiting=waiting,
             kv_blocks_used=self.num_held - self.num_free(),
             queued_tokens=self._queued_tokens(waiting),
-            total_prompt_tokens=self._prompted,
-            total_generated_tokens=self._generated,
-            total_preemptions=self._preempted,
-            total_prefix_queries=self._prefix_queries,
-            total_prefix_hits=self._prefix_hits,
-            total_resumed=self._resumed,
             last_step_s=last_step_s,
             shape=self.shape,
             block_size=self.capacity.block_size,
@@ -175,6 +178,23 @@ class Lane:
             max_model_len=self.capacity.max_model_len,
             longest_tokens=self.longest_tokens(),
         )
+
+    def totals(self) -> dict[str, int]:
+        """Counts that only grow, by their names in `InstanceStats`."""
+        return {
+            "step": self._steps,
+            "total_prompt_tokens": self._prompted,
+            "total_generated_tokens": self._generated,
+            "total_preemptions": self._preempted,
+            "total_prefix_queries": self._prefix_queries,
+            "total_prefix_hits": self._prefix_hits,
+            "total_resumed": self._resumed,
+        }
+
+    def count_on_from(self, other: "Lane") -> None:
+        """Takes over the totals of the lane that this one replaces."""
+        for name in ("_steps", "_resumed", "_generated", "_prompted", "_preempted", "_prefix_queries", "_prefix_hits"):
+            setattr(self, name, getattr(other, name))
 
     def _queued_tokens(self, num_waiting: int) -> int:
         """Tokens that waiting requests have; counted again only when the queue has changed."""

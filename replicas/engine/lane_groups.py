@@ -76,9 +76,10 @@ class ActiveGroup:
 
     def __init__(self) -> None:
         self._own = parallel_state._TP
-        self._active = self._own
+        self._active: LaneGroup | None = None
 
-    def activate(self, group: LaneGroup | None) -> None:
-        """Points vLLM at `group`, or back to the instance's own where it is None."""
-        self._active = self._own if group is None else group
-        parallel_state._TP = self._active
+    def activate(self, group: LaneGroup | None) -> LaneGroup | None:
+        """Points vLLM at `group`, or at the instance's own where it is None; returns what was active before."""
+        before, self._active = self._active, group
+        parallel_state._TP = self._own if group is None else group
+        return before

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from pengserve.planners.types.errors import UnsupportedShapeError
+from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.dp_lane import DpLane
@@ -48,28 +49,38 @@ LEASE_CHUNK = 16  # blocks; fewer, larger leases keep step messages small
 class TpLane(Lane):
     """One rank of a tensor-parallel group. It has no memory of its own: blocks are leased from the `dp` lane."""
 
-    def __init__(self, base: DpLane, active: ActiveGroup, name: str, shard: Shard) -> None:
+    def __init__(
+        self,
+        base: DpLane,
+        active: ActiveGroup,
+        name: str,
+        shard: Shard,
+        on_lease: Callable[["TpLane", list[int]], None],
+    ) -> None:
         """Builds the lane beside `base`; takes tens of milliseconds and allocates no weights and no KV.
+
+        Args:
+            on_lease: backs new logical blocks of the lane with blocks of `base`.
 
         Raises:
             UnsupportedShapeError: this model, or this device's attention backend, cannot run in this shape.
         """
-        self._base, self._active, self.shard = base, active, shard
+        self._base, self._active, self.shard, self.on_lease = base, active, shard, on_lease
         self.group = LaneGroup(name, shard.rank, shard.degree)
         self.factor = kv_factor(base, shard.degree)
         self.config = _lane_config(base, shard, self.factor)
         self._codec = StepCodec()
-        self._physical: list[list[int]] = []
-        active.activate(self.group)
+        before = active.activate(self.group)
         try:
             with set_current_vllm_config(self.config), torch.inference_mode():
                 self.runner, kv_config = _build_runner(base, self.config, shard)
                 scheduler = self._build_scheduler(kv_config) if shard.rank == 0 else None
         finally:
-            active.activate(None)
+            active.activate(before)
         self.kv_view = kv_view(self.runner)
         self.table = BlockTable(base.capacity.num_blocks + 1)
         self.on_step: Callable[[Sequence[Buffer]], None] = lambda parts: None  # sends a step to the followers
+        self.followers: tuple[InstanceKey, ...] = ()
         self.num_lendable = 0  # blocks that every member could still lend; the leader's knowledge
         self._lease: list[int] = []
         super().__init__(
@@ -126,6 +137,10 @@ class TpLane(Lane):
         self._withheld = logical_ids + self._withheld
         return logical_ids
 
+    def shrink_all(self) -> list[int]:
+        """Leader: withdraws all free blocks; their ids."""
+        return self.shrink(self.num_free())
+
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def step(self) -> Mapping[int, EngineCoreOutputs]:
@@ -144,8 +159,7 @@ class TpLane(Lane):
     def follow(self, parts: Sequence[Buffer]) -> None:
         """Follower: executes a step of the leader's."""
         output, grammar, lease = self._codec.decode(parts)
-        if lease:
-            self.back(lease, self._base.lend(len(lease)))
+        self.on_lease(self, lease)
         self._steps += 1
         self._execute(output, grammar)
 
@@ -180,7 +194,7 @@ class TpLane(Lane):
         if missing > 0:
             count = min(max(missing, LEASE_CHUNK), self.num_lendable, len(self._withheld))
             self._lease = self.grow(count)
-            self.back(self._lease, self._base.lend(count))
+            self.on_lease(self, self._lease)
             self.num_lendable -= count
 
     def _recompute_if_stuck(self, output: SchedulerOutput) -> None:
@@ -203,6 +217,10 @@ class TpLane(Lane):
         """See `Lane`; on this member's runner."""
         with set_current_vllm_config(self.config):
             forget_requests(self.runner, request_ids)
+
+    def known_ids(self) -> list[str]:
+        """Requests that this member's runner knows."""
+        return list(self.runner.requests)
 
 
 def kv_factor(base: DpLane, degree: int) -> int:

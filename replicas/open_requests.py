@@ -1,0 +1,79 @@
+"""Which requests are here, for which ingress, and as they were sent: what a request needs to travel on."""
+
+import threading
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.replicas.channel.frames import FrameKind
+from pengserve.replicas.channel.server import ChannelServer
+
+if TYPE_CHECKING:
+    from pengserve.replicas.engine.handoff import Handoff
+    from pengserve.replicas.engine.vllm_seam import EngineCoreRequest, Request
+
+
+class OpenRequests:
+    """By client index and request id. Requests come in the channel's thread, and come and go in the step thread."""
+
+    def __init__(self, server: ChannelServer) -> None:
+        self._server = server
+        self._requests: dict[int, dict[str, EngineCoreRequest]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, request: "EngineCoreRequest") -> None:
+        """A request came, with its client's index in it."""
+        with self._lock:
+            self._requests.setdefault(request.client_index, {})[request.request_id] = request
+
+    def remove(self, client_index: int, request_ids: Iterable[str]) -> None:
+        """Requests ended, or are asked for no more."""
+        with self._lock:
+            mine = self._requests.get(client_index, {})
+            for request_id in request_ids:
+                mine.pop(request_id, None)
+
+    def remove_client(self, client_index: int) -> list[str]:
+        """A client is gone; the ids of its requests."""
+        with self._lock:
+            return list(self._requests.pop(client_index, {}))
+
+    # What a switch asks (`switching.RequestOwner`) ---------------------------------------------------------------------
+
+    def handoff(self, request: "Request") -> "Handoff | None":
+        """The request as it can travel; None where its ingress is gone."""
+        from pengserve.replicas.engine.handoff import Handoff
+
+        client_id = self._server.client_id(request.client_index)
+        with self._lock:
+            sent = self._requests.get(request.client_index, {}).get(request.request_id)
+        if sent is None or not client_id:
+            return None
+        return Handoff(sent, client_id, list(request.output_token_ids), request.num_computed_tokens)
+
+    def welcome(self, handoff: "Handoff") -> int | None:
+        """Takes note of a request that came from a peer: its client index; None where its ingress is not here."""
+        client_index = self._server.client_index(handoff.client_id)
+        if client_index is not None:
+            handoff.request.client_index = client_index
+            self.add(handoff.request)
+        return client_index
+
+    def moved(self, request_ids: list[str], to: InstanceKey | None, *, carried: bool) -> None:
+        """Tells ingresses that these requests are no longer here."""
+        from pengserve.replicas.engine.wire import Moved
+
+        wanted = set(request_ids)
+        going: dict[int, list[str]] = {}
+        with self._lock:
+            for client_index, mine in self._requests.items():
+                found = [request_id for request_id in mine if request_id in wanted] if wanted else []
+                for request_id in found:
+                    del mine[request_id]
+                if found:
+                    going[client_index] = found
+        for client_index, ids in going.items():
+            frame = msgspec.msgpack.encode(Moved(ids, to, carried))
+            self._server.send(client_index, [frame], FrameKind.MOVED)

@@ -1,0 +1,67 @@
+"""What members say to each other during a switch.
+
+    leader                            follower
+    DRAIN  ------------------------>           (sequential, soft) let running requests end
+           <------------------------  DRAINED
+    MEET   ------------------------>           stop at a step boundary
+           <------------------------  MET      free blocks; on a merge, the requests that can be carried
+    WAVE   ------------------------>           move these requests' KV (zero or more waves)
+           <------------------------  DONE     free blocks, what was refused
+    COMMIT ------------------------>           the new shape holds from the next step on
+
+Either side may say CANCEL instead, with a reason. Before the first wave that leaves everything as it was.
+"""
+
+from collections.abc import Sequence
+from enum import StrEnum
+
+import msgspec
+
+from pengserve.planners.types.plans import SwitchPlan
+from pengserve.replicas.channel.frames import Buffer
+from pengserve.replicas.engine.reshard import Traveller
+from pengserve.replicas.engine.vllm_seam import MsgpackDecoder, MsgpackEncoder
+
+
+class Word(StrEnum):
+    """What a message says."""
+
+    DRAIN = "drain"
+    DRAINED = "drained"
+    MEET = "meet"
+    MET = "met"
+    WAVE = "wave"
+    DONE = "done"
+    COMMIT = "commit"
+    CANCEL = "cancel"
+
+
+class SwitchMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One message; most fields belong to one word only."""
+
+    word: Word
+    plan_id: str
+    plan: SwitchPlan | None = None  # DRAIN, MEET
+    num_free: int = 0  # MET, DONE: blocks of `dp` that are free
+    travellers: list[Traveller] = []  # MET: who can be carried; WAVE: who moves
+    lease: list[int] = []  # WAVE: logical blocks that join the tp lane before it
+    release: list[int] = []  # WAVE: logical blocks that leave the tp lane before it
+    refused: list[str] = []  # DONE: requests that found no room
+    why: str = ""  # CANCEL
+
+
+class SwitchCodec:
+    """Encoder and decoder; any thread may use its own."""
+
+    def __init__(self) -> None:
+        self._encoder = MsgpackEncoder()
+        self._decoder = MsgpackDecoder(SwitchMessage)
+
+    def encode(self, message: SwitchMessage) -> Sequence[Buffer]:
+        """Parts of a peer message."""
+        return self._encoder.encode(message)
+
+    def decode(self, parts: Sequence[Buffer]) -> SwitchMessage:
+        """Inverse of `encode`. Raises msgspec.MsgspecError on what is no such message."""
+        message: SwitchMessage = self._decoder.decode(parts)
+        return message
