@@ -40,7 +40,7 @@ class OpenRequests:
         with self._lock:
             return list(self._requests.pop(client_index, {}))
 
-    # What a switch asks (`switching.RequestOwner`) ---------------------------------------------------------------------
+    # What a switch asks (see switching.RequestOwner) --------------------------------------------------------
 
     def handoff(self, request: "Request") -> "Handoff | None":
         """The request as it can travel; None where its ingress is gone."""
