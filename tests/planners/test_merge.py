@@ -179,6 +179,12 @@ def test_what_no_group_can_hold_hides_no_shorter_request() -> None:
     assert what(plan(snapshot(4, demands=demands))) == "merge tp2@(0,1)"
 
 
+@pytest.mark.parametrize(("age_s", "steps"), [(1.5, ""), (3.0, "split tp2@(0,1)")])
+def test_a_long_request_on_its_way_finds_its_group_also_under_overload(age_s: float, steps: str) -> None:
+    seen = snapshot(2, "tp2@(0,1)", {0: stats("tp2", 30, 20)}, degrees=(2,))
+    assert what(plan(seen, standing("tp2@(0,1)", Reason.LONG_CONTEXT, T0_S - age_s))) == steps
+
+
 def test_a_group_for_a_long_request_is_kept_until_that_has_come_and_gone() -> None:
     def demand(t_s: float) -> Demand:
         return Demand(longest_waiting_tokens=DP_TOKENS + 1 if t_s < 1 else 0)
@@ -220,10 +226,17 @@ def test_with_nobody_left_for_best_effort_its_requests_are_carried() -> None:
     assert plan(snapshot(2, "", queues, demands=[Demand(num_priority=1)], degrees=(2,))) is None
 
 
-def test_two_wishes_leave_an_instance_to_best_effort() -> None:
+def test_two_wishes_that_exclude_each_other_take_no_turns() -> None:
     loads = {i: stats("tp2" if i < 2 else "dp", 0 if i == 1 else 4) for i in range(4)}
     demand = Demand(wanted_degrees=((2, 1), (4, 1)))
     assert plan(snapshot(4, "tp2@(0,1)", loads, demands=[demand])) is None  # the standing group serves one of them
+
+
+def test_wishes_together_leave_an_instance_to_best_effort() -> None:
+    loads = {i: stats("dp", 4) for i in range(4)}
+    demand = Demand(wanted_degrees=((2, 1), (4, 1)))
+    assert plan(snapshot(6, "tp2@(4,5)", loads, demands=[demand])) is None
+    assert what(plan(snapshot(6, "tp2@(4,5)", demands=[demand]))) == "merge tp4@(0,1,2,3)"
 
 
 def test_a_wish_for_dp_splits_and_a_wish_for_tp_merges() -> None:
@@ -250,7 +263,8 @@ def test_paused_requests_go_on_when_nothing_needs_the_group() -> None:
 def test_best_effort_overload_wins_over_a_priority_request_in_a_group_of_all() -> None:
     loads = {0: stats("tp4", 32, 40, 60)}
     seen = snapshot(4, "tp4@(0..3)", loads, demands=[Demand(num_priority=1)])
-    assert what(plan(seen, standing("tp4@(0..3)", Reason.LOAD))) == "split tp4@(0,1,2,3)"
+    for reason in (Reason.LOAD, Reason.PRIORITY):
+        assert what(plan(seen, standing("tp4@(0..3)", reason))) == "split tp4@(0,1,2,3)"
 
 
 # Load
@@ -300,6 +314,14 @@ def test_load_turns_the_layout_at_most_once_in_a_dwell(trace: list[int], num_ins
     assert turns <= 1 + len(trace) / 2 / min(dwell_s, QUIET_S + dwell_s)
 
 
+def test_a_load_that_comes_and_goes_turns_the_layout_once_in_a_dwell() -> None:
+    config = replace(CONFIG, min_dwell_s=10.0)
+    cluster = VirtualCluster(2, lambda t_s: 40 if t_s % 3.5 < 0.5 else 0, config).run(100)
+    merges = [at_s for at_s, found in cluster.switches if found.is_merge]
+    assert len(merges) >= 5
+    assert all(later - at_s >= 10.0 for later, at_s in zip(merges[1:], merges, strict=False))
+
+
 @given(st.integers(0, 200), st.sampled_from([2, 4, 8]))
 @settings(deadline=None, max_examples=40)
 def test_steady_load_comes_to_rest(num_requests: int, num_instances: int) -> None:
@@ -318,6 +340,23 @@ def test_an_arrival_between_two_steps_is_no_queue() -> None:
     assert what(plan(replace(seen, time_s=T0_S + 0.5), history)) == "split tp2@(0,1)"
 
 
+def test_a_queue_longer_than_the_group_is_wide_is_one_at_first_sight() -> None:
+    assert what(plan(snapshot(2, "tp2@(0,1)", {0: stats("tp2", 1, 3)}, degrees=(2,)))) == "split tp2@(0,1)"
+
+
+def test_a_new_group_is_not_split_before_its_load_has_arrived() -> None:
+    seen = snapshot(2, "tp2@(0,1)", {0: stats("tp2", 1, 30)}, degrees=(2,))
+    assert plan(seen, standing("tp2@(0,1)", Reason.LOAD, T0_S - 0.5)) is None
+
+
+@pytest.mark.parametrize(("blocks", "is_low"), [(12, True), (20, False)])
+def test_memory_counts_as_the_merged_group_would_see_it(blocks: int, is_low: bool) -> None:
+    loads = {i: stats("dp", 1, 0, blocks) for i in range(2)}  # of 64 blocks each
+    pair = snapshot(2, "", loads, degrees=(2,)).groups[0]
+    history = LoadHistory(low_since_s={pair: T0_S - 3}, seen_s=T0_S - 0.5)
+    assert (plan(snapshot(2, "", loads, degrees=(2,)), history) is not None) == is_low
+
+
 def test_a_sole_request_is_best_served_by_all() -> None:
     assert plan(snapshot(2, "tp2@(0,1)", {0: stats("tp2", 1, 0, 60)}, degrees=(2,))) is None
 
@@ -327,6 +366,7 @@ def test_idle_pairs_become_a_group_of_four() -> None:
     cluster = VirtualCluster(4, lambda _: 0, groups=pairs).run(20)
     steps = ["split tp2@(0,1)", "split tp2@(2,3)", "merge tp4@(0,1,2,3)"]
     assert [what(found) for _, found in cluster.switches] == steps
+    assert cluster.switches[0][0] == DWELL_S
 
 
 def test_a_merge_says_why_in_figures() -> None:
@@ -362,6 +402,13 @@ def test_after_an_abort_it_waits_and_the_next_try_has_its_own_id() -> None:
     assert plan(replace(seen, last_switch=record, time_s=T0_S + 0.5)) is None
     second = plan(replace(seen, last_switch=record, time_s=T0_S + 1.5))
     assert second is not None and second.plan_id != first.plan_id and second.group == first.group
+
+
+def test_a_target_waits_for_communicators() -> None:
+    seen = snapshot(2, degrees=(2,))
+    target = seen.groups
+    assert plan_towards(seen, target, SwitchStrategy.CARRY, "asked") is not None
+    assert plan_towards(replace(seen, groups=()), target, SwitchStrategy.CARRY, "asked") is None
 
 
 def test_without_auto_nothing_is_planned() -> None:
