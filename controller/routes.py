@@ -1,7 +1,7 @@
 """The routing table that follows from slots and layout. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from pengserve.controller.slots import Slot
 from pengserve.planners.types.ids import InstanceId, InstanceKey
@@ -9,9 +9,8 @@ from pengserve.planners.types.layout import Group, GroupKind, Layout
 from pengserve.planners.types.snapshot import Address, LaneInfo, Route, RoutingTable
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
-    """What one READY instance adds to the routing table."""
+class Part(NamedTuple):
+    """What one READY instance adds to the routing table. A tuple: each tick makes and compares one of each instance."""
 
     key: InstanceKey
     endpoint: str
@@ -28,7 +27,7 @@ def part(slot: Slot) -> Part | None:
     return Part(
         key=slot.key,
         endpoint=answer.endpoint,
-        is_follower=slot.lane not in ("", "dp") and f"@({slot.key.instance_id}," not in slot.lane,
+        is_follower=answer.lane != "dp" and slot.lane != "" and f"@({slot.key.instance_id}," not in slot.lane,
         lanes=answer.lanes,
         max_model_len=answer.capacity.max_model_len if answer.capacity else 0,
     )

@@ -425,3 +425,45 @@ def test_a_report_of_a_switch_whose_member_died_meanwhile_changes_no_layout(is_f
     ended = transitions.end_switch(state, plan, report, {}, 2)
     assert changes_of(ended) == [] and len(ended.state.layout.groups) == 4
     assert ended.changes[0].kind is EventKind.TRANSITION_END
+
+
+def merged(state: ClusterState, group: Group) -> ClusterState:
+    """The state after `group` was merged, and its members have said so."""
+    members = tuple(state.slots[i].key for i in group.members)
+    plan = SwitchPlan(
+        plan_id=f"m{group}", epoch=state.layout.epoch, group=group, members=members, is_merge=True, why="x"
+    )
+    state = transitions.begin_switch(state, plan).state
+    report = SwitchReport(plan_id=plan.plan_id, epoch=Epoch(plan.epoch + 1))
+    state = transitions.end_switch(state, plan, report, {}, 1).state
+    return transitions.observe(state, words(state, group, str(group), report.epoch), 1).state
+
+
+def words(state: ClusterState, group: Group, lane: str, epoch: Epoch) -> list[tuple[InstanceKey, Observation]]:
+    """The members of `group` say that they run `lane`."""
+    said = [answer(state.slots[i].key, InstanceState.READY, degrees=CONFIG.degrees) for i in group.members]
+    return [(a.key, Answered(replace(a, lane=lane, epoch=epoch))) for a in said]
+
+
+def test_while_a_switch_is_under_way_its_end_alone_moves_its_members() -> None:
+    state = merged(started(CONFIG), GROUPS[0])
+    members = (life(0), life(1))
+    plan = SwitchPlan(plan_id="s", epoch=state.layout.epoch, group=GROUPS[0], members=members, is_merge=False, why="x")
+    state = transitions.begin_switch(state, plan).state
+    epoch = Epoch(plan.epoch + 1)
+    early = transitions.observe(state, words(state, GROUPS[0], "dp", epoch), 2)
+    assert early.state.layout is state.layout
+    ended = transitions.end_switch(early.state, plan, SwitchReport(plan_id="s", epoch=epoch), {}, 3)
+    assert [change.data["epoch"] for change in changes_of(ended)] == [epoch]
+
+
+def test_a_switch_that_ends_after_another_group_broke_gets_an_epoch_of_its_own() -> None:
+    state = merged(started(CONFIG), GROUPS[1])
+    members = (life(0), life(1))
+    plan = SwitchPlan(plan_id="m", epoch=state.layout.epoch, group=GROUPS[0], members=members, is_merge=True, why="x")
+    state = transitions.begin_switch(state, plan).state
+    broken = transitions.observe(state, [(life(3), Gone("SIGKILL"))], 2)
+    assert [change.data["epoch"] for change in changes_of(broken)] == [plan.epoch + 1]
+    report = SwitchReport(plan_id="m", epoch=Epoch(plan.epoch + 1))
+    ended = transitions.end_switch(broken.state, plan, report, {}, 3)
+    assert [change.data["epoch"] for change in changes_of(ended)] == [plan.epoch + 2]

@@ -1,17 +1,22 @@
 """The controller against a real Ray: real processes, placement groups and SIGKILLs. Only the engine is absent."""
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pengserve.controller.events import EventLog, open_starts
-from pengserve.planners.types.config import ControllerConfig
+from pengserve.planners.types.config import ControllerConfig, MergeConfig
+from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.events import EventKind
+from pengserve.planners.types.layout import parse_groups
+from pengserve.planners.types.plans import LayoutTarget, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState, RoutingTable
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -36,24 +41,57 @@ def light_instance() -> type:
     class LightInstance:
         def __init__(self, config: dict[str, str], key: Any) -> None:
             self.config, self.key, self.draining = config, key, False
+            self.lane, self.epoch, self.groups = "dp", 0, ()
 
         def status(self) -> Any:
             import os
 
             import ray
 
-            from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState
+            from pengserve.planners.types.snapshot import (
+                DeviceInfo,
+                InstanceSnapshot,
+                InstanceState,
+                KvCapacity,
+                LaneInfo,
+            )
 
             node_id = ray.get_runtime_context().get_node_id()
             state = InstanceState.DRAINING if self.draining else InstanceState.READY
             failure = self.config.get("failure", "")
+            capacity = KvCapacity(
+                num_blocks=64, block_size=32, bytes_per_block=1, max_model_len=99, max_num_seqs=8, weight_bytes=1
+            )
             return InstanceSnapshot(
                 key=self.key,
                 state=InstanceState.DEAD if failure else state,
                 failure=failure,
                 endpoint=f"127.0.0.1:{os.getpid()}",
                 device=DeviceInfo(node_id=node_id, pid=os.getpid(), device=os.environ["TEST_DEVICE"]),
+                lane=self.lane,
+                epoch=self.epoch,
+                lanes=tuple(LaneInfo(shape=shape, capacity=capacity) for shape in ("dp", "tp2")),
+                peer_endpoint=f"127.0.0.2:{os.getpid()}",
+                groups_ready=self.groups,
             )
+
+        def connect(self, directory: Any) -> None:
+            self.groups = tuple(spec.name for spec in directory.groups if self.key in spec.members)
+
+        def prepare(self, plan: Any) -> None:
+            from pengserve.planners.types.errors import StepError
+
+            if plan.strategy.value == self.config.get("cannot"):
+                raise StepError("its lane is busy")
+
+        def commit(self, plan: Any) -> Any:
+            from pengserve.planners.types.plans import SwitchReport
+
+            self.lane, self.epoch = str(plan.group) if plan.is_merge else "dp", plan.epoch + 1
+            return SwitchReport(plan_id=plan.plan_id, epoch=plan.epoch + 1)
+
+        def abort(self, plan_id: str) -> None:
+            self.aborted = plan_id
 
         def drain(self, timeout_s: float) -> bool:
             self.draining = True
@@ -184,5 +222,33 @@ def test_a_failed_engine_is_tried_again_and_shows_why(ray: Any) -> None:
     until(lambda: len([e for e in client.call("events", 0, 100) if e.kind is EventKind.INSTANCE_ERROR]) >= 4)
     assert {e.why for e in client.call("events", 0, 100) if e.kind is EventKind.INSTANCE_ERROR} == {why}
     client.call("drain", 5.0)
+    client.die()
+    until(lambda: group_names(ray) == [])
+
+
+def test_switches_and_their_errors_pass_through_ray(ray: Any) -> None:
+    config = replace(CONFIG, degrees=(2,), merge=MergeConfig(is_auto=False))
+    client = Client(ray, config, {"cannot": "hard"})
+    client.routed(lambda table: len(table.addresses) == 2)
+    until(lambda: [str(group) for group in client.snapshot().groups] == ["tp2@(0,1)"])
+    with pytest.raises(PlanError, match="no instance 7"):
+        client.call("set_layout", LayoutTarget(groups=parse_groups("tp2@(0,7)")))
+    pair = parse_groups("tp2@(0,1)")
+    client.call("set_layout", LayoutTarget(groups=pair, strategy=SwitchStrategy.HARD))
+    errors: list[str] = []
+
+    def refused() -> bool:
+        errors[:] = [e.why for e in client.call("events", 0, 1000) if e.kind is EventKind.TRANSITION_ERROR]
+        return bool(errors)
+
+    until(refused)
+    assert re.fullmatch(r"instance 0\.\d+ cannot take part: its lane is busy", errors[0]), "no page of Ray's"
+    client.call("set_layout", LayoutTarget(groups=pair))
+
+    def committed() -> bool:
+        return any(e.kind is EventKind.TRANSITION_END for e in client.call("events", 0, 1000))
+
+    until(committed)
+    assert client.call("drain", 10.0)
     client.die()
     until(lambda: group_names(ray) == [])
