@@ -1,0 +1,218 @@
+"""A whole elastic cluster in a few seconds: real instances as processes, the real controller, a real ingress; no Ray."""
+
+import asyncio
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pengserve.cluster.ingress.config import IngressConfig
+from pengserve.controller.events import EventLog
+from pengserve.controller.loop import Controller
+from pengserve.controller.process_port import ProcessPort
+from pengserve.planners.groups import complete, expand
+from pengserve.planners.types.config import ControllerConfig, InstanceConfig, MergeConfig
+from pengserve.planners.types.events import Event, EventKind
+from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.plans import LayoutTarget, SwitchStrategy
+from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceState, RoutingTable
+from tests.support.ingress import MODEL_NAME, serving, wait_ready
+from tests.support.processes import CHANNEL_TOKEN, ENGINE, OFFLINE
+
+START_TIMEOUT_S = 180.0
+T = TypeVar("T")
+
+
+class ElasticCluster:
+    """N instances under one controller. Methods are called from any thread but the controller's own."""
+
+    def __init__(
+        self,
+        model: Path,
+        num_instances: int,
+        *,
+        degrees: Sequence[int] = (2,),
+        engine: Mapping[str, Any] | None = None,
+        merge: MergeConfig | None = None,
+        peer_timeout_s: float = 5.0,
+    ) -> None:
+        self.instance_config = InstanceConfig(
+            app="tests",
+            model=str(model),
+            engine={**ENGINE, **(engine or {})},
+            channel_token=CHANNEL_TOKEN,
+            degrees=tuple(degrees),
+            peer_timeout_s=peer_timeout_s,
+        )
+        self.config = ControllerConfig(
+            app="tests",
+            num_instances=num_instances,
+            degrees=tuple(degrees),
+            merge=merge or MergeConfig(is_auto=False),
+            tick_s=0.1,
+            restart_backoff_s=0.1,
+            restart_backoff_max_s=0.5,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="controller", daemon=True)
+        self.controller: Controller
+        self.port: ProcessPort
+
+    def start(self) -> None:
+        """Starts everything and waits until all groups can be formed."""
+        self._thread.start()
+
+        async def start() -> None:
+            self.port = ProcessPort(self.instance_config, python=sys.executable, environment=OFFLINE)
+            self.controller = Controller(self.config, self.port, EventLog())
+            self._run = asyncio.create_task(self.controller.run())
+
+        self.call(start())
+        self.wait_formable()
+
+    def stop(self) -> None:
+        """Ends the controller and its children."""
+
+        async def stop() -> None:
+            await self.controller.stop()
+            await self.port.close()
+            self._run.cancel()
+
+        self.call(stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def call(self, work: Any, timeout_s: float = 60.0) -> Any:
+        """Runs a coroutine on the controller's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
+
+    def now(self, function: Callable[[], T]) -> T:
+        """Runs a function on the controller's loop."""
+
+        async def run() -> T:
+            return function()
+
+        result: T = self.call(run())
+        return result
+
+    def snapshot(self) -> ClusterSnapshot:
+        """The cluster as of the last tick."""
+        return self.now(lambda: self.controller.snapshot())
+
+    def events(self, kind: EventKind | None = None) -> list[Event]:
+        """Everything that happened, or what is of one kind."""
+        events = self.now(lambda: self.controller.events(limit=1 << 20))
+        return [event for event in events if kind is None or event.kind is kind]
+
+    def wait(self, what: Callable[[ClusterSnapshot], bool], timeout_s: float = 60.0) -> ClusterSnapshot:
+        """Waits until the snapshot says so."""
+        deadline_s = time.monotonic() + timeout_s
+        snapshot: ClusterSnapshot | None = None
+        while time.monotonic() < deadline_s:
+            with contextlib.suppress(Exception):  # the controller may still recover
+                snapshot = self.snapshot()
+                if what(snapshot):
+                    return snapshot
+            time.sleep(0.02)
+        raise TimeoutError(f"it did not happen within {timeout_s:g} s: {snapshot}\n{self.events()[-8:]}")
+
+    def wait_formable(self, timeout_s: float = START_TIMEOUT_S) -> ClusterSnapshot:
+        """Waits until all instances are READY and all groups can be formed."""
+        expected = sum(self.config.num_instances // degree for degree in self.config.degrees)
+
+        def is_formable(s: ClusterSnapshot) -> bool:
+            ready = all(i.state is InstanceState.READY for i in s.instances)
+            return ready and len(s.groups) == expected
+
+        return self.wait(is_formable, timeout_s)
+
+    def set_layout(self, text: str, strategy: str = "carry", *, timeout_s: float = 60.0) -> ClusterSnapshot:
+        """Asks for a layout, like `pengserve layout set`, and waits for it."""
+        snapshot = self.wait_formable()
+        ranks = tuple(InstanceId(i) for i in range(self.config.num_instances))
+        wanted = set(complete(expand(text, snapshot.groups, ranks), ranks))
+        target = LayoutTarget(groups=tuple(wanted), strategy=SwitchStrategy(strategy))
+        self.now(lambda: self.controller.set_layout(target))
+        return self.wait(lambda s: set(s.layout.groups) == wanted, timeout_s)
+
+    def key(self, instance_id: int) -> InstanceKey:
+        """The life in a slot now."""
+        return self.snapshot().instances[instance_id].key
+
+    def pid(self, instance_id: int) -> int:
+        """Process of the life in a slot."""
+        key = self.key(instance_id)
+        return self.now(lambda: self.port.pid(key))
+
+    @contextlib.contextmanager
+    def ingress(self, **changes: Any) -> Iterator[str]:
+        """A real ingress in front; yields its URL."""
+        given: dict[str, Any] = {
+            "instance": self.instance_config,
+            "num_instances": self.config.num_instances,
+            "served_model_names": (MODEL_NAME,),
+            "metrics_backend": "prometheus",
+        }
+        with serving(IngressConfig(**{**given, **changes}), ControllerSource(self)) as url:
+            wait_ready(url)
+            yield url
+
+
+class ControllerSource:
+    """The controller as a `RoutingSource`, called across threads."""
+
+    def __init__(self, cluster: ElasticCluster) -> None:
+        self._cluster = cluster
+
+    async def _call(self, name: str, *arguments: Any) -> Any:
+        async def run() -> Any:
+            result = getattr(self._cluster.controller, name)(*arguments)
+            return await result if asyncio.iscoroutine(result) else result
+
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._cluster._loop))
+
+    async def routing(self, known_version: int, timeout_s: float) -> RoutingTable:
+        """See `RoutingSource`."""
+        return await self._call("routing", known_version, timeout_s)
+
+    async def snapshot(self) -> ClusterSnapshot:
+        """See `RoutingSource`."""
+        return await self._call("snapshot")
+
+    async def events(self, after: int, limit: int) -> tuple[Event, ...]:
+        """See `RoutingSource`."""
+        return await self._call("events", after, limit)
+
+    async def report_lost(self, key: InstanceKey, why: str) -> None:
+        """See `RoutingSource`."""
+        await self._call("report_lost", key, why)
+
+    async def report_demand(self, client_id: str, demand: Demand) -> None:
+        """See `RoutingSource`."""
+        await self._call("report_demand", client_id, demand)
+
+    async def set_layout(self, target: LayoutTarget) -> None:
+        """See `RoutingSource`."""
+        await self._call("set_layout", target)
+
+    async def auto_layout(self) -> None:
+        """See `RoutingSource`."""
+        await self._call("auto_layout")
+
+    async def drain(self, timeout_s: float) -> bool:
+        """See `RoutingSource`."""
+        return await self._call("drain", timeout_s)
+
+
+@contextlib.contextmanager
+def elastic_cluster(model: Path, num_instances: int, **changes: Any) -> Iterator[ElasticCluster]:
+    """A started cluster; stopped at the end."""
+    cluster = ElasticCluster(model, num_instances, **changes)
+    try:
+        cluster.start()
+        yield cluster
+    finally:
+        cluster.stop()
