@@ -111,7 +111,7 @@ def plan_switch(
     A function of its arguments alone. It must see the cluster regularly, also while nothing happens: the history
     measures how long things last. After a gap of more than `quiet_s` the measuring begins anew.
     """
-    if not config.is_auto:
+    if not snapshot.policy.is_auto:
         return None, history
     if history.seen_s is not None and snapshot.time_s - history.seen_s > config.quiet_s:
         history = replace(history, low_since_s={}, queue_since_s={})  # nobody knows what was in between
@@ -272,9 +272,7 @@ def _for_wishes(look: _Look) -> _Step | None:
 def _claim_standing(look: _Look, degrees: set[int]) -> bool:
     """Claims a group of the layout for wishes; the widest, and rather one that stands for a wish."""
     standing = look.history.standing
-    able = [
-        g for g in look.view.groups() if g.degree in degrees and not _is_needed_by_all(look, g)
-    ]
+    able = [g for g in look.view.groups() if g.degree in degrees and not _is_needed_by_all(look, g)]
     if not able:
         return False
     look.claim(

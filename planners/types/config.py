@@ -26,8 +26,8 @@ class InstanceConfig:
 class MergeConfig:
     """When to merge and split (Flying Serving section 2.3). Loads are shares of capacity in `[0, 1]`."""
 
-    is_auto: bool = True
-    min_dwell_s: float = 5.0  # a layout stands for at least so long, but for priority and long context
+    is_auto: bool = True  # the planner decides from the start; people can pin and release the layout at any time
+    min_dwell_s: float = 5.0  # between turns of the layout for load, unless requests queue; and after the last wish
     merge_below: float = 0.25  # virtual KV load, and requests per slot, below which tp pays
     split_above: float = 0.5  # ... above which throughput counts; must be above `merge_below`
     busy_requests: int = 8  # requests per instance that are load 1, where there are more slots than that

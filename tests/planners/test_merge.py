@@ -14,7 +14,7 @@ from pengserve.planners.types.config import MergeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
-from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, SwitchRecord
+from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, LayoutPolicy, SwitchRecord
 from tests.planners.clusters import DP_TOKENS, T0_S, VirtualCluster, snapshot, stats
 
 CONFIG = MergeConfig()
@@ -411,9 +411,11 @@ def test_a_target_waits_for_communicators() -> None:
     assert plan_towards(replace(seen, groups=()), target, SwitchStrategy.CARRY, "asked") is None
 
 
-def test_without_auto_nothing_is_planned() -> None:
+def test_while_a_target_is_pinned_nothing_is_planned() -> None:
     seen = snapshot(2, demands=[Demand(num_priority=1)], degrees=(2,))
-    assert plan(seen, config=replace(CONFIG, is_auto=False)) is None
+    assert plan(replace(seen, policy=LayoutPolicy(is_auto=False))) is None
+    # `MergeConfig.is_auto` tells where a cluster begins; whoever releases a pinned layout wants plans.
+    assert plan(seen, config=replace(CONFIG, is_auto=False)) is not None
 
 
 def test_a_thousand_instances_plan_in_milliseconds() -> None:
