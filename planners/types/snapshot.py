@@ -94,7 +94,7 @@ class InstanceSnapshot:
     stats: InstanceStats = field(default_factory=InstanceStats)
     lanes: tuple[LaneInfo, ...] = ()  # shapes it was asked to be able to run; empty until it is ready
     lane: str = "dp"  # the one it runs: "dp", or a group like "tp2@(0,1)"
-    epoch: Epoch = Epoch(0)  # of the last switch it committed
+    epoch: Epoch = field(default=Epoch(0))  # of the last switch it committed
     peer_endpoint: str = ""  # "host:port" for its peers, empty until it is ready
     groups_ready: tuple[str, ...] = ()  # names of `GroupSpec`s whose communicators are ready here
     groups_failed: tuple[str, ...] = ()  # ... and of those that failed and need a new round
