@@ -31,9 +31,11 @@ _TAG_LIMIT = 1 << 16
 # Tags of the collectives, above those of `send` and `recv`.
 _REDUCE, _SCATTER, _GATHER, _BROADCAST, _BARRIER, _EXCHANGE = range(_TAG_LIMIT, _TAG_LIMIT + 6)
 
-# From this size on, more than two members reduce a share each and gather the shares: 2(p-1)/p of the bytes per member
-# instead of p-1, for one more round trip.
-_SHARED_REDUCE_BYTES = 256 << 10
+# How more than two members sum (figures: docs/decisions/0006-communicators.md). Below this size the first does it for all,
+# with the fewest messages; from it on each sums a share, with the fewest bytes per member.
+_SHARED_REDUCE_BYTES = 512 << 10
+
+_LAST_WORDS_MS = 100  # what a member sent before another one ended the group may still be on its way
 
 
 class _Flow:
@@ -126,6 +128,7 @@ class DirectCommunicator(Communicator):
         self._peers = {peer: _Peer(self.members[peer], peer, sockets[peer]) for peer in sorted(sockets)}
         self._using = threading.Lock()  # held during a call: who ends the group closes no socket under it
         self._is_broken = False
+        self._watches = {rank: self._watch(rank) for rank in self._peers} if self.size > 2 else {}
 
     @property
     def is_broken(self) -> bool:
@@ -133,15 +136,14 @@ class DirectCommunicator(Communicator):
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         data = tensor.contiguous()
-        if self.size > 2 and data.nbytes >= _SHARED_REDUCE_BYTES:
-            self._reduce_in_shares(data.view(-1))
+        if self.size == 2:
+            other, room = self._rooms(data)[0]
+            self._transfer(_REDUCE, {other: [_bytes_of(data)]}, {other: [_bytes_of(room)]})
+            data.add_(room)  # a sum of two has the same bits in either order
+        elif data.nbytes < _SHARED_REDUCE_BYTES:
+            self._reduce_at_first(data)
         else:
-            mine = _bytes_of(data)
-            rooms = {rank: peer.room_like(data) for rank, peer in self._peers.items()}
-            self._transfer(
-                _REDUCE, {rank: [mine] for rank in rooms}, {rank: [_bytes_of(room)] for rank, room in rooms.items()}
-            )
-            self._sum(data, rooms)
+            self._reduce_in_shares(data.view(-1))
         if data is not tensor:
             tensor.copy_(data)
         return tensor
@@ -211,29 +213,42 @@ class DirectCommunicator(Communicator):
         for peer in self._peers.values():
             peer.sock.close()
 
+    def _rooms(self, tensor: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """(rank, scratch of the form of `tensor`) for each other member."""
+        return [(rank, peer.room_like(tensor)) for rank, peer in self._peers.items()]
+
+    def _reduce_at_first(self, data: torch.Tensor) -> None:
+        """Rank 0 sums, and sends the sum to all."""
+        view = [_bytes_of(data)]
+        if self.rank == 0:
+            rooms = self._rooms(data)
+            self._transfer(_REDUCE, {}, {rank: [_bytes_of(room)] for rank, room in rooms})
+            for _, room in rooms:
+                data.add_(room)
+            self._transfer(_BROADCAST, {rank: view for rank, _ in rooms}, {})
+        else:
+            self._transfer(_REDUCE, {0: view}, {})
+            self._transfer(_BROADCAST, {}, {0: view})
+
     def _reduce_in_shares(self, flat: torch.Tensor) -> None:
         """Rank r sums the r-th share of all members, then all gather the shares."""
         shares = flat.tensor_split(self.size)
         mine = shares[self.rank]
-        rooms = {rank: peer.room_like(mine) for rank, peer in self._peers.items()}
+        rooms = self._rooms(mine)
         self._transfer(
             _SCATTER,
-            {rank: [_bytes_of(shares[rank])] for rank in rooms},
-            {rank: [_bytes_of(room)] for rank, room in rooms.items()},
+            {rank: [_bytes_of(shares[rank])] for rank, _ in rooms},
+            {rank: [_bytes_of(room)] for rank, room in rooms},
         )
-        self._sum(mine, rooms)
+        parts = [room for _, room in rooms]
+        parts.insert(self.rank, mine.clone())
+        torch.add(parts[0], parts[1], out=mine)
+        for part in parts[2:]:
+            mine.add_(part)
         view = [_bytes_of(mine)]
-        self._transfer(_GATHER, dict.fromkeys(rooms, view), {rank: [_bytes_of(shares[rank])] for rank in rooms})
-
-    def _sum(self, mine: torch.Tensor, others: Mapping[int, torch.Tensor]) -> None:
-        """`mine` becomes ((0 + 1) + 2) + ... of all ranks: addition commutes bit by bit, but is not associative."""
-        if self.rank > 0:
-            lower = others[0]
-            for rank in range(1, self.rank):
-                lower.add_(others[rank])
-            mine.add_(lower)
-        for rank in range(self.rank + 1, self.size):
-            mine.add_(others[rank])
+        self._transfer(
+            _GATHER, {rank: view for rank, _ in rooms}, {rank: [_bytes_of(shares[rank])] for rank, _ in rooms}
+        )
 
     def _transfer(
         self, tag: int, outgoing: Mapping[int, list[memoryview]], incoming: Mapping[int, list[memoryview]]
@@ -271,8 +286,32 @@ class DirectCommunicator(Communicator):
             self._pump(waiting, receives)
         for flow, num_bytes in zip(receives, sizes, strict=True):
             while flow.left_bytes:
-                flow.pull(socket.MSG_WAITALL)
+                if self._watches:
+                    self._await(flow.peer)
+                    flow.pull(socket.MSG_DONTWAIT)
+                else:
+                    flow.pull(socket.MSG_WAITALL)
             flow.peer.check(tag, num_bytes)
+
+    def _watch(self, wanted: int) -> select.poll:
+        poller = select.poll()
+        for rank, peer in self._peers.items():
+            poller.register(peer.sock, select.POLLRDHUP | (select.POLLIN if rank == wanted else 0))
+        return poller
+
+    def _await(self, peer: _Peer) -> None:
+        """Waits until `peer` has sent something, or any member has ended the group."""
+        wanted = peer.sock.fileno()
+        events = self._watches[peer.rank].poll(self.timeout_s * 1e3)
+        if not events:
+            raise BlockingIOError
+        if any(fd == wanted for fd, _ in events):
+            return
+        alone = select.poll()
+        alone.register(wanted, select.POLLIN)
+        if not alone.poll(_LAST_WORDS_MS):
+            gone = [str(other.key) for other in self._peers.values() if other.sock.fileno() in dict(events)]
+            raise LinkLostError(f"instance {', '.join(gone)} closed its connection")
 
     def _pump(self, sends: list[_Flow], receives: list[_Flow]) -> None:
         """Reads while the kernel takes no more to send: the members may all be sending to each other."""
@@ -299,7 +338,11 @@ class DirectCommunicator(Communicator):
                     with contextlib.suppress(BlockingIOError):
                         if into.pull(socket.MSG_DONTWAIT):
                             flows_of[1] = None
-                poller.modify(fd, (select.POLLOUT if flows_of[0] else 0) | (select.POLLIN if flows_of[1] else 0))
+                wanted = (select.POLLOUT if flows_of[0] else 0) | (select.POLLIN if flows_of[1] else 0)
+                if wanted:
+                    poller.modify(fd, wanted)
+                else:
+                    poller.unregister(fd)  # it may have hung up, which a poller would go on telling
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -39,7 +39,7 @@ class CommunicatorPool:
         self._backend = backend or ("nccl" if self._device.type == "cuda" else "direct")
         if self._backend not in BACKENDS:
             raise UnsupportedShapeError(f"there is no backend {backend!r} for groups; use one of {BACKENDS}")
-        self._board = StoreBoard(network)
+        self.board = StoreBoard(network)
         self._gloo_device: Any = gloo_device(network.host) if self._backend == "gloo" else None
         self._groups: dict[str, Communicator] = {}
         self._controls: dict[str, Communicator] = {}
@@ -120,7 +120,7 @@ class CommunicatorPool:
             self._failed.discard(name)
         for communicator in communicators:
             communicator.abort()
-        self._board.discard(name)
+        self.board.discard(name)
 
     def _build_one(self, spec: GroupSpec) -> None:
         name = spec.name
@@ -139,7 +139,7 @@ class CommunicatorPool:
                 self._groups[name] = communicator
                 self._controls[name] = control
         finally:
-            self._board.discard(name)
+            self.board.discard(name)
 
     def _connect(self, spec: GroupSpec, undo: list[Callable[[], object]]) -> DirectCommunicator:
         sockets: dict[int, socket.socket] = {}
@@ -152,7 +152,7 @@ class CommunicatorPool:
 
     def _process_group(self, spec: GroupSpec) -> TorchCommunicator:
         rank, size = spec.members.index(self._network.key), len(spec.members)
-        store = PeerStore(self._board, spec.name, spec.members, self._timeout_s)
+        store = PeerStore(self.board, spec.name, spec.members, self._timeout_s)
         if self._backend == "gloo":
             group = gloo_group(store, rank, size, self._gloo_device, self._timeout_s)
         else:
