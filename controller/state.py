@@ -280,6 +280,9 @@ def _rewired(state: ClusterState, before: ClusterState, changes: list[Change], n
     if parts == before.parts and state.layout is before.layout and state.closing == before.closing:
         return Transition(state=state, changes=tuple(changes))
     table = routes.table(before.routing, parts, state.layout, wiring.topology.groups, is_draining=state.closing)
+    state = replace(state, parts=parts)
+    if replace(table, version=before.routing.version) == before.routing:
+        return Transition(state=state, changes=tuple(changes))
     data = {"version": table.version, "epoch": table.epoch, "routes": [str(r.key) for r in table.routes]}
     changes.append(Change(kind=EventKind.ROUTING_CHANGED, data=data))
-    return Transition(state=replace(state, routing=table, parts=parts), changes=tuple(changes))
+    return Transition(state=replace(state, routing=table), changes=tuple(changes))

@@ -392,10 +392,10 @@ def test_a_tick_over_a_thousand_instances_with_groups_is_cheap(capsys: pytest.Ca
     seen = connected(state)
     times_s = []
     for now_s in range(2, 8):
-        began_s = time.perf_counter()
+        began_s = time.process_time()
         transition = transitions.observe(state, seen, now_s)
         groups = transitions.snapshot(transition.state, time_s=0, started_s=0).groups
-        times_s.append(time.perf_counter() - began_s)
+        times_s.append(time.process_time() - began_s)
         assert not transition.changes and transition.state.wiring is state.wiring
         assert len(groups) == 500 + 250 + 125
         state = transition.state

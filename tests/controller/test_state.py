@@ -289,10 +289,10 @@ def test_a_tick_over_a_thousand_instances_is_cheap(capsys: pytest.CaptureFixture
     seen = [(slot.key, Answered(answer(slot.key, InstanceState.READY))) for slot in state.slots]
     times_s = []
     for now_s in range(1, 8):
-        began_s = time.perf_counter()
+        began_s = time.process_time()
         transition = transitions.observe(state, seen, now_s)
         transitions.plan(transition.state, now_s)
-        times_s.append(time.perf_counter() - began_s)
+        times_s.append(time.process_time() - began_s)
         assert not transition.changes and transition.state.routing is state.routing
         state = transition.state
     with capsys.disabled():
