@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
+import torch
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import EngineError, LinkLostError, StepError, UnsupportedShapeError
@@ -50,6 +51,10 @@ class Lanes:
             ConfigError: an engine argument is not usable.
         """
         self.dp = DpLane(config)
+        if config.degrees and self.dp.core.vllm_config.model_config.enforce_eager:
+            # vLLM compiles the masking of a sharded embedding, also where eager execution is asked for: that would be
+            # seconds within the first steps of a group.
+            torch.compiler.set_stance("force_eager")
         self.capacity = self.dp.capacity
         self.ledger = BlockLedger(self.capacity.num_blocks + 1, "dp")
         self.on_broken: Callable[[BaseException], None] = lambda error: None  # the running tp lane cannot go on
