@@ -138,6 +138,10 @@ class ProcessPort:
         """See `ReplicaPort`."""
         await self._call(key, "abort", plan_id=plan_id)
 
+    async def check(self, key: InstanceKey) -> tuple[str, ...]:
+        """Laws of memory that are broken in an instance, as sentences."""
+        return tuple(await self._call(key, "check"))
+
     async def kill(self, key: InstanceKey) -> None:
         """See `ReplicaPort`. A SIGKILL: nothing of the child's own code runs any more."""
         child = self._children.get(key)

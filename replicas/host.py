@@ -84,6 +84,8 @@ class ControlLines:
             return self._instance.commit(from_data(SwitchPlan, args["plan"]))
         if name == "abort":
             return self._instance.abort(str(args["plan_id"]))
+        if name == "check":
+            return self._instance.check()
         if name == "stop":
             return None
         raise ValueError(f"there is no call {name!r}")

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -138,6 +139,18 @@ class Instance:
         """See `Agent.abort`."""
         if self._agent is not None:
             self._agent.abort(plan_id)
+
+    def check(self, timeout_s: float = 10.0) -> tuple[str, ...]:
+        """Laws of memory that are broken here, as sentences; empty when all hold. Taken between two steps."""
+        found: queue.SimpleQueue[tuple[str, ...]] = queue.SimpleQueue()
+        lanes = self._lanes
+        if lanes is None:
+            return ()
+        self._loop.submit(lambda: found.put(lanes.check()))
+        try:
+            return found.get(timeout=timeout_s)
+        except queue.Empty:
+            return (f"instance {self.key} came to no step boundary within {timeout_s:g} s",)
 
     def _elastic(self) -> "Agent":
         if self._agent is None or self._state is not InstanceState.READY:

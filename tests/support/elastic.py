@@ -1,4 +1,4 @@
-"""A whole elastic cluster in a few seconds: real instances as processes, the real controller, a real ingress; no Ray."""
+"""A whole elastic cluster in a few seconds: real instances, controller and ingress, without Ray."""
 
 import asyncio
 import contextlib

@@ -1,0 +1,153 @@
+"""Any request, through any sequence of merges and splits, gives the tokens it would have given undisturbed.
+
+A Hypothesis state machine drives a real cluster: instances as processes, the real controller, a real ingress. After
+each event every instance's memory ledger must hold its laws.
+"""
+
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any, ClassVar
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from pengserve.planners.types.plans import SwitchStrategy
+from tests.support.elastic import ElasticCluster, elastic_cluster
+from tests.support.streams import make_prompts
+from tests.support.traffic import TimedStream, Traffic
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STRATEGIES = [strategy.value for strategy in SwitchStrategy]
+LAYOUTS = {2: ["dp", "tp2"], 4: ["dp", "tp2", "tp2@(0,1)", "tp2@(2,3)", "tp4"]}
+ENDS_WITHIN_S = 60.0
+
+
+def requests(count: int, max_tokens: int) -> list[dict[str, Any]]:
+    """Greedy and seeded requests in turn, with penalties here and there; prompts of one and of several chunks."""
+    made: list[dict[str, Any]] = []
+    for i, prompt in enumerate(make_prompts(count, seed=3, longest=300)):
+        params: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens + 7 * (i % 3)}
+        if i % 2:
+            params |= {"temperature": 0.8, "seed": 100 + i, "top_p": 0.95}
+        if i % 3 == 0:
+            params |= {"frequency_penalty": 0.3}
+        made.append(params)
+    return made
+
+
+class Disturbed:
+    """A cluster, its traffic, and what each request gives when nothing happens."""
+
+    def __init__(self, cluster: ElasticCluster, traffic: Traffic, count: int, max_tokens: int) -> None:
+        self.cluster, self.traffic = cluster, traffic
+        cluster.set_layout("dp")
+        self.requests = requests(count, max_tokens)
+        undisturbed = [traffic.start(**request) for request in self.requests]
+        self.expected = [future.result(ENDS_WITHIN_S) for future in undisturbed]
+        assert all(not stream.error for stream in self.expected), self.expected
+
+    def check_all(self, running: "list[tuple[int, Future[TimedStream]]]") -> None:
+        """Waits for streams to end and compares them."""
+        for index, future in running:
+            stream = future.result(ENDS_WITHIN_S)
+            assert not stream.error, stream.error
+            assert stream.token_ids == self.expected[index].token_ids, f"request {index} {self.requests[index]}"
+            assert stream.finish_reason == self.expected[index].finish_reason
+
+    def check_memory(self) -> None:
+        """Conservation laws of every instance."""
+        for instance in self.cluster.snapshot().instances:
+            broken = self.cluster.call(self.cluster.port.check(instance.key))
+            assert broken == (), f"instance {instance.key}: {broken}"
+
+
+class Machine(RuleBasedStateMachine):
+    """Requests begin and layouts change, in any order, while earlier requests run."""
+
+    disturbed: ClassVar[Disturbed]
+
+    @initialize()
+    def begin(self) -> None:
+        self.running: list[tuple[int, Future[TimedStream]]] = []
+
+    @rule(count=st.integers(1, 4), offset=st.integers(0, 20))
+    def send(self, count: int, offset: int) -> None:
+        for i in range(count):
+            index = (offset + i) % len(self.disturbed.requests)
+            self.running.append((index, self.disturbed.traffic.start(**self.disturbed.requests[index])))
+
+    @rule(data=st.data(), strategy=st.sampled_from(STRATEGIES))
+    def change(self, data: st.DataObject, strategy: str) -> None:
+        layout = data.draw(st.sampled_from(LAYOUTS[self.disturbed.cluster.config.num_instances]))
+        self.disturbed.cluster.set_layout(layout, strategy)
+
+    @rule(delay_s=st.floats(0.0, 0.2))
+    def let_it_run(self, delay_s: float) -> None:
+        time.sleep(delay_s)
+
+    @invariant()
+    def memory_is_conserved(self) -> None:
+        self.disturbed.check_memory()
+
+    def teardown(self) -> None:
+        # Paused requests go on once their instances are alone again.
+        self.disturbed.cluster.set_layout("dp")
+        self.disturbed.check_all(self.running)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def disturbed(request: pytest.FixtureRequest, model: Any) -> Iterator[Disturbed]:
+    degrees = (2,) if request.param == 2 else (2, 4)
+    with (
+        elastic_cluster(model, request.param, degrees=degrees) as cluster,
+        cluster.ingress() as url,
+        Traffic(url) as traffic,
+    ):
+        yield Disturbed(cluster, traffic, count=12, max_tokens=40)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_each_strategy_both_ways(disturbed: Disturbed, strategy: str) -> None:
+    widest = LAYOUTS[disturbed.cluster.config.num_instances][-1]
+    running = [(i, disturbed.traffic.start(**request)) for i, request in enumerate(disturbed.requests)]
+    time.sleep(0.15)
+    disturbed.cluster.set_layout(widest, strategy)
+    disturbed.check_memory()
+    running += [(i, disturbed.traffic.start(**disturbed.requests[i])) for i in range(3)]
+    time.sleep(0.15)
+    disturbed.cluster.set_layout("dp", strategy)
+    disturbed.check_memory()
+    disturbed.check_all(running)
+
+
+def test_any_sequence(disturbed: Disturbed) -> None:
+    Machine.disturbed = disturbed
+    examples = 8 if disturbed.cluster.config.num_instances == 2 else 4
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=12,
+            deadline=None,
+            derandomize=True,
+            phases=[Phase.generate],  # a cluster cannot be put back, so a failure cannot be shrunk
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_random_boundaries(disturbed: Disturbed) -> None:
+    """Carry back and forth as fast as it goes, under full load: every switch falls on another step boundary."""
+    generator = random.Random(11)
+    layouts = LAYOUTS[disturbed.cluster.config.num_instances]
+    running = [(i, disturbed.traffic.start(**request)) for i, request in enumerate(disturbed.requests)]
+    for _ in range(6):
+        disturbed.cluster.set_layout(generator.choice(layouts), "carry")
+        time.sleep(generator.random() * 0.05)
+    disturbed.check_memory()
+    disturbed.check_all(running)
