@@ -31,7 +31,7 @@ _TAG_LIMIT = 1 << 16
 # Tags of the collectives, above those of `send` and `recv`.
 _REDUCE, _SCATTER, _GATHER, _BROADCAST, _BARRIER, _EXCHANGE = range(_TAG_LIMIT, _TAG_LIMIT + 6)
 
-# How more than two members sum (figures: docs/decisions/0006-communicators.md). Below this size the first does it for all,
+# How more than two members sum (figures: docs/decisions/0006-communicators.md). Below this size the first sums for all,
 # with the fewest messages; from it on each sums a share, with the fewest bytes per member.
 _SHARED_REDUCE_BYTES = 512 << 10
 

@@ -86,11 +86,11 @@ def test_all_are_connected(nodes: list[Node]) -> None:
 
 
 def test_messages_of_a_thread_arrive_in_order_and_whole_under_load(nodes: list[Node]) -> None:
-    num_messages, num_threads = 300, 3
+    num_messages, num_threads = 100, 3
 
     def flood(sender: Node, receiver: Node, thread: int) -> None:
         for i in range(num_messages):
-            body = bytes([i % 251]) * (i * 397 % 3000 if i % 50 else 200_000 + i)
+            body = bytes([i % 251]) * (i * 397 % 3000 if i % 10 else 1_500_000 + i)
             sender.network.send(receiver.key, f"kind{thread}", [i.to_bytes(4), body, b"", memoryview(body)[:7]])
 
     pairs = [(nodes[0], nodes[1]), (nodes[1], nodes[0]), (nodes[2], nodes[0])]
@@ -103,7 +103,7 @@ def test_messages_of_a_thread_arrive_in_order_and_whole_under_load(nodes: list[N
             messages = [parts for k, kind, parts in receiver.received if k == sender.key and kind == f"kind{t}"]
             assert [int.from_bytes(parts[0]) for parts in messages] == list(range(num_messages))
             for i, (_, body, empty, head) in enumerate(messages):
-                assert body == bytes([i % 251]) * (i * 397 % 3000 if i % 50 else 200_000 + i)
+                assert body == bytes([i % 251]) * (i * 397 % 3000 if i % 10 else 1_500_000 + i)
                 assert empty == b"" and head == body[:7]
 
 

@@ -1,0 +1,234 @@
+"""What groups and peer messages cost, over loopback: `python -m benchmarks.comm`; writes `results/comm.md`.
+
+For 2, 4 and 8 processes: set-up time and resident memory of a group. For groups of 2 and 4: the time of an all-reduce.
+For two processes: one way of a peer message. Each for our own TCP ("direct") and gloo, in the same run.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pengserve.planners.groups import groups_for
+from pengserve.planners.types.directory import GroupSpec, PeerAddress
+from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.replicas.comm.communicator import Communicator
+from pengserve.replicas.comm.peers import PeerNetwork
+from pengserve.replicas.comm.pool import CommunicatorPool
+
+RESULTS = Path(__file__).parent / "results" / "comm.md"
+BACKENDS = ("direct", "gloo")
+SIZES_KIB = (1, 4, 16, 64, 256, 1024)
+MESSAGE_BYTES = (64, 4096, 65536)
+NUM_ROUNDS = 10  # copies of each group, for a figure per group above the noise of a page
+TIMEOUT_S = 20.0
+
+
+def main() -> None:
+    """Runs all, prints and writes the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--member", nargs=2, metavar=("SLOT", "BACKEND"), help="run as one process of the benchmark")
+    arguments = parser.parse_args()
+    if arguments.member:
+        run_member(int(arguments.member[0]), arguments.member[1])
+        return
+    results = {(n, backend): run_cluster(n, backend) for n in (2, 4, 8) for backend in BACKENDS}
+    text = report(results)
+    arguments.output.write_text(text)
+    sys.stdout.write(text)
+
+
+def run_cluster(num_members: int, backend: str) -> list[dict[str, Any]]:
+    """Starts the processes, tells them of each other; each one's figures."""
+    command = [sys.executable, "-m", "benchmarks.comm", "--member"]
+    processes = [
+        subprocess.Popen(
+            [*command, str(slot), backend],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        for slot in range(num_members)
+    ]
+    try:
+        endpoints = [_line(process) for process in processes]
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(endpoints) + "\n")
+            process.stdin.flush()
+        results = [_line(process) for process in processes]
+        for process in processes:
+            process.communicate(timeout=TIMEOUT_S)
+        return results
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _line(process: subprocess.Popen[str]) -> Any:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        raise SystemExit("a process of the benchmark died; its error is above")
+    return json.loads(line)
+
+
+def run_member(slot: int, backend: str) -> None:
+    """One process: connects, builds, measures; prints one JSON line."""
+    torch.set_num_threads(1)
+    pong = threading.Event()
+
+    def on_message(key: InstanceKey, kind: str, parts: list[memoryview]) -> None:
+        if kind == "ping":
+            network.send(key, "pong", parts)
+        else:
+            pong.set()
+
+    network = PeerNetwork(_key(slot), "127.0.0.1", "benchmark", on_message, lambda key: None, TIMEOUT_S)
+    pool = CommunicatorPool(network, "cpu", TIMEOUT_S, backend)
+    _say(network.endpoint)
+    endpoints = json.loads(sys.stdin.readline())
+    network.connect([PeerAddress(key=_key(i), endpoint=e) for i, e in enumerate(endpoints)], TIMEOUT_S)
+    size = len(endpoints)
+    everybody = _spec(tuple(range(size)), 1000)
+    pool.build([everybody])  # the first group of a process loads what all share
+    pool.get(everybody.name).barrier()
+    result: dict[str, Any] = {"build": _measure_build(pool, everybody, slot, size), "reduce": {}, "message": {}}
+    for degree in [d for d in (2, 4) if d == size]:
+        result["reduce"][degree] = _measure_reduce(pool.get(everybody.name))
+    pool.get(everybody.name).barrier()
+    if size == 2 and slot == 1:
+        result["message"] = {num: _measure_message(network, pong, num) for num in MESSAGE_BYTES}
+    pool.get(everybody.name).barrier()
+    _say(result)
+    sys.stdin.read()
+    network.close()
+
+
+def _measure_build(pool: CommunicatorPool, everybody: GroupSpec, slot: int, size: int) -> dict[str, float]:
+    ranks = tuple(map(InstanceId, range(size)))
+    groups = groups_for(ranks, dict.fromkeys(ranks, "node"), (2, 4, 8))
+    specs = [_spec(group.members, round_) for group in groups for round_ in range(NUM_ROUNDS)]
+    before_bytes, num_threads = _resident_bytes(), threading.active_count()
+    start_s = time.perf_counter()
+    pool.build([everybody, *specs])
+    took_s = time.perf_counter() - start_s
+    num_built = len(pool.ready()) - 1
+    if pool.failed():
+        raise SystemExit(f"groups failed: {pool.failed()}")
+    after_bytes = _resident_bytes()
+    pool.get(everybody.name).barrier()
+    return {
+        "setup_ms": 1e3 * took_s / num_built,
+        "resident_kib": (after_bytes - before_bytes) / 1024 / num_built,
+        "groups": num_built / NUM_ROUNDS,
+        "python_threads": threading.active_count() - num_threads,
+    }
+
+
+def _measure_reduce(communicator: Communicator) -> dict[int, tuple[float, float]]:
+    return {
+        kib: _times_us(lambda tensor=torch.zeros(kib * 256): communicator.all_reduce(tensor), communicator.barrier)
+        for kib in SIZES_KIB
+    }
+
+
+def _measure_message(network: PeerNetwork, pong: threading.Event, num_bytes: int) -> tuple[float, float]:
+    body = bytes(num_bytes)
+
+    def round_trip() -> None:
+        pong.clear()
+        network.send(_key(0), "ping", [body])
+        pong.wait(TIMEOUT_S)
+
+    median_us, p90_us = _times_us(round_trip, lambda: None)
+    return median_us / 2, p90_us / 2
+
+
+def _times_us(call: Callable[[], Any], meet: Callable[[], Any], num_calls: int = 500) -> tuple[float, float]:
+    """Median and 90th percentile."""
+    meet()
+    times = []
+    for i in range(num_calls + 50):
+        start_s = time.perf_counter()
+        call()
+        if i >= 50:
+            times.append(1e6 * (time.perf_counter() - start_s))
+    return statistics.median(times), statistics.quantiles(times, n=10)[-1]
+
+
+def report(results: dict[tuple[int, str], list[dict[str, Any]]]) -> str:
+    """The tables, as Markdown."""
+    lines = [
+        "# What groups and peer messages cost",
+        "",
+        f"`make bench-comm` on {date.today()}: {_processor()}, {os.cpu_count()} cores shared by all processes, loopback,",
+        f"Python {platform.python_version()}, torch {torch.__version__}. One thread a process. Figures of gloo and direct",
+        "are of the same run; with more processes than cores they hold the scheduler's delays too.",
+        "",
+        "## A group, per member",
+        "",
+        "| processes | backend | groups per member | set-up of one (ms) | resident memory of one (KiB) |",
+        "|---|---|---|---|---|",
+    ]
+    for (n, backend), members in results.items():
+        build = {k: statistics.mean(m["build"][k] for m in members) for k in members[0]["build"]}
+        lines.append(
+            f"| {n} | {backend} | {build['groups']:.0f} | {build['setup_ms']:.1f} | {build['resident_kib']:.0f} |"
+        )
+    lines += ["", "## All-reduce of float32 (µs, median / 90th percentile)", ""]
+    lines += ["| group | backend | " + " | ".join(f"{kib} KiB" for kib in SIZES_KIB) + " |", "|---" * 8 + "|"]
+    for (n, backend), members in results.items():
+        if reduce := members[0]["reduce"].get(str(n)):
+            cells = [f"{reduce[str(kib)][0]:.0f} / {reduce[str(kib)][1]:.0f}" for kib in SIZES_KIB]
+            lines.append(f"| tp{n} | {backend} | " + " | ".join(cells) + " |")
+    message = results[2, "direct"][1]["message"]
+    lines += ["", "## A peer message, one way (µs, half a round trip; median / 90th percentile)", ""]
+    lines += ["| " + " | ".join(f"{num} B" for num in MESSAGE_BYTES) + " |", "|---" * len(MESSAGE_BYTES) + "|"]
+    cells = [f"{message[str(num)][0]:.0f} / {message[str(num)][1]:.0f}" for num in MESSAGE_BYTES]
+    lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _key(slot: int) -> InstanceKey:
+    return InstanceKey(instance_id=InstanceId(slot), incarnation=0)
+
+
+def _spec(members: tuple[int, ...], round_: int) -> GroupSpec:
+    group = Group(kind=GroupKind.TP, members=tuple(map(InstanceId, members)))
+    return GroupSpec(group=group, members=tuple(map(_key, members)), round=round_)
+
+
+def _say(value: Any) -> None:
+    sys.stdout.write(json.dumps(value) + "\n")
+    sys.stdout.flush()
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+if __name__ == "__main__":
+    main()
