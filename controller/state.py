@@ -216,10 +216,14 @@ def drain_all(state: ClusterState, why: str, timeout_s: float, now_s: float) -> 
 def plan(state: ClusterState, now_s: float) -> Actions:
     """What the state calls for now."""
     kills, drains, vacancies = list(state.strays), [], []
+    leader_of = {member: group.leader for group in state.layout.groups for member in group.members[1:]}
     for slot in state.slots:
         kills.extend(slot.doomed)
         if slot.state is InstanceState.DRAINING:
-            drains.append(slot.key)
+            # A follower has no requests of its own, but its leader needs it until the group's are done.
+            leader = leader_of.get(slot.key.instance_id)
+            if leader is None or not state.slots[leader].alive:
+                drains.append(slot.key)
         elif not slot.alive and not slot.doomed:
             vacancies.append(Vacancy(last_key=slot.key, retry_at_s=slot.retry_at_s, why=slot.failure))
     return Actions(

@@ -13,7 +13,7 @@ from pengserve.controller import directory, recovery
 from pengserve.controller import layout as layouts
 from pengserve.controller import state as transitions
 from pengserve.controller.events import Change
-from pengserve.controller.slots import Answered, Gone, Killed, Observation, Slot
+from pengserve.controller.slots import Answered, Drained, Gone, Killed, Observation, Slot
 from pengserve.controller.state import ClusterState, Transition
 from pengserve.planners.check import check_layout
 from pengserve.planners.types.config import ControllerConfig
@@ -119,9 +119,10 @@ class LayoutLaws(RuleBasedStateMachine):
             return
         if not plan.is_merge and not self.is_together(plan.group):
             return
+        if any(self.world[key].epoch > plan.epoch for key in plan.members):
+            return  # its fence: it has committed what this controller has not heard of
         epoch = Epoch(plan.epoch + 1)
         for key in plan.members:
-            assert self.world[key].epoch < epoch, "no instance commits two switches of one epoch"
             lane = str(plan.group) if plan.is_merge else "dp"
             self.world[key] = replace(self.world[key], lane=lane, epoch=epoch)
         self.done = SwitchReport(plan_id=plan.plan_id, epoch=epoch)
@@ -443,6 +444,16 @@ def words(state: ClusterState, group: Group, lane: str, epoch: Epoch) -> list[tu
     """The members of `group` say that they run `lane`."""
     said = [answer(state.slots[i].key, InstanceState.READY, degrees=CONFIG.degrees) for i in group.members]
     return [(a.key, Answered(replace(a, lane=lane, epoch=epoch))) for a in said]
+
+
+def test_a_follower_stays_until_its_leader_has_finished() -> None:
+    state = merged(started(CONFIG), GROUPS[0])
+    state = transitions.drain_all(state, "the end", 60, 2).state
+    assert state.routing.routes == () and transitions.plan(state, 2).drains == (life(0), life(2), life(3))
+    state = transitions.observe(state, [(life(0), Drained(complete=True))], 3).state
+    assert life(1) in transitions.plan(state, 3).drains
+    state = transitions.observe(state, [(life(1), Drained(complete=True))], 4).state
+    assert {key.instance_id for key in transitions.plan(state, 4).kills} == {0, 1}
 
 
 def test_while_a_switch_is_under_way_its_end_alone_moves_its_members() -> None:
