@@ -31,14 +31,18 @@ class FixedRoutes:
         self._table = RoutingTable(version=0, epoch=Epoch(0), routes=())
         self.show(processes)
 
-    def show(self, processes: Sequence[InstanceProcess], *, is_draining: bool = False) -> None:
-        """Routes to these and no others."""
+    def show(self, processes: Sequence[InstanceProcess], *, is_draining: bool = False, max_model_len: int = 0) -> None:
+        """Routes to these and no others; `max_model_len` is what the widest group would hold."""
         routes = tuple(
             Route(key=p.snapshot.key, endpoint=p.endpoint, members=(p.snapshot.key.instance_id,), shape="dp")
             for p in processes
         )
         self._table = RoutingTable(
-            version=self._table.version + 1, epoch=Epoch(0), routes=routes, is_draining=is_draining
+            version=self._table.version + 1,
+            epoch=Epoch(0),
+            routes=routes,
+            is_draining=is_draining,
+            max_model_len=max_model_len,
         )
 
     async def routing(self, known_version: int, timeout_s: float) -> RoutingTable:
