@@ -120,12 +120,12 @@ class Coordinator:
                 logger.exception("switch %s failed", plan.plan_id)
             await self._abort(plan)
             await self._fail(plan, _sentence(error))
-            self._note("aborted", started_s)
+            self._note("aborted", started_s, failure=_sentence(error))
             return
         seconds = {"prepare_s": prepare_s, "commit_s": self._clock() - started_s - prepare_s}
         await self._keeper.update(lambda s: transitions.end_switch(s, plan, report, seconds, self._clock()))
         self._failures, self._retry_at_s = 0, 0.0
-        self._note("done", started_s)
+        self._note("done", started_s, report=report)
 
     async def _prepare(self, plan: SwitchPlan) -> None:
         """Raises StepError where a member cannot take part; waits for all answers all the same."""
@@ -174,9 +174,10 @@ class Coordinator:
         self._retry_at_s = self._clock() + backoff_s(self._config, self._failures)
         await self._keeper.update(lambda state: transitions.fail_switch(state, plan, why, self._clock()))
 
-    def _note(self, phase: str, started_s: float) -> None:
+    def _note(self, phase: str, started_s: float, report: SwitchReport | None = None, failure: str = "") -> None:
         assert self.record is not None
-        self.record = replace(self.record, phase=phase, seconds=self._clock() - started_s)
+        seconds = self._clock() - started_s
+        self.record = replace(self.record, phase=phase, seconds=seconds, report=report, failure=failure)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         self._task = None

@@ -10,6 +10,7 @@ Each transition goes through them in this order, since each follows from the one
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from pengserve.controller import directory as wirings
 from pengserve.controller import layout as layouts
@@ -161,7 +162,7 @@ def begin_switch(state: ClusterState, plan: SwitchPlan) -> Transition:
     if state.switch is not None:
         raise FenceError(f"switch {state.switch.plan_id} is still under way; plan again when it has ended")
     require_epoch(state, plan)
-    data = {"epoch": plan.epoch, "what": what(plan), "members": [str(key) for key in plan.members]}
+    data = {"epoch": plan.epoch, **_kind_of(plan), "members": [str(key) for key in plan.members]}
     change = Change(kind=EventKind.TRANSITION_START, span=switch_span(plan), why=plan.why, data=data)
     return Transition(state=replace(state, switch=plan), changes=(change,))
 
@@ -178,7 +179,7 @@ def end_switch(
     state: ClusterState, plan: SwitchPlan, report: SwitchReport, seconds: Mapping[str, float], now_s: float
 ) -> Transition:
     """Takes in that the leader has committed `plan`; `seconds` are the controller's, by phase."""
-    data = {"what": what(plan), **to_data(report), **seconds}
+    data = {**_kind_of(plan), **to_data(report), **seconds}
     changes = [Change(kind=EventKind.TRANSITION_END, span=switch_span(plan), why=plan.why, data=data)]
     layout = layouts.committed(state.layout, state.slots, plan, report.epoch)
     slots = list(state.slots)
@@ -194,7 +195,7 @@ def end_switch(
 
 def fail_switch(state: ClusterState, plan: SwitchPlan, why: str, now_s: float) -> Transition:
     """Takes in that `plan` has been aborted, or that nobody knows what became of it: the members' answers will tell."""
-    data = {"what": what(plan)}
+    data = _kind_of(plan)
     changes = [Change(kind=EventKind.TRANSITION_ERROR, span=switch_span(plan), why=why, data=data)]
     return _followed(replace(state, switch=None), state, changes, now_s)
 
@@ -255,6 +256,12 @@ def snapshot(state: ClusterState, *, time_s: float, started_s: float, now_s: flo
 def what(plan: SwitchPlan) -> str:
     """E.g. "merge tp2@(0,1) (carry)"."""
     return f"{'merge' if plan.is_merge else 'split'} {plan.group} ({plan.strategy})"
+
+
+def _kind_of(plan: SwitchPlan) -> dict[str, Any]:
+    """What all events of a switch say of it, for people and for metrics."""
+    kind = "merge" if plan.is_merge else "split"
+    return {"what": what(plan), "switch": kind, "shape": plan.group.shape, "strategy": plan.strategy.value}
 
 
 def switch_span(plan: SwitchPlan) -> str:

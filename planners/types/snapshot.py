@@ -8,6 +8,7 @@ from enum import StrEnum
 
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, Layout
+from pengserve.planners.types.plans import SwitchReport
 from pengserve.planners.types.units import blocks_for
 
 
@@ -143,6 +144,8 @@ class SwitchRecord:
     why: str
     started_s: float  # seconds since the Unix epoch
     seconds: float = 0.0
+    report: SwitchReport | None = None  # the phases; once it is done
+    failure: str = ""  # why it was aborted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,6 +173,33 @@ class ClusterSnapshot:
     def instance(self, instance_id: InstanceId) -> InstanceSnapshot | None:
         """The instance that fills the slot now, or None."""
         return next((i for i in self.instances if i.instance_id == instance_id), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutView:
+    """What a snapshot says of the cluster's shape, for people and the SDK."""
+
+    time_s: float  # seconds since the Unix epoch
+    layout: Layout
+    layout_since_s: float  # seconds since the Unix epoch
+    policy: LayoutPolicy
+    formable: tuple[Group, ...]  # tp groups that could run now, those that do included
+    cannot: tuple[LaneInfo, ...]  # shapes that an instance was asked to be able to run and is not, each once
+    last_switch: SwitchRecord | None = None
+
+    @classmethod
+    def of(cls, snapshot: ClusterSnapshot) -> "LayoutView":
+        """The view of `snapshot`."""
+        lanes = {lane.shape: lane for i in snapshot.instances for lane in i.lanes if lane.capacity is None}
+        return cls(
+            time_s=snapshot.time_s,
+            layout=snapshot.layout,
+            layout_since_s=snapshot.layout_since_s,
+            policy=snapshot.policy,
+            formable=snapshot.groups,
+            cannot=tuple(lanes[shape] for shape in sorted(lanes)),
+            last_switch=snapshot.last_switch,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
