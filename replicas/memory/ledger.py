@@ -31,7 +31,7 @@ class BlockLedger:
             if block_id == NULL_BLOCK or self._owners[block_id] != source:
                 raise ValueError(f"block {block_id} belongs to {self._owners[block_id]}, not to {source}")
             self._owners[block_id] = target
-        self._counts[source] -= len(ids)
+        self._counts[source] = self._counts.get(source, 0) - len(ids)
         self._counts[target] = self._counts.get(target, 0) + len(ids)
 
     def num_leased(self, lane: str) -> int:

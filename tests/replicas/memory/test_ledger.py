@@ -29,6 +29,13 @@ def test_the_null_block_is_nobodys() -> None:
         BlockLedger(4, "dp").move([0], "dp", "tp2")
 
 
+def test_a_lane_without_blocks_gives_none_back() -> None:
+    ledger = BlockLedger(4, "dp")
+    ledger.move([], "tp2", "dp")
+    assert ledger.check() == ()
+    assert ledger.num_leased("dp") == 3
+
+
 def test_a_table_gives_back_what_it_was_given() -> None:
     table = BlockTable(8)
     table.lease([1, 5, 2], [7, 3, 4])
