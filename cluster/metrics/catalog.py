@@ -151,7 +151,7 @@ SWITCH_GAP_SECONDS = _histogram(
     buckets=_RESUME_BUCKETS_S,
 )
 DISPATCHED = _counter(
-    "pengserve_dispatch_total", _TRAFFIC, "requests", "Requests sent to an instance, resumed and redirected ones included.",
+    "pengserve_dispatch_total", _TRAFFIC, "requests", "Requests sent to an instance, those sent again included.",
     "instance_id",
 )  # fmt: skip
 

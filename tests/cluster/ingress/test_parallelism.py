@@ -87,11 +87,8 @@ def test_a_priority_that_is_none_is_refused(api: httpx.Client, priority: object)
     assert api.post("/v1/completions", json={**BODY, "priority": priority}).status_code == 400
 
 
-@pytest.mark.parametrize(
-    "more",
-    [{"max_tokens": WIDE + 1}, {"prompt": [5] * (WIDE + 1)}, {"prompt": [5] * (WIDE - 50), "max_tokens": 51}],
-    ids=["out", "in", "both"],
-)
+# vLLM refuses what cannot fit by itself, and shortens an answer that does not fit behind its prompt.
+@pytest.mark.parametrize("more", [{"max_tokens": WIDE + 1}, {"prompt": [5] * (WIDE + 1)}], ids=["out", "in"])
 def test_what_no_group_can_hold_is_refused_with_the_limit(api: httpx.Client, more: dict) -> None:
     answer = api.post("/v1/completions", json={**BODY, **more})
     assert answer.status_code == 400
