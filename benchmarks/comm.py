@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from pengserve.planners.groups import groups_for
 from pengserve.planners.types.directory import GroupSpec, PeerAddress
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.replicas.comm.communicator import Communicator
+from pengserve.replicas.comm.communicator import Communicator, Move
 from pengserve.replicas.comm.peers import PeerNetwork
 from pengserve.replicas.comm.pool import CommunicatorPool
 
@@ -45,8 +46,9 @@ def main() -> None:
     if arguments.member:
         run_member(int(arguments.member[0]), arguments.member[1])
         return
+    load = os.getloadavg()[0]
     results = {(n, backend): run_cluster(n, backend) for n in (2, 4, 8) for backend in BACKENDS}
-    text = report(results)
+    text = report(results, load)
     arguments.output.write_text(text)
     sys.stdout.write(text)
 
@@ -109,8 +111,8 @@ def run_member(slot: int, backend: str) -> None:
     pool.build([everybody])  # the first group of a process loads what all share
     pool.get(everybody.name).barrier()
     result: dict[str, Any] = {"build": _measure_build(pool, everybody, slot, size), "reduce": {}, "message": {}}
-    for degree in [d for d in (2, 4) if d == size]:
-        result["reduce"][degree] = _measure_reduce(pool.get(everybody.name))
+    if size <= 4:
+        result["reduce"] = _measure_reduce(pool.get(everybody.name))
     pool.get(everybody.name).barrier()
     if size == 2 and slot == 1:
         result["message"] = {num: _measure_message(network, pong, num) for num in MESSAGE_BYTES}
@@ -141,11 +143,35 @@ def _measure_build(pool: CommunicatorPool, everybody: GroupSpec, slot: int, size
     }
 
 
-def _measure_reduce(communicator: Communicator) -> dict[int, tuple[float, float]]:
-    return {
-        kib: _times_us(lambda tensor=torch.zeros(kib * 256): communicator.all_reduce(tensor), communicator.barrier)
-        for kib in SIZES_KIB
-    }
+def _measure_reduce(communicator: Communicator) -> dict[str, dict[int, tuple[float, float]]]:
+    """Way -> KiB -> median and 90th percentile in microseconds."""
+    figures: dict[str, dict[int, tuple[float, float]]] = {}
+    for kib in SIZES_KIB:
+        tensor = torch.zeros(kib * 256)
+        room = torch.zeros(communicator.size, kib * 256)
+        for way, reduce in WAYS.items():
+            call = partial(reduce, communicator, tensor, room)
+            figures.setdefault(way, {})[kib] = _times_us(call, communicator.barrier)
+    return figures
+
+
+def _gather_and_sum(communicator: Communicator, tensor: torch.Tensor, room: torch.Tensor) -> None:
+    torch.sum(communicator.all_gather(tensor).view(room.shape), 0, out=tensor)
+
+
+def _exchange_and_sum(communicator: Communicator, tensor: torch.Tensor, room: torch.Tensor) -> None:
+    me, everybody = communicator.rank, range(communicator.size)
+    moves = [Move(a, b, tensor if a == me else room[a]) for a in everybody for b in everybody if a != b]
+    communicator.exchange(moves)
+    room[me] = tensor
+    torch.sum(room, 0, out=tensor)
+
+
+WAYS = {
+    "all_reduce": lambda communicator, tensor, room: communicator.all_reduce(tensor),
+    "all_gather + sum": _gather_and_sum,
+    "exchange with all + sum": _exchange_and_sum,
+}
 
 
 def _measure_message(network: PeerNetwork, pong: threading.Event, num_bytes: int) -> tuple[float, float]:
@@ -160,26 +186,27 @@ def _measure_message(network: PeerNetwork, pong: threading.Event, num_bytes: int
     return median_us / 2, p90_us / 2
 
 
-def _times_us(call: Callable[[], Any], meet: Callable[[], Any], num_calls: int = 500) -> tuple[float, float]:
+def _times_us(call: Callable[[], Any], meet: Callable[[], Any], num_calls: int = 300) -> tuple[float, float]:
     """Median and 90th percentile."""
     meet()
     times = []
-    for i in range(num_calls + 50):
+    for i in range(num_calls + 30):
         start_s = time.perf_counter()
         call()
-        if i >= 50:
+        if i >= 30:
             times.append(1e6 * (time.perf_counter() - start_s))
     return statistics.median(times), statistics.quantiles(times, n=10)[-1]
 
 
-def report(results: dict[tuple[int, str], list[dict[str, Any]]]) -> str:
-    """The tables, as Markdown."""
+def report(results: dict[tuple[int, str], list[dict[str, Any]]], load: float) -> str:
+    """The tables, as Markdown. `load` is the machine's load average before the run."""
     lines = [
         "# What groups and peer messages cost",
         "",
-        f"`make bench-comm` on {date.today()}: {_processor()}, {os.cpu_count()} cores shared by all processes, loopback,",
-        f"Python {platform.python_version()}, torch {torch.__version__}. One thread a process. Figures of gloo and direct",
-        "are of the same run; with more processes than cores they hold the scheduler's delays too.",
+        f"`make bench-comm` on {date.today()}: {_processor()}, {os.cpu_count()} cores shared by all processes,",
+        f"loopback, Python {platform.python_version()}, torch {torch.__version__}, one thread a process. gloo and direct",
+        "are of the same run; with more processes than cores the figures hold the scheduler's delays too.",
+        f"Load average of the machine before the run, from other work: {load:.1f}.",
         "",
         "## A group, per member",
         "",
@@ -192,11 +219,11 @@ def report(results: dict[tuple[int, str], list[dict[str, Any]]]) -> str:
             f"| {n} | {backend} | {build['groups']:.0f} | {build['setup_ms']:.1f} | {build['resident_kib']:.0f} |"
         )
     lines += ["", "## All-reduce of float32 (µs, median / 90th percentile)", ""]
-    lines += ["| group | backend | " + " | ".join(f"{kib} KiB" for kib in SIZES_KIB) + " |", "|---" * 8 + "|"]
+    lines += ["| group | backend | way | " + " | ".join(f"{kib} KiB" for kib in SIZES_KIB) + " |", "|---" * 9 + "|"]
     for (n, backend), members in results.items():
-        if reduce := members[0]["reduce"].get(str(n)):
-            cells = [f"{reduce[str(kib)][0]:.0f} / {reduce[str(kib)][1]:.0f}" for kib in SIZES_KIB]
-            lines.append(f"| tp{n} | {backend} | " + " | ".join(cells) + " |")
+        for way, figures in members[0]["reduce"].items():
+            cells = [f"{figures[str(kib)][0]:.0f} / {figures[str(kib)][1]:.0f}" for kib in SIZES_KIB]
+            lines.append(f"| tp{n} | {backend} | {way} | " + " | ".join(cells) + " |")
     message = results[2, "direct"][1]["message"]
     lines += ["", "## A peer message, one way (µs, half a round trip; median / 90th percentile)", ""]
     lines += ["| " + " | ".join(f"{num} B" for num in MESSAGE_BYTES) + " |", "|---" * len(MESSAGE_BYTES) + "|"]
