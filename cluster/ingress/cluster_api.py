@@ -1,19 +1,18 @@
 """`/live`, `/ready`, `/metrics` and `/cluster/...`: for load balancers, scrapers, people and the SDK."""
 
-import asyncio
 from collections.abc import Callable
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 
+from pengserve.cluster.ingress.asking import CONTROLLER_TIMEOUT_S, asking_controller
 from pengserve.cluster.ingress.body import parse_object
 from pengserve.cluster.ingress.errors import RequestRefused
+from pengserve.cluster.ingress.layout_api import layout_router
 from pengserve.cluster.ingress.routes import RoutingSource
 from pengserve.planners.types.codec import to_data
-from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.snapshot import RoutingTable
 
-CONTROLLER_TIMEOUT_S = 10.0
 MAX_EVENTS = 1000
 MAX_DRAIN_S = 3600.0
 DEFAULT_DRAIN_S = 60.0
@@ -29,6 +28,7 @@ def cluster_router(
 ) -> APIRouter:
     """The routes. `why_not_ready` tells what is missing, or an empty string."""
     router = APIRouter()
+    router.include_router(layout_router(source))
 
     @router.get("/live")
     async def live() -> JSONResponse:
@@ -49,7 +49,7 @@ def cluster_router(
 
     @router.get("/cluster/status")
     async def status() -> JSONResponse:
-        async with _asking_controller(CONTROLLER_TIMEOUT_S):
+        async with asking_controller(CONTROLLER_TIMEOUT_S):
             return JSONResponse(to_data(await source.snapshot()))
 
     @router.get("/cluster/events")
@@ -58,7 +58,7 @@ def cluster_router(
             raise RequestRefused(400, f"limit: a number from 1 to {MAX_EVENTS} is accepted", param="limit")
         if not 0 <= after < 2**63:
             raise RequestRefused(400, "after: a sequence number is expected", param="after")
-        async with _asking_controller(CONTROLLER_TIMEOUT_S):
+        async with asking_controller(CONTROLLER_TIMEOUT_S):
             return JSONResponse({"events": to_data(await source.events(after, limit))})
 
     @router.get("/cluster/routing")
@@ -70,7 +70,7 @@ def cluster_router(
         body = await request.body()
         timeout_s = _drain_timeout_s(parse_object(body) if body else {})
         start_draining()
-        async with _asking_controller(timeout_s + CONTROLLER_TIMEOUT_S):
+        async with asking_controller(timeout_s + CONTROLLER_TIMEOUT_S):
             return JSONResponse({"drained": await source.drain(timeout_s)})
 
     return router
@@ -79,24 +79,6 @@ def cluster_router(
 def attach_cluster_routes(app: FastAPI, router: APIRouter) -> None:
     """Adds the routes to `app`."""
     app.include_router(router, include_in_schema=False)
-
-
-class _asking_controller:
-    """503 where the controller does not answer."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout = asyncio.timeout(timeout_s)
-
-    async def __aenter__(self) -> None:
-        await self._timeout.__aenter__()
-
-    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        try:
-            await self._timeout.__aexit__(type(error) if error else None, error, None)
-        except TimeoutError as late:
-            error = late
-        if isinstance(error, EngineError | TimeoutError):
-            raise RequestRefused(503, "The controller does not answer; serving goes on without it.") from error
 
 
 def _drain_timeout_s(data: dict[str, object]) -> float:

@@ -4,11 +4,12 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
-from ray.exceptions import RayError
+from ray.exceptions import RayError, RayTaskError
 
-from pengserve.planners.types.errors import EngineError
+from pengserve.planners.types.errors import EngineError, PengServeError
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, RoutingTable
 
 
@@ -43,6 +44,14 @@ class RayRoutingSource:
         """See `RoutingSource`."""
         await self._call("report_demand", client_id, demand)
 
+    async def set_layout(self, target: LayoutTarget) -> None:
+        """See `RoutingSource`."""
+        await self._call("set_layout", target)
+
+    async def auto_layout(self) -> None:
+        """See `RoutingSource`."""
+        await self._call("auto_layout")
+
     async def drain(self, timeout_s: float) -> bool:
         """See `RoutingSource`."""
         return bool(await self._call("drain", timeout_s))
@@ -54,6 +63,8 @@ class RayRoutingSource:
                 handle = self._handle = await asyncio.to_thread(self._resolve)
             return await getattr(handle, method).remote(*arguments)
         except (RayError, ValueError) as error:
+            if isinstance(error, RayTaskError) and isinstance(error.cause, PengServeError):
+                raise error.cause from None  # it did answer, and said no
             if self._handle is handle:
                 self._handle = None
             raise EngineError(f"the controller does not answer: {type(error).__name__}") from error

@@ -8,6 +8,7 @@ from typing import Protocol
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.ids import Epoch, InstanceKey
+from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, RoutingTable
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,12 @@ class RoutingSource(Protocol):
 
     async def report_demand(self, client_id: str, demand: Demand) -> None:
         """What the requests of the ingress `client_id` want now; replaces what it said before."""
+
+    async def set_layout(self, target: LayoutTarget) -> None:
+        """Changes the layout and keeps it so; returns before that has happened. Raises PlanError."""
+
+    async def auto_layout(self) -> None:
+        """Lets the merge planner decide about the layout."""
 
     async def drain(self, timeout_s: float) -> bool:
         """Drains and stops all instances; True when nothing was left running."""

@@ -15,6 +15,7 @@ from pengserve.cluster.metrics.facade import Metrics
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.layout import Layout
+from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, Route, RoutingTable
 from tests.support.processes import InstanceProcess
 
@@ -28,6 +29,7 @@ class FixedRoutes:
     def __init__(self, processes: Sequence[InstanceProcess] = ()) -> None:
         self.lost: list[tuple[InstanceKey, str]] = []
         self.demands: list[Demand] = []
+        self.targets: list[LayoutTarget | None] = []  # None: the planner decides again
         self._table = RoutingTable(version=0, epoch=Epoch(0), routes=())
         self.show(processes)
 
@@ -69,6 +71,14 @@ class FixedRoutes:
     async def report_demand(self, client_id: str, demand: Demand) -> None:
         """See `RoutingSource`."""
         self.demands.append(demand)
+
+    async def set_layout(self, target: LayoutTarget) -> None:
+        """See `RoutingSource`."""
+        self.targets.append(target)
+
+    async def auto_layout(self) -> None:
+        """See `RoutingSource`."""
+        self.targets.append(None)
 
     async def drain(self, timeout_s: float) -> bool:
         """See `RoutingSource`."""
