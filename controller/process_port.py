@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,6 +61,7 @@ class ProcessPort:
         *,
         python: str,
         environment: Mapping[str, str] | None = None,
+        environment_of: Callable[[InstanceKey], Mapping[str, str]] | None = None,
         directory: Path | None = None,
         command: Sequence[str] = HOST_COMMAND,
     ) -> None:
@@ -69,12 +70,14 @@ class ProcessPort:
             config: of every instance.
             python: the interpreter to run, usually `sys.executable`.
             environment: variables on top of this process's own.
+            environment_of: variables of one life, on top of those.
             directory: for configuration and logs; a temporary one where it is None.
         """
         self._temporary = None if directory else tempfile.TemporaryDirectory(prefix="pengserve-instances-")
         self.directory = directory or Path(self._temporary.name if self._temporary else "")
         self._command = [python, *command]
         self._environment = os.environ | dict(environment or {})
+        self._environment_of = environment_of or (lambda key: {})
         self._children: dict[InstanceKey, _Child] = {}
         self._newest: set[InstanceKey] = set()
         self._config_path = self.directory / "config.json"
@@ -105,7 +108,7 @@ class ProcessPort:
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.PIPE,
                     stderr=log,
-                    env=self._environment,
+                    env=self._environment | dict(self._environment_of(key)),
                     limit=_LINE_BYTES,
                 )
         except OSError as error:

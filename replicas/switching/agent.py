@@ -27,6 +27,7 @@ from pengserve.replicas.comm.peers import PeerNetwork
 from pengserve.replicas.comm.pool import CommunicatorPool
 from pengserve.replicas.engine.lanes import Lanes
 from pengserve.replicas.switching.draining import Drain
+from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.member import SWITCH, Conversation, Member, RequestOwner
 from pengserve.replicas.switching.merging import LeaderMerge, check_merge, join_merge, travellers
 from pengserve.replicas.switching.messages import SwitchCodec, SwitchMessage, Word
@@ -191,6 +192,7 @@ class Agent:
         now_s = time.monotonic()
         self._prepared = {i: kept for i, kept in self._prepared.items() if kept[1] > now_s}
         self._prepared[plan.plan_id] = (plan, now_s + PREPARED_S)
+        reached("prepared")
 
     def _check(self, plan: SwitchPlan) -> None:
         if self._member.key not in plan.members:
@@ -213,6 +215,7 @@ class Agent:
         if plan.plan_id not in self._prepared:
             raise StepError(f"instance {self._member.key} has not prepared {plan.plan_id}")
         self._check(plan)
+        reached("begun")
         commit = self._commit = _Commit(plan)
         try:
             if _drains(plan):
@@ -229,6 +232,7 @@ class Agent:
             Conversation(self._member, plan).tell_all(Word.DRAIN, plan=plan)
         self._drain = Drain(self._member.lanes.current, plan, lambda: self._drained(self._member.key))
         self._drain.check()
+        reached("draining")
         self._after(plan.drain_timeout_s, lambda: self._meet_now(commit))
 
     def _drained(self, key: InstanceKey) -> None:
@@ -256,6 +260,7 @@ class Agent:
             self._lead_split(commit)
             return
         Conversation(self._member, commit.plan).tell_all(Word.MEET, plan=commit.plan)
+        reached("meeting")
         self._after(self._member.timeout_s, lambda: self._meet_timeout(commit))
 
     def _meet_timeout(self, commit: _Commit) -> None:
@@ -317,6 +322,7 @@ class Agent:
             self._empty_inbox()
             has_begun = True
             talk.tell_all(Word.MEET, plan=plan)
+            reached("meeting")
             met = talk.gather(Word.MET)
             meet_s = time.perf_counter() - commit.started_s
             report = LeaderSplit(talk, lane, self.group_name, Epoch(plan.epoch + 1)).run(met)
@@ -393,6 +399,7 @@ class Agent:
             return
         self._drain = Drain(self._member.lanes.current, plan, lambda: talk.say(leader, Word.DRAINED))
         self._drain.check()
+        reached("draining")
         drain = self._drain
         # The leader may die while this member pauses new requests for it.
         self._after(
@@ -401,6 +408,7 @@ class Agent:
 
     def _join(self, leader: InstanceKey, plan: SwitchPlan) -> None:
         """Between two steps: from here to the commit this member does nothing else."""
+        reached("meeting")
         talk = Conversation(self._member, plan)
         kept = self._end_drain()
         self._empty_inbox()

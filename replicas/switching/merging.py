@@ -9,6 +9,7 @@ from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrat
 from pengserve.replicas.engine.handoff import revive
 from pengserve.replicas.engine.reshard import MAX_WAVE_TOKENS, Resharder, Traveller
 from pengserve.replicas.engine.tp_lane import TpLane
+from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.member import Conversation, Member
 from pengserve.replicas.switching.messages import SwitchMessage, Word
 
@@ -61,7 +62,9 @@ class LeaderMerge:
         self._free = {key: message.num_free for key, message in met.items()}
         coming = own + [traveller for message in met.values() for traveller in message.travellers]
         left = self._waves(coming)
+        reached("committing")
         self._talk.tell_all(Word.COMMIT)
+        reached("committed")
         self._lane.num_lendable = min([lanes.dp.num_free(), *self._free.values()])
         self._lane.followers = self._talk.followers
         lanes.enter(self._lane, seed_of(plan), self._communicator)
@@ -142,9 +145,11 @@ def join_merge(conversation: Conversation, group_name: str, own: list[Traveller]
     has_begun = False
     try:
         conversation.say(plan.leader, Word.MET, num_free=member.lanes.dp.num_free(), travellers=own)
+        reached("met")
         while True:
             _, message = conversation.hear(Word.WAVE, Word.COMMIT)
             if message.word is Word.COMMIT:
+                reached("committed")
                 break
             has_begun = True
             take_wave(member, lane, resharder, message.travellers, message.lease)
@@ -160,8 +165,10 @@ def join_merge(conversation: Conversation, group_name: str, own: list[Traveller]
 
 def take_wave(member: Member, lane: TpLane, resharder: Resharder, wave: list[Traveller], lease: list[int]) -> None:
     """One member's part in a wave: KV moves, and what was this member's own is the leader's from now on."""
+    reached("wave")
     member.lanes.lease(lane, lease)
     resharder.merge(wave)
+    reached("waved")
     rank = lane.shard.rank
     mine = [traveller.request_id for traveller in wave if traveller.rank == rank]
     member.lanes.dp.release(mine)

@@ -9,6 +9,7 @@ from pengserve.replicas.engine.handoff import revive
 from pengserve.replicas.engine.reshard import MAX_WAVE_TOKENS, Resharder, Traveller
 from pengserve.replicas.engine.tp_lane import TpLane
 from pengserve.replicas.engine.vllm_seam import Request
+from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.member import Conversation, Member
 from pengserve.replicas.switching.messages import SwitchMessage, Word
 
@@ -42,7 +43,9 @@ class LeaderSplit:
         rest = [request.request_id for request in lane.requests()]
         num_running = lane.num_running()
         lane.release(rest)
+        reached("committing")
         self._talk.tell_all(Word.COMMIT)
+        reached("committed")
         finish_split(member, lane)
         lane.shrink_all()
         member.owner.moved(rest, None, carried=False)
@@ -106,9 +109,11 @@ def join_split(conversation: Conversation, lane: TpLane, group_name: str) -> Non
     member, plan = conversation.member, conversation.plan
     resharder = Resharder(member.lanes, lane, member.pool.get(group_name))
     conversation.say(plan.leader, Word.MET, num_free=member.lanes.dp.num_free())
+    reached("met")
     while True:
         _, message = conversation.hear(Word.WAVE, Word.COMMIT)
         if message.word is Word.COMMIT:
+            reached("committed")
             break
         refused = take_split_wave(member, lane, resharder, message.travellers, message.release)
         lane.forget([traveller.request_id for traveller in message.travellers])
@@ -121,6 +126,7 @@ def take_split_wave(
     member: Member, lane: TpLane, resharder: Resharder, wave: list[Traveller], release: list[int]
 ) -> list[str]:
     """One member's part in a wave; ids of requests that were to come here and could not."""
+    reached("wave")
     lanes = member.lanes
     lanes.reclaim(lane, release)
     taken: list[Request] = []
@@ -136,6 +142,7 @@ def take_split_wave(
         return block_ids
 
     refused = resharder.split(wave, admit)
+    reached("waved")
     for request in taken:
         lanes.dp.adopt(request)
         lanes.dp.settle(request)

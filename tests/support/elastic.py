@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +18,7 @@ from pengserve.planners.groups import complete, expand
 from pengserve.planners.types.config import ControllerConfig, InstanceConfig, MergeConfig
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import LayoutTarget, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceState, RoutingTable
 from tests.support.ingress import MODEL_NAME, serving, wait_ready
@@ -60,18 +62,50 @@ class ElasticCluster:
         self._thread = threading.Thread(target=self._loop.run_forever, name="controller", daemon=True)
         self.controller: Controller
         self.port: ProcessPort
+        self._files = tempfile.TemporaryDirectory(prefix="pengserve-elastic-")
+        self._log_path = f"{self._files.name}/events.jsonl"
 
     def start(self) -> None:
         """Starts everything and waits until all groups can be formed."""
         self._thread.start()
 
         async def start() -> None:
-            self.port = ProcessPort(self.instance_config, python=sys.executable, environment=OFFLINE)
-            self.controller = Controller(self.config, self.port, EventLog())
-            self._run = asyncio.create_task(self.controller.run())
+            self.port = ProcessPort(
+                self.instance_config,
+                python=sys.executable,
+                environment=OFFLINE,
+                environment_of=lambda key: {"PENGSERVE_TEST_FAILPOINT": str(self._failpoint(key.instance_id))},
+            )
+            self._begin_controller()
 
         self.call(start())
         self.wait_formable()
+
+    def _begin_controller(self) -> None:
+        self.controller = Controller(self.config, self.port, EventLog(self._log_path))
+        self._run = asyncio.create_task(self.controller.run())
+
+    def restart_controller(self) -> None:
+        """Ends the controller, whatever it is doing, and starts another one over the same instances."""
+
+        async def restart() -> None:
+            await self.controller.stop()
+            self._run.cancel()
+            self._begin_controller()
+
+        self.call(restart())
+
+    def _failpoint(self, instance_id: int) -> Path:
+        return Path(self._files.name) / f"failpoint-{instance_id}"
+
+    def arm(self, instance_id: int, failpoint: str) -> None:
+        """The next time that instance comes to this place in a switch, it obeys (`replicas/switching/failpoints.py`)."""
+        self._failpoint(instance_id).write_text(failpoint)
+
+    def disarm(self) -> None:
+        """Takes back what was not reached."""
+        for instance_id in range(self.config.num_instances):
+            self._failpoint(instance_id).unlink(missing_ok=True)
 
     def stop(self) -> None:
         """Ends the controller and its children."""
@@ -84,6 +118,7 @@ class ElasticCluster:
         self.call(stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(10)
+        self._files.cleanup()
 
     def call(self, work: Any, timeout_s: float = 60.0) -> Any:
         """Runs a coroutine on the controller's loop."""
@@ -131,12 +166,20 @@ class ElasticCluster:
 
     def set_layout(self, text: str, strategy: str = "carry", *, timeout_s: float = 60.0) -> ClusterSnapshot:
         """Asks for a layout, like `pengserve layout set`, and waits for it."""
+        return self.wait_layout(self.ask_layout(text, strategy), timeout_s)
+
+    def wait_layout(self, wanted: Set[Group], timeout_s: float = 60.0) -> ClusterSnapshot:
+        """Waits until the layout is that."""
+        return self.wait(lambda s: set(s.layout.groups) == wanted, timeout_s)
+
+    def ask_layout(self, text: str, strategy: str = "carry") -> Set[Group]:
+        """Asks for a layout once it can be formed, and does not wait for it; the groups it will have."""
         snapshot = self.wait_formable()
         ranks = tuple(InstanceId(i) for i in range(self.config.num_instances))
         wanted = set(complete(expand(text, snapshot.groups, ranks), ranks))
         target = LayoutTarget(groups=tuple(wanted), strategy=SwitchStrategy(strategy))
         self.now(lambda: self.controller.set_layout(target))
-        return self.wait(lambda s: set(s.layout.groups) == wanted, timeout_s)
+        return wanted
 
     def key(self, instance_id: int) -> InstanceKey:
         """The life in a slot now."""

@@ -1,0 +1,41 @@
+"""Places in a switch where a test makes this process die or fall silent. Elsewhere they do nothing.
+
+PENGSERVE_TEST_FAILPOINT names a file. While it holds "wave:kill", the process ends itself with SIGKILL where it comes to
+`reached("wave")`; with "wave:stall:2" it sleeps there for two seconds. The file is removed first: each fires once.
+
+    prepared    a member has taken note of a plan
+    begun       the leader has been told to commit
+    draining    a member waits for running requests to end
+    meeting     the leader has asked the others to stop; another one is about to
+    met         a follower has said what it brings
+    wave        KV is about to move
+    waved       KV has moved; nobody has been told
+    committing  the leader is about to say COMMIT
+    committed   the leader has said it, or a follower has heard it; the shape has not changed
+"""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+_PATH = os.environ.get("PENGSERVE_TEST_FAILPOINT", "")
+
+
+def reached(name: str) -> None:
+    """Does what a test asks for at this place; between switches nobody comes here."""
+    if _PATH:
+        _obey(name, Path(_PATH))
+
+
+def _obey(name: str, path: Path) -> None:
+    try:
+        where, _, what = path.read_text().partition(":")
+    except FileNotFoundError:
+        return
+    if where != name:
+        return
+    path.unlink()
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(float(what.removeprefix("stall:")))
