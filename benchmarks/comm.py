@@ -204,7 +204,7 @@ def report(results: dict[tuple[int, str], list[dict[str, Any]]], load: float) ->
         "# What groups and peer messages cost",
         "",
         f"`make bench-comm` on {date.today()}: {_processor()}, {os.cpu_count()} cores shared by all processes,",
-        f"loopback, Python {platform.python_version()}, torch {torch.__version__}, one thread a process. gloo and direct",
+        f"loopback, Python {platform.python_version()}, torch {torch.__version__}, one thread a process. Both backends",
         "are of the same run; with more processes than cores the figures hold the scheduler's delays too.",
         f"Load average of the machine before the run, from other work: {load:.1f}.",
         "",
