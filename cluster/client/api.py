@@ -11,7 +11,8 @@ from pengserve.client import protocol
 from pengserve.client.protocol import DEFAULT_URL, Call, Endpoint, Pause, Program, Readiness
 from pengserve.planners.types.errors import PengServeError
 from pengserve.planners.types.events import Event
-from pengserve.planners.types.snapshot import ClusterSnapshot, RoutingTable
+from pengserve.planners.types.plans import SwitchStrategy
+from pengserve.planners.types.snapshot import ClusterSnapshot, LayoutView, RoutingTable
 
 if TYPE_CHECKING:
     import openai
@@ -82,6 +83,29 @@ class PengServe:
     def drain(self, timeout_s: float = 60.0) -> bool:
         """Take no new requests and let the running ones finish; True when all did within `timeout_s`."""
         return self._call(protocol.drain(timeout_s))
+
+    def layout(self) -> LayoutView:
+        """How the instances are grouped now, what they could form, and who decides about it."""
+        return self._call(protocol.layout())
+
+    def set_layout(
+        self, layout: str, strategy: str = SwitchStrategy.CARRY, *, wait: bool = True, timeout_s: float = 60.0
+    ) -> LayoutView:
+        """Change how the instances are grouped, and keep it so until `auto_layout`.
+
+            client.set_layout("tp2")                  # every aligned pair, the rest alone
+            client.set_layout("tp2@(0,1) dp@(2)")     # these groups; instances that are not named are alone
+            client.set_layout("dp", strategy="hard")
+
+        `strategy` says what becomes of running requests: "carry" (they go on with their KV), "hard" (they wait),
+        "sequential" or "soft" (they finish first). With `wait`, returns once the layout stands, and raises
+        `PengServeTimeoutError` if it does not within `timeout_s`; the cluster then goes on trying.
+        """
+        return self._run(protocol.set_layout(layout, strategy, wait, timeout_s, time.monotonic))
+
+    def auto_layout(self) -> LayoutView:
+        """Let the cluster choose its layout from the load again."""
+        return self._call(protocol.put_layout("auto"))
 
     def models(self) -> tuple[str, ...]:
         """Names that requests may put into `model`."""
@@ -191,6 +215,20 @@ class AsyncPengServe:
     async def drain(self, timeout_s: float = 60.0) -> bool:
         """See `PengServe.drain`."""
         return await self._call(protocol.drain(timeout_s))
+
+    async def layout(self) -> LayoutView:
+        """See `PengServe.layout`."""
+        return await self._call(protocol.layout())
+
+    async def set_layout(
+        self, layout: str, strategy: str = SwitchStrategy.CARRY, *, wait: bool = True, timeout_s: float = 60.0
+    ) -> LayoutView:
+        """See `PengServe.set_layout`."""
+        return await self._run(protocol.set_layout(layout, strategy, wait, timeout_s, time.monotonic))
+
+    async def auto_layout(self) -> LayoutView:
+        """See `PengServe.auto_layout`."""
+        return await self._call(protocol.put_layout("auto"))
 
     async def models(self) -> tuple[str, ...]:
         """See `PengServe.models`."""

@@ -17,10 +17,12 @@ from pengserve.client.errors import PengServeAPIError, PengServeConnectionError,
 from pengserve.planners.types.codec import from_data
 from pengserve.planners.types.errors import PengServeError
 from pengserve.planners.types.events import Event
-from pengserve.planners.types.snapshot import ClusterSnapshot, RoutingTable
+from pengserve.planners.types.snapshot import ClusterSnapshot, LayoutView, RoutingTable
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 DRAIN_MARGIN_S = 15.0  # the server answers a drain when it is over: the client must outwait it
+
+LAYOUT_PERIOD_S = 0.05  # a switch takes some ten milliseconds
 
 T = TypeVar("T")
 
@@ -87,6 +89,42 @@ def drain(timeout_s: float) -> Call[bool]:
         parse=lambda data: bool(data["drained"]),
         timeout_s=timeout_s + DRAIN_MARGIN_S,
     )
+
+
+def layout() -> Call[LayoutView]:
+    """The shape that the cluster has, and who decides about it."""
+    return Call(path="/cluster/layout", is_admin=True, parse=_parse_layout)
+
+
+def put_layout(text: str, strategy: str | None = None) -> Call[LayoutView]:
+    """Asks for a layout; the answer is the layout as it is then."""
+    body = {"layout": text} if strategy is None else {"layout": text, "strategy": str(strategy)}
+    return Call(method="PUT", path="/cluster/layout", is_admin=True, json=body, parse=_parse_layout)
+
+
+def set_layout(text: str, strategy: str, wait: bool, timeout_s: float, now: Callable[[], float]) -> Program[LayoutView]:
+    """Asks for a layout, and with `wait` looks until it stands.
+
+    Raises:
+        PengServeAPIError: it was refused; nothing changes.
+        PengServeTimeoutError: it does not stand within `timeout_s`, or somebody has asked for another one since.
+            Where nobody has, the cluster goes on trying.
+    """
+    deadline_s = now() + timeout_s
+    view = yield put_layout(text, strategy)
+    wanted = set(view.policy.target)
+    while wait and not view.policy.is_auto and set(view.layout.groups) != wanted:
+        left_s = deadline_s - now()
+        if left_s <= 0:
+            raise PengServeTimeoutError(f"the layout is not {text} after {timeout_s:g} s{_why_late(view)}")
+        yield Pause(seconds=min(LAYOUT_PERIOD_S, left_s))
+        try:
+            view = yield layout()
+        except PengServeConnectionError:
+            continue  # the time-out decides
+        if set(view.policy.target) != wanted:
+            raise PengServeTimeoutError(f"nobody waits for the layout {text} any more: another one was asked for since")
+    return view
 
 
 def live() -> Call[bool]:
@@ -215,6 +253,19 @@ class Endpoint:
         if isinstance(error, dict) and isinstance(error.get("message"), str):
             return error["message"]
         return f"{call.method} {self.url}{call.path} failed"
+
+
+def _parse_layout(data: Any) -> LayoutView:
+    return from_data(LayoutView, data)
+
+
+def _why_late(view: LayoutView) -> str:
+    last = view.last_switch
+    if last is None:
+        return ": no switch has begun; its members may still be starting"
+    if last.failure:
+        return f": {last.what} failed, and is tried again: {last.failure}"
+    return f": {last.what} is in phase {last.phase}"
 
 
 def _parse_readiness(data: Any) -> Readiness:

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
-from pengserve.planners.types.layout import Layout
+from pengserve.planners.types.layout import Layout, parse_groups
 from pengserve.planners.types.snapshot import (
     ClusterSnapshot,
     DeviceInfo,
@@ -21,8 +21,11 @@ from pengserve.planners.types.snapshot import (
     InstanceState,
     InstanceStats,
     KvCapacity,
+    LayoutPolicy,
+    LayoutView,
     Route,
     RoutingTable,
+    SwitchRecord,
 )
 
 ADMIN_KEY = "admin-secret"
@@ -53,6 +56,19 @@ def snapshot(*instances: InstanceSnapshot, time_s: float = 1000.0) -> ClusterSna
     )
 
 
+def layout_view(
+    layout: str, target: str = "", epoch: int = 3, last: SwitchRecord | None = None, **more: Any
+) -> LayoutView:
+    """A view of two instances laid out as `layout`; pinned to `target`, or where that is empty left to the planner."""
+    return LayoutView(
+        time_s=1000.0,
+        layout=Layout(epoch=Epoch(epoch), groups=parse_groups(layout)),
+        layout_since_s=990.0,
+        policy=LayoutPolicy(is_auto=not target, target=parse_groups(target)),
+        **{"formable": parse_groups("tp2@(0,1)"), "cannot": (), "last_switch": last, **more},
+    )
+
+
 @dataclass(slots=True, kw_only=True)
 class ClusterState:
     """What the server answers; tests change it while it runs."""
@@ -61,6 +77,8 @@ class ClusterState:
     events: list[Event] = field(default_factory=list)
     ready_after: int = 0  # refusals before /ready says yes
     drained_with_s: list[float] = field(default_factory=list)
+    layouts: list[LayoutView] = field(default_factory=list)  # each look takes one; the last one stays
+    layouts_asked: list[dict[str, Any]] = field(default_factory=list)
     replies: dict[str, Any] = field(default_factory=dict)  # path -> JSON answered instead of the right one
     url: str = ""
 
@@ -128,6 +146,17 @@ def _application(state: ClusterState) -> FastAPI:
     @app.get("/cluster/routing")
     async def routing():
         return to_data(state.routing)
+
+    @app.get("/cluster/layout")
+    async def layout():
+        return to_data(state.layouts.pop(0) if len(state.layouts) > 1 else state.layouts[0])
+
+    @app.put("/cluster/layout")
+    async def set_layout(request: Request):
+        state.layouts_asked.append(await request.json())
+        if state.layouts_asked[-1]["layout"] == "tp9":
+            return JSONResponse({"error": {"message": "tp9 is not possible here: choose dp"}}, status_code=400)
+        return await layout()
 
     @app.post("/cluster/drain")
     async def drain(request: Request):

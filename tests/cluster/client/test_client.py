@@ -13,7 +13,22 @@ from pengserve.client import (
     PengServeError,
     PengServeTimeoutError,
 )
-from tests.cluster.client.cluster_server import ADMIN_KEY, ClusterState, cluster_server, instance, snapshot, some_events
+from pengserve.planners.types.snapshot import SwitchRecord
+from tests.cluster.client.cluster_server import (
+    ADMIN_KEY,
+    ClusterState,
+    cluster_server,
+    instance,
+    layout_view,
+    snapshot,
+    some_events,
+)
+
+ALONE = "dp@(0) dp@(1)"
+FAILED = SwitchRecord(
+    plan_id="m1", what="merge tp2@(0,1) (carry)", phase="aborted", why="asked for", started_s=999.0,
+    failure="a member is busy",
+)  # fmt: skip
 
 
 class _Blocking:
@@ -65,6 +80,53 @@ async def test_drain_passes_its_time_and_its_outcome(connect, state):
     client = connect(state.url, admin_key=ADMIN_KEY)
     assert await client.drain(timeout_s=1.5) is True
     assert state.drained_with_s == [1.5]
+
+
+async def test_the_layout_arrives_as_the_value_it_is(connect, state):
+    state.layouts = [layout_view("tp2@(0,1)", "tp2@(0,1)", last=FAILED)]
+    assert await connect(state.url, admin_key=ADMIN_KEY).layout() == state.layouts[0]
+
+
+async def test_set_layout_returns_once_it_stands(connect, state):
+    before, after = layout_view(ALONE, "tp2@(0,1)"), layout_view("tp2@(0,1)", "tp2@(0,1)", epoch=4)
+    state.layouts = [before, before, after]
+    client = connect(state.url, admin_key=ADMIN_KEY)
+    assert await client.set_layout("tp2", strategy="hard", timeout_s=10) == after
+    assert state.layouts_asked == [{"layout": "tp2", "strategy": "hard"}]
+    assert state.layouts == [after]
+
+
+async def test_set_layout_without_waiting_and_auto_layout_ask_once(connect, state):
+    before = layout_view(ALONE, "tp2@(0,1)")
+    state.layouts = [before]
+    client = connect(state.url, admin_key=ADMIN_KEY)
+    assert await client.set_layout("tp2", wait=False) == before
+    state.layouts = [layout_view(ALONE)]
+    assert (await client.auto_layout()).policy.is_auto
+    assert state.layouts_asked == [{"layout": "tp2", "strategy": "carry"}, {"layout": "auto"}]
+
+
+async def test_a_layout_that_does_not_come_says_why(connect, state):
+    state.layouts = [layout_view(ALONE, "tp2@(0,1)", last=FAILED)]
+    client = connect(state.url, admin_key=ADMIN_KEY)
+    with pytest.raises(
+        PengServeTimeoutError, match=r"not tp2 after 0\.1 s.*failed, and is tried again: a member is busy"
+    ):
+        await client.set_layout("tp2", timeout_s=0.1)
+
+
+@pytest.mark.parametrize("since", [layout_view(ALONE), layout_view(ALONE, ALONE)], ids=["auto", "another"])
+async def test_nobody_waits_for_a_layout_that_somebody_else_has_replaced(connect, state, since):
+    state.layouts = [layout_view(ALONE, "tp2@(0,1)"), since]
+    with pytest.raises(PengServeTimeoutError, match="another one was asked for since"):
+        await connect(state.url, admin_key=ADMIN_KEY).set_layout("tp2", timeout_s=10)
+
+
+async def test_an_impossible_layout_is_refused_with_the_servers_words(connect, state):
+    state.layouts = [layout_view(ALONE)]
+    with pytest.raises(PengServeAPIError, match="choose dp") as caught:
+        await connect(state.url, admin_key=ADMIN_KEY).set_layout("tp9")
+    assert caught.value.status_code == 400
 
 
 async def test_not_ready_is_an_answer_and_wait_ready_outlasts_it(connect, state):
