@@ -15,6 +15,11 @@ _TEXT = (
 )
 
 
+def text(source: random.Random, num_words: int) -> str:
+    """Random words; one is 1.2 tokens of the demo model."""
+    return " ".join(source.choices(_TEXT.split(), k=num_words))
+
+
 def _engine_flags() -> dict[str, Any]:
     return {
         "dtype": "float32",
@@ -60,7 +65,4 @@ class Plan:
     def prompts(self, round_index: int, level: Level) -> list[str]:
         """The prompts of one level: equal for all systems, all different, so that no prefix is found in a cache."""
         source = random.Random(f"{self.seed}/{round_index}/{level.num_clients}")
-        return [
-            " ".join(source.choices(_TEXT.split(), k=source.randint(self.min_words, self.max_words)))
-            for _ in range(level.num_requests)
-        ]
+        return [text(source, source.randint(self.min_words, self.max_words)) for _ in range(level.num_requests)]

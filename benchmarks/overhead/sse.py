@@ -165,6 +165,11 @@ class Connection:
             self.close()
         return answer
 
+    @property
+    def answer(self) -> Answer | None:
+        """The answer under way, or the last one."""
+        return self._stream.answer
+
     def close(self) -> None:
         """Drops the connection."""
         if self._transport is not None:
