@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from pengserve.planners.types.errors import PengServeError
+from pengserve.planners.types.plans import SwitchStrategy as Strategy
 
 app = typer.Typer(
     name="pengserve",
@@ -25,6 +26,8 @@ app = typer.Typer(
 )
 model_app = typer.Typer(no_args_is_help=True, help="Make models to try PengServe with.")
 app.add_typer(model_app, name="model")
+layout_app = typer.Typer(invoke_without_command=True)
+app.add_typer(layout_app, name="layout")
 
 Url = Annotated[
     str, typer.Option("--url", envvar="PENGSERVE_URL", help="Address of the running application.", show_default=True)
@@ -138,6 +141,70 @@ def events(
     from pengserve.cluster.cli.watch import run_events
 
     run_events(url, admin_key, after, follow, as_json)
+
+
+@layout_app.callback()
+def layout(
+    context: typer.Context,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the layout as JSON.")] = False,
+) -> None:
+    """Show how the instances are grouped, what they could form, who decides, and the last switch.
+
+    A group runs one shape: `dp` is an instance alone, `tp2` two instances that share each request's work. Running
+    requests go on when the shape changes.
+
+    - `pengserve layout`
+    - `pengserve layout set tp2`
+    - `pengserve layout auto`
+    """
+    if context.invoked_subcommand is None:
+        from pengserve.cluster.cli.layout import run_layout
+
+        run_layout(url, admin_key, as_json)
+
+
+@layout_app.command("set")
+def layout_set(
+    layout: Annotated[str, typer.Argument(help="The layout, such as `dp`, `tp2`, or `'tp2@(0,1) dp@(2)'`.")],
+    strategy: Annotated[
+        Strategy, typer.Option(help="What becomes of running requests.", show_default=True)
+    ] = Strategy.CARRY,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return before it has happened.")] = False,
+    timeout_s: Annotated[float, typer.Option("--timeout", min=0, help="Seconds to wait for it.")] = 60,
+) -> None:
+    """Change the layout while the cluster serves, and keep it so until `pengserve layout auto`.
+
+    - `pengserve layout set tp2`: every aligned pair of instances becomes a group; a rest stays alone
+    - `pengserve layout set 'tp2@(0,1)'`: this pair, and all others alone; quote it, for the shell knows brackets too
+    - `pengserve layout set 'tp4@(0..3) tp2@(4,5)'`: several groups
+    - `pengserve layout set tp`: the widest groups there are
+    - `pengserve layout set dp`: every instance alone
+
+    What becomes of running requests:
+
+    - `carry`: their KV moves along and they go on in the new shape; nobody waits longer than the switch
+    - `hard`: on a merge they pause where they are and go on after the next split; on a split they are carried
+    - `sequential`: they finish first, new ones wait for the new shape
+    - `soft`: they finish first, idle members run new ones meanwhile
+    """
+    from pengserve.cluster.cli.layout import run_layout_set
+
+    run_layout_set(url, admin_key, layout, strategy.value, not no_wait, timeout_s)
+
+
+@layout_app.command("auto")
+def layout_auto(url: Url = DEFAULT_URL, admin_key: AdminKey = None) -> None:
+    """Let the cluster choose its layout again, from load, priorities and long requests.
+
+    - `pengserve layout auto`
+    """
+    from pengserve.cluster.cli.layout import run_layout_auto
+
+    run_layout_auto(url, admin_key)
 
 
 @app.command()

@@ -5,11 +5,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import Group as Lines
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pengserve.cluster.cli.shape_views import (
+    by_group,
+    describe_groups,
+    describe_policy,
+    kv_tokens,
+    leader_of,
+    role,
+    switch_line,
+)
 from pengserve.planners.types.events import Event
+from pengserve.planners.types.layout import Group
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState
 from pengserve.planners.types.units import format_bytes
 
@@ -64,56 +75,68 @@ def bar(parts: Sequence[tuple[float, str, str]], width: int = BAR_WIDTH) -> Text
 
 def status_view(snapshot: ClusterSnapshot) -> RenderableType:
     """The table of `pengserve status`."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("instance", "state", "lanes", "node", "device", "pid"):
+    has_paused = any(i.stats.num_paused for i in snapshot.instances)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("instance", "state", "shape", "node", "device", "pid"):
         table.add_column(name)
-    for name in ("KV used / total", "running", "waiting", "prompt tok", "output tok"):
+    for name in (
+        "KV used / total",
+        "running",
+        "waiting",
+        *(["paused"] if has_paused else []),
+        "prompt tok",
+        "output tok",
+    ):
         table.add_column(name, justify="right")
-    for instance in snapshot.instances:
-        stats, capacity = instance.stats, instance.capacity
-        kv = f"{stats.kv_blocks_used * capacity.block_size:,} / {capacity.num_tokens:,}" if capacity else "-"
+    for branch, instance, group in by_group(snapshot):
+        stats = instance.stats
+        used, _, total = kv_tokens(instance)
         table.add_row(
-            str(instance.key),
+            f"{branch}{instance.key}",
             Text(instance.state.value, STATE_STYLES[instance.state]),
-            _lanes(instance),
+            _shape(instance, group),
             instance.device.node_ip,
             instance.device.device,
             str(instance.device.pid or "-"),
-            kv,
+            f"{used:,} / {total:,}" if total and not stats.is_follower else "-",
             f"{stats.num_running:,}",
             f"{stats.num_waiting:,}",
+            *([f"{stats.num_paused:,}"] if has_paused else []),
             f"{stats.total_prompt_tokens:,}",
             f"{stats.total_generated_tokens:,}",
         )
-    return Group(_headline(snapshot), table)
+    return Lines(_headline(snapshot), _switch(snapshot), table)
 
 
 def top_view(before: ClusterSnapshot | None, now: ClusterSnapshot, note: str = "") -> RenderableType:
     """One frame of `pengserve top`; `before` is an earlier snapshot, for the rates."""
     seconds = now.time_s - before.time_s if before else 0.0
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name in ("instance", "state", "lanes", "KV tokens", "memory"):
+    has_paused = any(i.stats.num_paused for i in now.instances)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("instance", "state", "shape", "KV tokens", "memory"):
         table.add_column(name, no_wrap=True)
-    for name in ("run", "wait", "in/s", "out/s"):
+    for name in ("run", "wait", *(["paused"] if has_paused else []), "in/s", "out/s"):
         table.add_column(name, justify="right", no_wrap=True)
     rates = {
         i.key: rates_between(before.instance(i.instance_id) if before else None, i, seconds) for i in now.instances
     }
-    for instance in now.instances:
-        rate = rates[instance.key]
+    for branch, instance, group in by_group(now):
+        rate, stats = rates[instance.key], instance.stats
         table.add_row(
-            str(instance.key),
+            f"{branch}{instance.key}",
             Text(instance.state.value, STATE_STYLES[instance.state]),
-            _lanes(instance),
+            Text(role(instance, group), _shape_style(instance)),
             _kv_bar(instance),
-            _memory_bar(instance),
-            str(instance.stats.num_running),
-            str(instance.stats.num_waiting),
+            _memory_bar(instance, leader_of(now.instances, instance, group)),
+            str(stats.num_running),
+            str(stats.num_waiting),
+            *([str(stats.num_paused)] if has_paused else []),
             f"{rate.prompt_tokens_per_s:,.0f}" if rate else "-",
             f"{rate.generated_tokens_per_s:,.0f}" if rate else "-",
         )
     legend = Text("KV: █ resident ▒ queued   memory: █ weights ▓ KV used · KV free", "dim")
-    return Group(_headline(now), _totals(now, [r for r in rates.values() if r]), table, legend, Text(note, "yellow"))
+    totals = _totals(now, [r for r in rates.values() if r])
+    return Lines(_headline(now), totals, _switch(now), table, legend, Text(note, "yellow"))
 
 
 def event_line(event: Event) -> Text:
@@ -131,12 +154,16 @@ def event_line(event: Event) -> Text:
 
 def _headline(snapshot: ClusterSnapshot) -> Text:
     ready = sum(i.state is InstanceState.READY for i in snapshot.instances)
-    groups = " ".join(str(group) for group in snapshot.layout.groups) or "none"
     return Text.assemble(
         (snapshot.app, "bold"),
-        f"   {ready}/{len(snapshot.instances)} ready   layout {groups}   epoch {snapshot.epoch}"
-        f"   routes v{snapshot.routing_version}",
+        f"   {ready}/{len(snapshot.instances)} ready   layout ",
+        (describe_groups(snapshot.layout.groups), "bold"),
+        f"   {describe_policy(snapshot.policy)}   epoch {snapshot.epoch}   routes v{snapshot.routing_version}",
     )
+
+
+def _switch(snapshot: ClusterSnapshot) -> Text:
+    return Text("switch ").append_text(switch_line(snapshot.last_switch, snapshot.time_s))
 
 
 def _totals(snapshot: ClusterSnapshot, rates: Sequence[Rates]) -> Text:
@@ -148,32 +175,40 @@ def _totals(snapshot: ClusterSnapshot, rates: Sequence[Rates]) -> Text:
         f"   output {sum(r.generated_tokens_per_s for r in rates):,.0f} tok/s"
         f"   prefix hits {f'{hits:.0%}' if hits is not None else '-'}"
         f"   preempted {sum(s.total_preemptions for s in stats)}   resumed {sum(s.total_resumed for s in stats)}"
+        + (f"   paused {paused}" if (paused := sum(s.num_paused for s in stats)) else "")
     )
 
 
-def _lanes(instance: InstanceSnapshot) -> Text:
-    shape = instance.stats.shape
-    shapes = [lane.shape for lane in instance.lanes if lane.capacity is not None] or ["dp"]
-    return Text(" ").join(Text(lane, "bold" if lane == shape else "dim") for lane in shapes)
+def _shape(instance: InstanceSnapshot, group: Group | None) -> Text:
+    """What it runs, and the other shapes that it could."""
+    others = [lane.shape for lane in instance.lanes if lane.capacity and lane.shape != instance.stats.shape]
+    return Text.assemble(
+        (role(instance, group), _shape_style(instance)), (f"  {' '.join(others)}" if others else "", "dim")
+    )
+
+
+def _shape_style(instance: InstanceSnapshot) -> str:
+    return "" if instance.stats.shape == "dp" else "bold cyan"
 
 
 def _kv_bar(instance: InstanceSnapshot) -> Text:
-    capacity, stats = instance.capacity, instance.stats
-    if capacity is None or capacity.num_blocks == 0:
+    used, queued, total = kv_tokens(instance)
+    if not total:
         return Text("-", "dim")
-    used = stats.kv_blocks_used / capacity.num_blocks
-    queued = (instance.virtual_kv_blocks - stats.kv_blocks_used) / capacity.num_blocks
-    style = "red" if used > 0.9 else "green"
-    text = bar([(used, "█", style), (min(queued, 1.0), "▒", "yellow")])
-    return text.append(f" {used:4.0%} of {capacity.num_tokens:,}")
+    if instance.stats.is_follower:
+        return Text("as its leader's", "dim")
+    share = used / total
+    text = bar([(share, "█", "red" if share > 0.9 else "green"), (min(queued / total, 1.0), "▒", "yellow")])
+    return text.append(f" {share:4.0%} of {total:,}")
 
 
-def _memory_bar(instance: InstanceSnapshot) -> Text:
+def _memory_bar(instance: InstanceSnapshot, leader: InstanceSnapshot) -> Text:
+    """A follower holds as many bytes of its leader's requests as the leader does: its heads of each block."""
     capacity = instance.capacity
     if capacity is None:
         return Text("-", "dim")
     kv_bytes = capacity.num_blocks * capacity.bytes_per_block
-    used_bytes = instance.stats.kv_blocks_used * capacity.bytes_per_block
+    used_bytes = leader.stats.kv_blocks_used * capacity.bytes_per_block
     whole = max(capacity.weight_bytes + kv_bytes, 1)
     text = bar([(capacity.weight_bytes / whole, "█", "blue"), (used_bytes / whole, "▓", "green")])
     return text.append(f" {format_bytes(capacity.weight_bytes)} + {format_bytes(kv_bytes)}")

@@ -29,6 +29,7 @@ def test_base_install_modules_import_without_engine_packages():
         "import sys\n"
         "import pengserve.client, pengserve.cluster.settings, pengserve.cluster.cli.up, pengserve.cluster.cli.down\n"
         "import pengserve.cluster.cli.doctor, pengserve.cluster.cli.watch, pengserve.cluster.cli.model\n"
+        "import pengserve.cluster.cli.layout\n"
         "print(sorted({'torch', 'ray', 'vllm', 'msgspec', 'prometheus_client', 'openai'} & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
@@ -56,7 +57,19 @@ def test_help_is_under_half_a_second():
 
 
 @pytest.mark.parametrize(
-    "command", [["up"], ["down"], ["status"], ["top"], ["events"], ["doctor"], ["model", "make-demo"]]
+    "command",
+    [
+        ["up"],
+        ["down"],
+        ["status"],
+        ["top"],
+        ["events"],
+        ["layout"],
+        ["layout", "set"],
+        ["layout", "auto"],
+        ["doctor"],
+        ["model", "make-demo"],
+    ],
 )
 def test_every_command_explains_itself(command, capsys):
     from pengserve.cluster.cli.main import main

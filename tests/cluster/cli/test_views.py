@@ -1,10 +1,26 @@
 """Laws of the bars and rates that `pengserve top` draws."""
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from pengserve.cluster.cli.views import bar, hit_rate, rates_between
-from tests.cluster.client.cluster_server import instance
+from pengserve.cluster.cli import shape_views
+from pengserve.cluster.cli.views import bar, hit_rate, rates_between, status_view, top_view
+from pengserve.planners.types.ids import Epoch
+from pengserve.planners.types.layout import Layout, parse_groups
+from pengserve.planners.types.plans import SwitchReport
+from pengserve.planners.types.snapshot import (
+    ClusterSnapshot,
+    InstanceStats,
+    LaneInfo,
+    LayoutPolicy,
+    LayoutView,
+    SwitchRecord,
+)
+from tests.cluster.client.cluster_server import CAPACITY, instance, snapshot
 
 SHARES = st.lists(st.floats(min_value=0, max_value=1.5), max_size=4)
 
@@ -36,3 +52,94 @@ def test_rates_need_two_moments_of_one_life():
 def test_no_lookups_is_no_hit_rate():
     assert hit_rate([instance(0)]) is None
     assert hit_rate([instance(0, total_prefix_queries=8, total_prefix_hits=2)]) == 0.25
+
+
+def drawn(view, width: int = 160) -> list[str]:
+    """The lines of a view, as a terminal of `width` columns shows them."""
+    console = Console(width=width, color_system=None)
+    with console.capture() as capture:
+        console.print(view)
+    return capture.get().splitlines()
+
+
+DONE = SwitchRecord(
+    plan_id="m",
+    what="merge tp2@(2,0) (carry)",
+    phase="done",
+    why="load 0.1 is below 0.25",
+    started_s=940.0,
+    report=SwitchReport(
+        plan_id="m", epoch=Epoch(4), meet_s=0.0031, cutover_s=0.0082, num_carried=4, carried_bytes=3 << 19
+    ),
+)
+
+
+def merged() -> ClusterSnapshot:
+    """Instance 2 leads 0 in a tp2 group, 1 is alone; a request of 0's waits for the group's end."""
+    lanes = tuple(LaneInfo(shape=shape, capacity=CAPACITY) for shape in ("dp", "tp2"))
+    leading = InstanceStats(shape="tp2", num_running=3, kv_blocks_used=20, block_size=64, kv_blocks_total=80)
+    following = InstanceStats(shape="tp2", is_follower=True, num_paused=1, total_switches=1)
+    return replace(
+        snapshot(
+            replace(instance(0), stats=following, lanes=lanes),
+            replace(instance(1), lanes=lanes),
+            replace(instance(2), stats=leading, lanes=lanes),
+        ),
+        layout=Layout(epoch=Epoch(4), groups=parse_groups("dp@(1) tp2@(2,0)")),
+        groups=parse_groups("tp2@(2,0)"),
+        layout_since_s=880.0,
+        last_switch=DONE,
+    )
+
+
+@pytest.mark.parametrize("view", [status_view, lambda now: top_view(None, now)], ids=["status", "top"])
+def test_members_of_a_group_stand_together_the_leader_first(view):
+    lines = drawn(view(merged()))
+    at = {key: next(i for i, line in enumerate(lines) if f" {key} " in line) for key in ("0.0", "1.0", "2.0")}
+    assert at["0.0"] == at["2.0"] + 1, lines
+    assert "┌ 2.0" in lines[at["2.0"]] and "tp2 leads" in lines[at["2.0"]]
+    assert "└ 0.0" in lines[at["0.0"]] and "tp2 with 2" in lines[at["0.0"]]
+    assert "layout tp2@(2,0), 1 dp   auto   epoch 4" in lines[0]
+
+
+def test_kv_is_counted_in_the_blocks_of_the_shape():
+    lines = "\n".join(drawn(status_view(merged())))
+    assert "1,280 / 5,120" in lines  # 20 and 80 blocks of 64 tokens
+    assert "25% of 5,120" in "\n".join(drawn(top_view(None, merged())))
+
+
+def test_paused_requests_have_a_column_only_while_there_are_any():
+    assert any("paused" in line for line in drawn(status_view(merged())))
+    assert not any("paused" in line for line in drawn(status_view(snapshot(instance(0)))))
+
+
+def test_the_last_switch_tells_phases_requests_and_why():
+    (line,) = [line for line in drawn(status_view(merged())) if line.startswith("switch")]
+    assert "merge tp2@(2,0) (carry) done 1 min ago: meet 3.1 ms, cutover 8.2 ms; 4 carried (1.5 MiB)" in line
+    assert "why: load 0.1 is below 0.25" in line
+    failed = replace(merged(), last_switch=replace(DONE, phase="aborted", report=None, failure="no answer within 3 s"))
+    assert any("aborted 1 min ago: no answer within 3 s" in line for line in drawn(status_view(failed)))
+
+
+def test_the_layout_says_what_can_be_formed_what_cannot_and_who_decides():
+    lines = drawn(shape_views.layout_view(LayoutView.of(merged())))
+    text = "\n".join(lines)
+    assert "for 2 min" in text and "policy       auto" in text and "can form     tp2@(2,0)" in text
+    assert ["tp2@(2,0)", "2", "0"] in [line.split() for line in lines]
+    assert ["dp", "1", "-"] in [line.split() for line in lines]
+    pinned = LayoutPolicy(is_auto=False, target=parse_groups("tp2@(2,0) dp@(1)"))
+    cannot = (LaneInfo(shape="tp4", capacity=None, why_not="too few heads"),)
+    view = replace(LayoutView.of(merged()), policy=pinned, cannot=cannot)
+    text = "\n".join(drawn(shape_views.layout_view(view)))
+    assert "pinned to tp2@(2,0), 1 dp" in text and "tp4: too few heads" in text
+
+
+@given(seconds=st.floats(min_value=0, max_value=1e6))
+def test_times_are_short(seconds):
+    assert len(shape_views.format_age(seconds)) <= 6
+    assert shape_views.format_seconds(seconds).endswith("s")
+
+
+def test_a_thousand_groups_are_not_all_named():
+    groups = parse_groups(" ".join(f"tp2@({i},{i + 1})" for i in range(0, 1000, 2)))
+    assert shape_views.describe_groups(groups).endswith("492 more")
