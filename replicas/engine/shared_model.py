@@ -83,15 +83,14 @@ def check_supported(base: nn.Module) -> None:
         UnsupportedShapeError: it has layers whose weights are quantised, or of a kind that has no view.
     """
     for name, module in base.named_modules():
+        if "FusedMoE" in type(module).__name__:
+            raise UnsupportedShapeError(f"mixture-of-experts layers ({name}) have no views; serve it in dp alone")
+    for name, module in base.named_modules():
         if isinstance(module, (LinearBase, *_EMBEDDINGS)):
             if type(module) not in (*_LINEARS, *_EMBEDDINGS):
                 raise UnsupportedShapeError(f"layers of type {type(module).__name__} ({name}) have no weight views yet")
             if type(module.quant_method) not in _PLAIN_METHODS:
                 raise UnsupportedShapeError(f"quantised weights ({name}) have no views; serve this model in dp alone")
-        elif "FusedMoE" in type(module).__name__:
-            raise UnsupportedShapeError(
-                f"mixture-of-experts layers ({name}) have no weight views; serve it in dp alone"
-            )
 
 
 def share_weights(model: nn.Module, base: nn.Module, shard: Shard) -> None:

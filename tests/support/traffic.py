@@ -19,6 +19,7 @@ class TimedStream:
     """One streamed completion: token ids with the time each chunk came, and how it ended."""
 
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)  # of the tokens, where they were asked for
     times_s: list[float] = field(default_factory=list)
     started_s: float = 0.0
     finish_reason: str | None = None
@@ -87,4 +88,5 @@ def _take(result: TimedStream, chunk: dict[str, Any]) -> None:
         if choice.get("token_ids"):
             result.token_ids += choice["token_ids"]
             result.times_s.append(time.monotonic())
+            result.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
         result.finish_reason = choice.get("finish_reason") or result.finish_reason

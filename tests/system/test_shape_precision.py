@@ -1,0 +1,50 @@
+"""In bfloat16 a shape change may move a near-tie, but not what the model believes: the NLL of the same tokens stays.
+
+Both runs choose their tokens greedily, so comparing each with itself would favour each one's own noise. As long as both
+have chosen the same tokens, each run is the teacher-forced run of the other; what comes after the first difference is
+left out.
+"""
+
+import statistics
+import time
+from typing import Any
+
+import pytest
+
+from tests.support.elastic import elastic_cluster
+from tests.support.streams import make_prompts
+from tests.support.traffic import Traffic
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+MAX_NLL_DIFFERENCE = 1e-3
+NUM_REQUESTS, MAX_TOKENS = 24, 80
+
+
+def test_teacher_forced_nll_in_bfloat16(model: Any) -> None:
+    prompts = make_prompts(NUM_REQUESTS, seed=9, longest=120)
+    with (
+        elastic_cluster(model, 2, engine={"dtype": "bfloat16"}) as cluster,
+        cluster.ingress() as url,
+        Traffic(url) as traffic,
+    ):
+        running = [traffic.start(prompt, MAX_TOKENS, logprobs=1) for prompt in prompts]
+        undisturbed = [future.result(60) for future in running]
+        running = [traffic.start(prompt, MAX_TOKENS, logprobs=1) for prompt in prompts]
+        time.sleep(0.2)
+        for layout in ("tp2", "dp", "tp2"):
+            cluster.set_layout(layout, "carry")
+            time.sleep(0.2)
+        disturbed = [future.result(60) for future in running]
+        assert sum(event.data.get("num_carried", 0) for event in cluster.events()) > NUM_REQUESTS
+    pairs: list[tuple[float, float]] = []
+    for found, expected in zip(disturbed, undisturbed, strict=True):
+        assert not found.error and len(found.logprobs) == MAX_TOKENS
+        for i, token in enumerate(found.token_ids):
+            if token != expected.token_ids[i]:
+                break
+            pairs.append((found.logprobs[i], expected.logprobs[i]))
+    difference = abs(statistics.fmean(found - expected for found, expected in pairs))
+    print(f"\n  NLL of {len(pairs)} tokens through three switches differs by {difference:.6f}")
+    assert len(pairs) > NUM_REQUESTS * MAX_TOKENS / 4
+    assert difference < MAX_NLL_DIFFERENCE
