@@ -8,69 +8,61 @@ Calls come from any thread and are carried out in the step thread, between steps
 Every wait has a time-out, after which a member is back where it was, or in dp where requests had begun to move.
 """
 
+import contextlib
 import logging
-import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
 
 from pengserve.planners.types.config import InstanceConfig
-from pengserve.planners.types.directory import GroupSpec, PeerDirectory
+from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, FenceError, LinkLostError, PengServeError, StepError
 from pengserve.planners.types.ids import Epoch, InstanceKey
-from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.comm.peers import PeerNetwork
 from pengserve.replicas.comm.pool import CommunicatorPool
 from pengserve.replicas.engine.lanes import Lanes
+from pengserve.replicas.switching.commit import Commit, drains
 from pengserve.replicas.switching.draining import Drain
 from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.member import SWITCH, Conversation, Member, RequestOwner
 from pengserve.replicas.switching.merging import LeaderMerge, check_merge, join_merge, travellers
 from pengserve.replicas.switching.messages import SwitchCodec, SwitchMessage, Word
 from pengserve.replicas.switching.splitting import LeaderSplit, check_split, join_split
+from pengserve.replicas.switching.step_thread import StepThread, Submit
+from pengserve.replicas.switching.wiring import Wiring
 
 logger = logging.getLogger(__name__)
 
 STEP = "step"  # kind of peer messages that hold a step of the leader's
+BROKEN = "broken"  # ... that name a group which its members must leave at once
 PREPARED_S = 60.0  # a prepared plan that nobody commits is forgotten after so long
 _REPORTS_KEPT = 32
-
-
-class _Commit:
-    """A commit under way at the leader."""
-
-    def __init__(self, plan: SwitchPlan) -> None:
-        self.plan = plan
-        self.outcome: Future[SwitchReport] = Future()
-        self.met: dict[InstanceKey, SwitchMessage] = {}
-        self.drained: set[InstanceKey] = set()
-        self.started_s = time.perf_counter()
-        self.drain_s = 0.0
-        self.is_meeting = False
 
 
 class Agent:
     """Owns the member's state between switches. `on_changed` is called in the step thread after each."""
 
-    def __init__(self, member: Member, submit: Callable[[Callable[[], object]], None], on_changed: Callable[[], None]):
+    def __init__(self, member: Member, submit: Submit, on_changed: Callable[[], None]) -> None:
         self._member, self._submit, self._on_changed = member, submit, on_changed
+        self._steps = StepThread(submit, member.timeout_s)
         self._codec = SwitchCodec()  # the step thread's
-        self._directory: PeerDirectory | None = None
-        self._connecting = threading.Lock()
+        self._wiring = Wiring(member, submit, self._require_group)
         self._prepared: dict[str, tuple[SwitchPlan, float]] = {}
         self._reports: OrderedDict[str, SwitchReport] = OrderedDict()
-        self._commit: _Commit | None = None
+        self._commit: Commit | None = None
         self._drain: Drain | None = None
         self.endpoint = ""  # where peers connect
         self.epoch = Epoch(0)
         self.group_name = ""  # of the running group's communicators
+        self._mates: tuple[InstanceKey, ...] = ()  # its members, in rank order
         member.lanes.on_broken = self._broken
         member.network.subscribe(STEP, self._on_step, self._on_lost)
         member.network.subscribe(SWITCH, self._on_switch)
+        member.network.subscribe(BROKEN, self._on_broken)
 
     @classmethod
     def build(
@@ -82,7 +74,7 @@ class Agent:
         bind_host: str,
         reachable_host: str,
         owner: RequestOwner,
-        submit: Callable[[Callable[[], object]], None],
+        submit: Submit,
         on_changed: Callable[[], None],
     ) -> "Agent":
         """An agent with its own listener for peers and no group yet.
@@ -102,8 +94,7 @@ class Agent:
     @property
     def leader(self) -> InstanceKey | None:
         """Who leads the group that runs here; None in dp."""
-        specs = self._directory.groups if self._directory else ()
-        return next((spec.members[0] for spec in specs if spec.name == self.group_name), None)
+        return self._mates[0] if self._mates else None
 
     def groups_ready(self) -> tuple[str, ...]:
         """Names of the groups that can be formed."""
@@ -117,9 +108,7 @@ class Agent:
 
     def connect(self, directory: PeerDirectory) -> None:
         """Takes a newer directory; returns at once. Lanes and communicators are built in the background."""
-        if self._directory is None or directory.version > self._directory.version:
-            self._directory = directory
-            threading.Thread(target=self._connect, args=(directory,), name="connect", daemon=True).start()
+        self._wiring.connect(directory)
 
     def prepare(self, plan: SwitchPlan) -> None:
         """Checks whether this member can take part, and remembers the plan for a while. Changes nothing visible.
@@ -127,7 +116,7 @@ class Agent:
         Raises:
             StepError: it cannot, and why (FenceError: the plan is for another layout).
         """
-        self._in_step_thread(lambda: self._prepare(plan))
+        self._steps.ask(lambda: self._prepare(plan))
 
     def commit(self, plan: SwitchPlan) -> SwitchReport:
         """Carries out a prepared plan that this member leads. Idempotent.
@@ -136,10 +125,10 @@ class Agent:
             StepError: nothing was changed, and why.
             EngineError: it failed half-way; all members are in dp, and no request is lost.
         """
-        commit = self._in_step_thread(lambda: self._begin(plan))
+        commit = self._steps.ask(lambda: self._begin(plan))
         if isinstance(commit, SwitchReport):
             return commit
-        timeout_s = 4 * self._member.timeout_s + (plan.drain_timeout_s if _drains(plan) else 0.0)
+        timeout_s = 4 * self._member.timeout_s + (plan.drain_timeout_s if drains(plan) else 0.0)
         try:
             return commit.outcome.result(timeout_s)
         except FutureTimeoutError:
@@ -160,31 +149,6 @@ class Agent:
         self._member.pool.close()
         self._member.network.close()
 
-    # Directory --------------------------------------------------------------------------------------------------------
-
-    def _connect(self, directory: PeerDirectory) -> None:
-        with self._connecting:
-            if self._directory is not directory:
-                return  # a newer one came meanwhile
-            member = self._member
-            try:
-                member.network.connect(directory.peers, member.timeout_s)
-            except LinkLostError as error:
-                logger.warning("%s", error)  # groups with those peers fail, the others are built
-            mine = [spec for spec in directory.groups if member.key in spec.members]
-            built = threading.Event()
-            for spec in mine:
-                self._submit(lambda spec=spec: member.lanes.build(spec.group, spec.members.index(member.key)))
-            self._submit(built.set)
-            built.wait(60.0)
-            member.pool.build(mine)
-
-    def _spec(self, plan: SwitchPlan) -> GroupSpec:
-        for spec in self._directory.groups if self._directory else ():
-            if spec.members == plan.members and spec.group == plan.group:
-                return spec
-        raise StepError(f"instance {self._member.key} knows no group {plan.group} of these lives")
-
     # The leader's side ------------------------------------------------------------------------------------------------
 
     def _prepare(self, plan: SwitchPlan) -> None:
@@ -202,12 +166,12 @@ class Agent:
         if self._commit is not None:
             raise StepError(f"instance {self._member.key} is in the middle of {self._commit.plan.plan_id}")
         if plan.is_merge:
-            self._member.pool.get(self._spec(plan).name)
+            self._member.pool.get(self._wiring.spec(plan).name)
             check_merge(self._member, plan)
         else:
             check_split(self._member, plan)
 
-    def _begin(self, plan: SwitchPlan) -> "SwitchReport | _Commit":
+    def _begin(self, plan: SwitchPlan) -> "SwitchReport | Commit":
         if plan.plan_id in self._reports:
             return self._reports[plan.plan_id]
         if self._commit is not None and self._commit.plan.plan_id == plan.plan_id:
@@ -216,9 +180,9 @@ class Agent:
             raise StepError(f"instance {self._member.key} has not prepared {plan.plan_id}")
         self._check(plan)
         reached("begun")
-        commit = self._commit = _Commit(plan)
+        commit = self._commit = Commit(plan)
         try:
-            if _drains(plan):
+            if drains(plan):
                 self._start_drain(commit)
             else:
                 self._meet(commit)
@@ -226,25 +190,25 @@ class Agent:
             self._fail(error)
         return commit
 
-    def _start_drain(self, commit: _Commit) -> None:
+    def _start_drain(self, commit: Commit) -> None:
         plan = commit.plan
         if plan.is_merge:
             Conversation(self._member, plan).tell_all(Word.DRAIN, plan=plan)
-        self._drain = Drain(self._member.lanes.current, plan, lambda: self._drained(self._member.key))
+        self._drain = Drain(self._member.lanes.current, plan, lambda: self._drained(plan.plan_id, self._member.key))
         self._drain.check()
         reached("draining")
-        self._after(plan.drain_timeout_s, lambda: self._meet_now(commit))
+        self._steps.after(plan.drain_timeout_s, lambda: self._meet_now(commit))
 
-    def _drained(self, key: InstanceKey) -> None:
+    def _drained(self, plan_id: str, key: InstanceKey) -> None:
         commit = self._commit
-        if commit is None:
+        if commit is None or commit.plan.plan_id != plan_id:
             return
         commit.drained.add(key)
         if not commit.plan.is_merge or len(commit.drained) == len(commit.plan.members):
             # Not from within a step's callbacks: the next boundary is soon enough.
             self._submit(lambda: self._meet_now(commit))
 
-    def _meet_now(self, commit: _Commit) -> None:
+    def _meet_now(self, commit: Commit) -> None:
         if self._commit is commit and not commit.is_meeting:
             commit.drain_s = time.perf_counter() - commit.started_s
             try:
@@ -252,7 +216,7 @@ class Agent:
             except PengServeError as error:
                 self._fail(error)
 
-    def _meet(self, commit: _Commit) -> None:
+    def _meet(self, commit: Commit) -> None:
         """Asks the others to stop at their next step boundary. This member goes on stepping until all have."""
         commit.is_meeting = True
         commit.started_s = time.perf_counter()
@@ -261,9 +225,9 @@ class Agent:
             return
         Conversation(self._member, commit.plan).tell_all(Word.MEET, plan=commit.plan)
         reached("meeting")
-        self._after(self._member.timeout_s, lambda: self._meet_timeout(commit))
+        self._steps.after(self._member.timeout_s, lambda: self._meet_timeout(commit))
 
-    def _meet_timeout(self, commit: _Commit) -> None:
+    def _meet_timeout(self, commit: Commit) -> None:
         if self._commit is commit:
             missing = [str(key) for key in commit.plan.members[1:] if key not in commit.met]
             self._fail(StepError(f"instances {', '.join(missing)} did not meet within {self._member.timeout_s:g} s"))
@@ -276,14 +240,18 @@ class Agent:
         if len(commit.met) == len(commit.plan.members) - 1:
             self._lead_merge(commit)
 
-    def _lead_merge(self, commit: _Commit) -> None:
+    def _lead_merge(self, commit: Commit) -> None:
         plan, member = commit.plan, self._member
-        self._empty_inbox()
+        self._empty_inbox(plan)
         meet_s = time.perf_counter() - commit.started_s
         talk = Conversation(member, plan)
         kept = self._end_drain()
-        name = self._spec(plan).name
-        merge = LeaderMerge(talk, name, Epoch(plan.epoch + 1))
+        try:
+            name = self._wiring.spec(plan).name
+            merge = LeaderMerge(talk, name, Epoch(plan.epoch + 1))
+        except PengServeError as error:  # the group broke while its members met
+            self._fail(error)
+            return
         try:
             report = merge.run(commit.met, travellers(member, plan, kept))
         except Exception as error:
@@ -291,9 +259,10 @@ class Agent:
                 logger.exception("the merge %s failed", plan.plan_id)
             talk.cancel(str(error))
             merge.undo()
-            member.pool.mark_failed(name)
+            self._end_group(name, plan.members)
             self._fail(EngineError(f"the merge failed half-way ({error}); all members are in dp"))
             return
+        self._mates = plan.members
         self._lead(name)
         self._succeed(commit, report, meet_s)
 
@@ -310,7 +279,7 @@ class Agent:
 
         lane.on_step = send
 
-    def _lead_split(self, commit: _Commit) -> None:
+    def _lead_split(self, commit: Commit) -> None:
         plan, member = commit.plan, self._member
         lane = member.lanes.running
         assert lane is not None
@@ -319,7 +288,7 @@ class Agent:
         has_begun = False
         try:
             check_split(member, plan)
-            self._empty_inbox()
+            self._empty_inbox(plan)
             has_begun = True
             talk.tell_all(Word.MEET, plan=plan)
             reached("meeting")
@@ -330,14 +299,15 @@ class Agent:
             if not isinstance(error, PengServeError):
                 logger.exception("the split %s failed", plan.plan_id)
             talk.cancel(str(error))
+            failure = error if isinstance(error, PengServeError) else EngineError(f"the split failed: {error}")
             if has_begun:
-                self._broken(error)
-            self._fail(error if isinstance(error, PengServeError) else EngineError(f"the split failed: {error}"))
+                self._broken(failure)
+            self._fail(failure)
             return
-        self.group_name = ""
+        self.group_name, self._mates = "", ()
         self._succeed(commit, report, meet_s)
 
-    def _succeed(self, commit: _Commit, report: SwitchReport, meet_s: float) -> None:
+    def _succeed(self, commit: Commit, report: SwitchReport, meet_s: float) -> None:
         report = replace(report, drain_s=commit.drain_s, meet_s=meet_s)
         self._reports[report.plan_id] = report
         while len(self._reports) > _REPORTS_KEPT:
@@ -376,7 +346,7 @@ class Agent:
             plan = message.plan
             self._submit(lambda: self._join_drain(key, plan))
         elif message.word is Word.DRAINED:
-            self._submit(lambda: self._drained(key))
+            self._submit(lambda: self._drained(message.plan_id, key))
         elif message.word is Word.MET and self._member.lanes.running is None:
             self._submit(lambda: self._on_met(key, message))
         else:
@@ -397,12 +367,17 @@ class Agent:
         if plan.plan_id not in self._prepared:
             talk.cancel("it has not prepared this")
             return
-        self._drain = Drain(self._member.lanes.current, plan, lambda: talk.say(leader, Word.DRAINED))
+
+        def drained() -> None:
+            with contextlib.suppress(LinkLostError):  # `_lost` calls the drain off
+                talk.say(leader, Word.DRAINED)
+
+        self._drain = Drain(self._member.lanes.current, plan, drained)
         self._drain.check()
         reached("draining")
         drain = self._drain
         # The leader may die while this member pauses new requests for it.
-        self._after(
+        self._steps.after(
             plan.drain_timeout_s + 2 * self._member.timeout_s, lambda: self._drain is drain and self._end_drain()
         )
 
@@ -411,33 +386,39 @@ class Agent:
         reached("meeting")
         talk = Conversation(self._member, plan)
         kept = self._end_drain()
-        self._empty_inbox()
-        lane = self._member.lanes.running
+        self._empty_inbox(plan)
+        lane, name = self._member.lanes.running, ""
         try:
             if plan.plan_id not in self._prepared:
                 raise StepError("it has not prepared this")
             self._check(plan)
             if plan.is_merge:
-                name = self._spec(plan).name
+                name = self._wiring.spec(plan).name
                 join_merge(talk, name, travellers(self._member, plan, kept))
-                self.group_name = name
+                self.group_name, self._mates = name, plan.members
             else:
                 assert lane is not None
                 join_split(talk, lane, self.group_name)
-                self.group_name = ""
+                self.group_name, self._mates = "", ()
         except Exception as error:
             if not isinstance(error, PengServeError):
                 logger.exception("the switch %s failed here", plan.plan_id)
             talk.cancel(str(error))
-            if not plan.is_merge and self._member.lanes.running is not None:
+            if plan.is_merge:
+                self._tell_broken(name, plan.members)  # the others may have gone on without this one
+            else:
                 self._broken(error)
             self._on_changed()
             return
         self._changed_to(Epoch(plan.epoch + 1), plan.plan_id)
 
-    def _empty_inbox(self) -> None:
-        while not self._member.inbox.empty():
-            self._member.inbox.get_nowait()
+    def _empty_inbox(self, plan: SwitchPlan) -> None:
+        """Forgets words of other switches. One of this switch may have come already: that it is called off."""
+        inbox, connected = self._member.inbox, self._member.network.peers()
+        for _ in range(inbox.qsize()):
+            key, message = inbox.get_nowait()
+            if key not in connected if message is None else message.plan_id == plan.plan_id:
+                inbox.put((key, message))
 
     # Steps and faults -------------------------------------------------------------------------------------------------
 
@@ -463,11 +444,34 @@ class Agent:
             self._fail(StepError(f"instance {key} was lost"))
         if self._drain is not None and key in self._drain.plan.members:
             self._end_drain()
-        if self._directory is None or self._member.lanes.running is None:
-            return
-        running = next((spec for spec in self._directory.groups if spec.name == self.group_name), None)
-        if running is None or key in running.members:
+        if key in self._mates:
             self._broken(EngineError(f"instance {key} was lost"))
+        self._wiring.lost(key)
+
+    def _require_group(self) -> None:
+        """A group that no directory lists any more has no communicators, and no step need come to notice."""
+        if self.group_name and self.group_name not in self._member.pool.ready():
+            self._broken(EngineError("the controller has ended the group"))
+
+    def _on_broken(self, key: InstanceKey, kind: str, parts: list[memoryview]) -> None:
+        name, error = str(parts[0], "utf-8"), EngineError(f"instance {key} has left the group")
+
+        def leave() -> None:
+            if self.group_name == name:
+                self._broken(error)
+
+        self._submit(leave)
+
+    def _tell_broken(self, name: str, members: Sequence[InstanceKey]) -> None:
+        for key in members:
+            if key != self._member.key:
+                with contextlib.suppress(LinkLostError):  # it sees the end of the connection
+                    self._member.network.send(key, BROKEN, [name.encode()])
+
+    def _end_group(self, name: str, members: Sequence[InstanceKey]) -> None:
+        """No member may stay in a group that one has left: it would wait for ever for the next step."""
+        self._member.pool.mark_failed(name)  # also frees members that wait in a collective
+        self._tell_broken(name, members)
 
     def _broken(self, error: BaseException) -> None:
         """The running group cannot go on: back to dp at once. Its requests are resumed from their tokens."""
@@ -475,35 +479,10 @@ class Agent:
         if lanes.running is None:
             return
         logger.warning("instance %s leaves %s: %s", self._member.key, lanes.running.group.unique_name, error)
-        name, self.group_name = self.group_name, ""
-        self._member.pool.mark_failed(name)  # also frees members that wait in a collective
+        self._end_group(self.group_name, self._mates)
+        self.group_name, self._mates = "", ()
+        if self._commit is not None:
+            self._fail(error)
         lost = lanes.abandon()
         self._member.owner.moved(lost, None, carried=False)
         self._on_changed()
-
-    # Threads ----------------------------------------------------------------------------------------------------------
-
-    def _in_step_thread(self, work: Callable[[], object]):  # type: ignore[no-untyped-def]
-        done: Future[object] = Future()
-
-        def run() -> None:
-            try:
-                done.set_result(work())
-            except BaseException as error:
-                done.set_exception(error)
-
-        self._submit(run)
-        try:
-            return done.result(self._member.timeout_s)
-        except FutureTimeoutError:
-            raise StepError(f"instance {self._member.key} did not come to a step boundary in time") from None
-
-    def _after(self, delay_s: float, work: Callable[[], object]) -> None:
-        timer = threading.Timer(delay_s, lambda: self._submit(work))
-        timer.daemon = True
-        timer.start()
-
-
-def _drains(plan: SwitchPlan) -> bool:
-    waits = (SwitchStrategy.SEQUENTIAL, SwitchStrategy.SOFT) if plan.is_merge else (SwitchStrategy.SEQUENTIAL,)
-    return plan.strategy in waits

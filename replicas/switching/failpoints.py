@@ -1,6 +1,6 @@
 """Places in a switch where a test makes this process die or fall silent. Elsewhere they do nothing.
 
-PENGSERVE_TEST_FAILPOINT names a file. While it holds "wave:kill", the process ends itself with SIGKILL where it comes to
+PENGSERVE_TEST_FAILPOINT names a file. While it holds "wave:kill", the process ends with SIGKILL where it comes to
 `reached("wave")`; with "wave:stall:2" it sleeps there for two seconds. The file is removed first: each fires once.
 
     prepared    a member has taken note of a plan

@@ -25,6 +25,7 @@ from tests.support.ingress import MODEL_NAME, serving, wait_ready
 from tests.support.processes import CHANNEL_TOKEN, ENGINE, OFFLINE
 
 START_TIMEOUT_S = 180.0
+MAX_POLL_S = 1.0  # a controller that was replaced never answers, and its death is no error here
 T = TypeVar("T")
 
 
@@ -99,8 +100,12 @@ class ElasticCluster:
         return Path(self._files.name) / f"failpoint-{instance_id}"
 
     def arm(self, instance_id: int, failpoint: str) -> None:
-        """The next time that instance comes to this place in a switch, it obeys (`replicas/switching/failpoints.py`)."""
+        """The next time that instance comes to this place in a switch, it obeys (see `switching/failpoints.py`)."""
         self._failpoint(instance_id).write_text(failpoint)
+
+    def has_reached(self, instance_id: int) -> bool:
+        """Whether that instance has come to the place it was armed for."""
+        return not self._failpoint(instance_id).exists()
 
     def disarm(self) -> None:
         """Takes back what was not reached."""
@@ -219,7 +224,7 @@ class ControllerSource:
 
     async def routing(self, known_version: int, timeout_s: float) -> RoutingTable:
         """See `RoutingSource`."""
-        return await self._call("routing", known_version, timeout_s)
+        return await self._call("routing", known_version, min(timeout_s, MAX_POLL_S))
 
     async def snapshot(self) -> ClusterSnapshot:
         """See `RoutingSource`."""

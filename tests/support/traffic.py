@@ -50,9 +50,15 @@ class Traffic:
         self._thread.join(10)
 
     def start(
-        self, prompt: list[int], max_tokens: int, *, headers: Mapping[str, str] | None = None, **params: Any
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        *,
+        headers: Mapping[str, str] | None = None,
+        into: TimedStream | None = None,
+        **params: Any,
     ) -> "Future[TimedStream]":
-        """Begins a streamed completion; greedy unless `params` say otherwise."""
+        """Begins a streamed completion; greedy unless `params` say otherwise. `into` shows it as it comes."""
         body = {
             "model": self._model,
             "prompt": prompt,
@@ -63,10 +69,12 @@ class Traffic:
             "return_token_ids": True,
             **params,
         }
-        return asyncio.run_coroutine_threadsafe(self._stream(body, dict(headers or {})), self._loop)
+        return asyncio.run_coroutine_threadsafe(
+            self._stream(body, dict(headers or {}), into or TimedStream()), self._loop
+        )
 
-    async def _stream(self, body: dict[str, Any], headers: dict[str, str]) -> TimedStream:
-        result = TimedStream(started_s=time.monotonic())
+    async def _stream(self, body: dict[str, Any], headers: dict[str, str], result: TimedStream) -> TimedStream:
+        result.started_s = time.monotonic()
         try:
             async with self._http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
                 if response.status_code != 200:

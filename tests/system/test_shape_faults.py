@@ -99,9 +99,14 @@ class Scene:
         return streams
 
     def send(self, requests: list[dict[str, Any]]) -> "list[Future[TimedStream]]":
-        """Begins these streams, and waits until the shorter ones are being answered."""
-        futures = [self.traffic.start(**request) for request in requests]
-        time.sleep(0.2)
+        """Begins these streams, and waits until the short ones decode, or the first of the long ones does."""
+        live = [TimedStream() for _ in requests]
+        futures = [self.traffic.start(**request, into=stream) for request, stream in zip(requests, live, strict=True)]
+        begun = all if requests is self.short else any
+        deadline_s = time.monotonic() + 30.0
+        while not begun(stream.times_s for stream in live):
+            assert time.monotonic() < deadline_s, "the streams did not begin"
+            time.sleep(0.002)
         return futures
 
     def require_equal(self, requests: list[dict[str, Any]], futures: "list[Future[TimedStream]]") -> list[TimedStream]:
@@ -121,23 +126,22 @@ class Scene:
         took_s = stream.times_s[-1] - since_s
         assert took_s < SERVES_WITHIN_S, f"the survivors answered {took_s:.1f} s after the fault"
 
-    def require_memory(self) -> None:
-        """Conservation laws of every living instance."""
-        for instance in self.cluster.snapshot().instances:
-            if instance.state is InstanceState.READY:
-                broken = self.cluster.call(self.cluster.port.check(instance.key))
-                assert broken == (), f"instance {instance.key}: {broken}"
+    def require_memory(self, *instance_ids: int) -> None:
+        """Conservation laws of instances."""
+        for key in map(self.cluster.key, instance_ids):
+            broken = self.cluster.call(self.cluster.port.check(key))
+            assert broken == (), f"instance {key}: {broken}"
 
     def require_recovery(self, wanted: str) -> None:
         """The layout is what was asked for, nothing is left over, and the next switch works."""
         self.cluster.wait(_shape_is(wanted), timeout_s=90.0)
         self.cluster.wait_formable()
         self.cluster.wait(_nothing_runs, timeout_s=15.0)
-        self.require_memory()
+        self.require_memory(LEADER, FOLLOWER)
         other = "dp" if wanted == "tp2" else "tp2"
         self.cluster.set_layout(other)
         assert self.traffic.start([5, 6, 7], max_tokens=4).result(ENDS_WITHIN_S).error == ""
-        self.require_memory()
+        self.require_memory(LEADER, FOLLOWER)
 
     def wait_dead(self, pid: int, timeout_s: float = 30.0) -> float:
         """Waits until a process has ended; when that was seen, on the monotonic clock."""
@@ -201,7 +205,7 @@ def test_death_in_a_switch(scene: Scene, case: Case) -> None:
     finally:
         cluster.disarm()
     scene.require_service(died_s)
-    scene.require_memory()
+    scene.require_memory(1 - case.victim)
     streams = scene.require_equal(scene.short, running)
     assert any(stream.times_s[-1] > died_s for stream in streams), "nothing ran any more when it died"
     scene.require_recovery(after)
@@ -217,8 +221,89 @@ def test_death_in_steady_tp(scene: Scene, phase: str, victim: int) -> None:
     os.kill(pid, signal.SIGKILL)
     died_s = scene.wait_dead(pid)
     scene.require_service(died_s)
-    scene.require_memory()
+    scene.require_memory(1 - victim)
     streams = scene.require_equal(requests, running)
     began = [stream.times_s[0] < died_s for stream in streams]
     assert all(began) if phase == "decode" else not all(began), "it died in another phase"
     scene.require_recovery("tp2")
+
+
+def stalls() -> list[Any]:
+    """Members that fall silent, for less and for more than their peers wait."""
+    every = [(who, how) for who in (LEADER, FOLLOWER) for how in ("short", "long")]
+    common = [(FOLLOWER, "short"), (LEADER, "long")]
+    return [
+        pytest.param(who, how, id=f"{NAMES[who]}-{how}", marks=() if (who, how) in common else pytest.mark.faults)
+        for who, how in every
+    ]
+
+
+STALLS_S = {"short": 2.0, "long": PEER_TIMEOUT_S + 2.0}
+
+
+@pytest.mark.parametrize(("victim", "how"), stalls())
+def test_silence_in_steady_tp(scene: Scene, victim: int, how: str) -> None:
+    """A short silence costs its own length alone; after a long one all members are in dp, until the next round."""
+    before = scene.cluster.set_layout("tp2")
+    running = scene.send(scene.short)
+    pid = scene.cluster.pid(victim)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        time.sleep(STALLS_S[how])
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    scene.require_equal(scene.short, running)
+    if how == "short":
+        assert scene.cluster.snapshot().layout == before.layout
+    scene.require_recovery("tp2")
+    assert scene.cluster.pid(victim) == pid, "silence is no death"
+
+
+@pytest.mark.parametrize("how", STALLS_S)
+@pytest.mark.parametrize(
+    ("switch", "point", "victim"),
+    [
+        ("merge", "waved", FOLLOWER),
+        pytest.param("merge", "waved", LEADER, marks=pytest.mark.faults),
+        pytest.param("merge", "meeting", FOLLOWER, marks=pytest.mark.faults),
+        pytest.param("merge", "committed", FOLLOWER, marks=pytest.mark.faults),
+        pytest.param("merge", "committing", LEADER, marks=pytest.mark.faults),
+        pytest.param("split", "waved", LEADER, marks=pytest.mark.faults),
+        pytest.param("split", "waved", FOLLOWER, marks=pytest.mark.faults),
+        pytest.param("split", "committing", LEADER, marks=pytest.mark.faults),
+    ],
+)
+def test_silence_in_a_switch(scene: Scene, switch: str, point: str, victim: int, how: str) -> None:
+    before, after = ("dp", "tp2") if switch == "merge" else ("tp2", "dp")
+    scene.cluster.set_layout(before)
+    pids = [scene.cluster.pid(i) for i in NAMES]
+    running = scene.send(scene.short)
+    scene.cluster.arm(victim, f"{point}:stall:{STALLS_S[how]}")
+    scene.cluster.ask_layout(after)
+    scene.require_equal(scene.short, running)
+    assert scene.cluster.has_reached(victim)
+    scene.require_recovery(after)
+    assert [scene.cluster.pid(i) for i in NAMES] == pids, "silence is no death"
+
+
+@pytest.mark.parametrize(
+    ("switch", "point", "where"),
+    [("merge", "prepared", FOLLOWER), ("merge", "waved", LEADER), ("split", "waved", FOLLOWER)],
+)
+def test_new_controller_in_a_switch(scene: Scene, switch: str, point: str, where: int) -> None:
+    """Nobody dies but the controller: what was prepared is forgotten, what was committed ends, the pin still stands."""
+    before, after = ("dp", "tp2") if switch == "merge" else ("tp2", "dp")
+    scene.cluster.set_layout(before)
+    pids = [scene.cluster.pid(i) for i in NAMES]
+    running = scene.send(scene.short)
+    scene.cluster.arm(where, f"{point}:stall:1")
+    scene.cluster.ask_layout(after)
+    deadline_s = time.monotonic() + 10.0
+    while not scene.cluster.has_reached(where):
+        assert time.monotonic() < deadline_s, "the switch did not begin"
+        time.sleep(0.005)
+    scene.cluster.restart_controller()
+    streams = scene.require_equal(scene.short, running)
+    assert max(stream.longest_gap_s for stream in streams) < 1.0 + SERVES_WITHIN_S
+    scene.require_recovery(after)
+    assert [scene.cluster.pid(i) for i in NAMES] == pids

@@ -1,0 +1,27 @@
+"""A commit under way at the leader: who has drained, who has met, and who waits for its end."""
+
+import time
+from concurrent.futures import Future
+
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.replicas.switching.messages import SwitchMessage
+
+
+class Commit:
+    """Belongs to the step thread, but for `outcome`."""
+
+    def __init__(self, plan: SwitchPlan) -> None:
+        self.plan = plan
+        self.outcome: Future[SwitchReport] = Future()
+        self.met: dict[InstanceKey, SwitchMessage] = {}
+        self.drained: set[InstanceKey] = set()
+        self.started_s = time.perf_counter()
+        self.drain_s = 0.0
+        self.is_meeting = False
+
+
+def drains(plan: SwitchPlan) -> bool:
+    """Whether running requests end before the members meet."""
+    waits = (SwitchStrategy.SEQUENTIAL, SwitchStrategy.SOFT) if plan.is_merge else (SwitchStrategy.SEQUENTIAL,)
+    return plan.strategy in waits

@@ -1,0 +1,69 @@
+"""What an instance knows of its peers, and the lanes and communicators it builds from that, before they are needed."""
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+
+from pengserve.planners.types.directory import GroupSpec, PeerDirectory
+from pengserve.planners.types.errors import LinkLostError, StepError
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.plans import SwitchPlan
+from pengserve.replicas.switching.member import Member
+from pengserve.replicas.switching.step_thread import Submit
+
+logger = logging.getLogger(__name__)
+
+_BUILD_LANES_S = 60.0
+
+
+class Wiring:
+    """Follows the newest directory. `on_built` runs in the step thread whenever everything is as it says."""
+
+    def __init__(self, member: Member, submit: Submit, on_built: Callable[[], None]) -> None:
+        self._member, self._submit, self._on_built = member, submit, on_built
+        self._directory = PeerDirectory(version=-1, peers=(), groups=())
+        self._building = threading.Lock()
+
+    def connect(self, directory: PeerDirectory) -> None:
+        """Takes a newer directory; returns at once. From any thread."""
+        if directory.version > self._directory.version:
+            self._directory = directory
+            threading.Thread(target=self._build, args=(directory,), name="connect", daemon=True).start()
+
+    def spec(self, plan: SwitchPlan) -> GroupSpec:
+        """The group that `plan` is about.
+
+        Raises:
+            StepError: the directory lists no such group of these lives.
+        """
+        for spec in self._directory.groups:
+            if spec.members == plan.members and spec.group == plan.group:
+                return spec
+        raise StepError(f"instance {self._member.key} knows no group {plan.group} of these lives")
+
+    def lost(self, key: InstanceKey) -> None:
+        """Groups with that peer cannot be formed. Its communicators may be whole, but nobody can ask for a switch:
+        the next round connects again.
+        """
+        for spec in self._directory.groups:
+            if key in spec.members:
+                self._member.pool.mark_failed(spec.name)
+
+    def _build(self, directory: PeerDirectory) -> None:
+        with self._building:
+            if self._directory is not directory:
+                return  # a newer one came meanwhile
+            member = self._member
+            try:
+                member.network.connect(directory.peers, member.timeout_s)
+            except LinkLostError as error:
+                logger.warning("%s", error)  # groups with those peers fail, the others are built
+            mine = [spec for spec in directory.groups if member.key in spec.members]
+            built = threading.Event()
+            for spec in mine:
+                self._submit(partial(member.lanes.build, spec.group, spec.members.index(member.key)))
+            self._submit(built.set)
+            built.wait(_BUILD_LANES_S)
+            member.pool.build(mine)
+            self._submit(self._on_built)
