@@ -24,7 +24,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
-from pengserve.planners.types.config import ControllerConfig, InstanceConfig
+from pengserve.planners.types.config import ControllerConfig, InstanceConfig, MergeConfig
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.units import MIB
 
@@ -45,6 +45,9 @@ CPU_ENGINE_DEFAULTS: Mapping[str, Any] = {
     "kv_cache_memory_bytes": 256 * MIB,
 }
 CUDA_ENGINE_DEFAULTS: Mapping[str, Any] = {"async_scheduling": False, "enable_prefix_caching": True}
+
+
+Strategy = Literal["sequential", "soft", "hard", "carry"]  # `planners.types.plans.SwitchStrategy`
 
 
 def _as_list(value: Any) -> Any:
@@ -117,6 +120,7 @@ class LimitSettings(_Section):
     max_n: int = Field(default=16, ge=1)
     max_stop_strings: int = Field(default=16, ge=0)
     max_queued_requests: int = Field(default=512, ge=1)
+    parallelism_wait_s: float = Field(default=2, ge=0)  # for a group that a request wishes for; then any will do
     request_timeout_s: float = Field(default=0, ge=0)  # 0: no limit
 
 
@@ -141,6 +145,50 @@ class ControllerSettings(_Section):
     drain_timeout_s: float = Field(default=60, ge=0)
 
 
+class ShapeSettings(_Section):
+    """Which tensor-parallel groups the instances may form, and when; see `planners.types.config.MergeConfig`.
+
+    Instances that may form groups keep their weights as they are, without vLLM's packing for CPUs.
+    """
+
+    degrees: Literal["auto"] | list[int] = "auto"  # auto: all powers of two that fit; []: the shape never changes
+    auto: bool = True  # the cluster chooses its layout from the load, until somebody pins it; false: it stays as it is
+    min_dwell_s: float = Field(default=5, ge=0)
+    merge_below: float = Field(default=0.25, ge=0, le=1)
+    split_above: float = Field(default=0.5, ge=0, le=1)
+    busy_requests: int = Field(default=8, ge=1)
+    quiet_s: float = Field(default=2, ge=0)
+    max_degree: int = Field(default=8, ge=1)  # of groups that the cluster chooses by itself, and of `auto` degrees
+    load_strategy: Strategy = "carry"
+    priority_strategy: Strategy = "hard"
+    long_context_strategy: Strategy = "carry"
+    peer_timeout_s: float = Field(default=5, gt=0)
+
+    @field_validator("degrees", mode="before")
+    @classmethod
+    def _powers_of_two(cls, value: Any) -> Any:
+        if value == "auto":
+            return value
+        degrees = list(value) if isinstance(value, list | tuple) else [value]
+        if not all(type(degree) is int and degree >= 2 and not degree & (degree - 1) for degree in degrees):
+            raise ValueError(f"give powers of two such as [2, 4], or auto, or [] for none; got {value!r}")
+        return sorted(set(degrees))
+
+    @model_validator(mode="after")
+    def _hysteresis(self) -> "ShapeSettings":
+        if self.split_above <= self.merge_below:
+            raise ValueError(
+                f"split_above ({self.split_above:g}) must be above merge_below ({self.merge_below:g}),"
+                " or the shape would change to and fro"
+            )
+        return self
+
+    def merge_config(self) -> MergeConfig:
+        """What the merge planner goes by."""
+        elsewhere = {"degrees", "auto", "peer_timeout_s"}
+        return MergeConfig(is_auto=self.auto, **self.model_dump(exclude=elsewhere))
+
+
 class MetricsSettings(_Section):
     """Who collects metrics: Prometheus scrapes the ingress, or Ray's agent exports them."""
 
@@ -160,6 +208,7 @@ class Settings(_Section):
     limits: LimitSettings = LimitSettings()
     openai: OpenAISettings = OpenAISettings()
     controller: ControllerSettings = ControllerSettings()
+    shape: ShapeSettings = ShapeSettings()
     metrics: MetricsSettings = MetricsSettings()
     event_log: str = ""  # JSONL file; empty keeps events in memory alone
 
@@ -197,6 +246,23 @@ class Settings(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _degrees_fit(self) -> "Settings":
+        degrees, count = self.shape.degrees, self.instances.count
+        if degrees != "auto" and degrees and degrees[-1] > count:
+            raise ValueError(
+                f"shape.degrees: a group of {degrees[-1]} needs as many instances, and instances.count is {count}"
+            )
+        return self
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Tensor-parallel degrees that groups may have; empty where the shape never changes."""
+        if self.shape.degrees != "auto":
+            return tuple(self.shape.degrees)
+        widest = min(self.instances.count, self.shape.max_degree)
+        return tuple(1 << power for power in range(1, widest.bit_length()))
+
     @property
     def device(self) -> Literal["cpu", "cuda"]:
         """The device in use: `auto` is cuda where this machine has a CUDA driver, else cpu."""
@@ -227,6 +293,8 @@ class Settings(_Section):
             channel_token=channel_token,
             channel_host=self.instances.channel_host,
             lease_s=self.instances.lease_s,
+            degrees=self.degrees,
+            peer_timeout_s=self.shape.peer_timeout_s,
             drain_timeout_s=self.controller.drain_timeout_s,
         )
 
@@ -238,6 +306,8 @@ class Settings(_Section):
             cpus_per_instance=self.instances.cpus,
             gpus_per_instance=self.gpus_per_instance,
             event_log_path=self.event_log,
+            degrees=self.degrees,
+            merge=self.shape.merge_config(),
             **self.controller.model_dump(),
         )
 

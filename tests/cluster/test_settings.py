@@ -1,15 +1,20 @@
 """Laws of the configuration: precedence, refusal by name, and secrets that stay secret."""
 
+from typing import get_args
+
 import pytest
 
 from pengserve.cluster.settings import (
     Settings,
+    Strategy,
     load_settings,
     parse_settings,
     refuse_unsafe_environment,
     unsafe_environment,
 )
+from pengserve.planners.types.config import InstanceConfig, MergeConfig
 from pengserve.planners.types.errors import ConfigError
+from pengserve.planners.types.plans import SwitchStrategy
 
 SECRET = "s3cret-of-the-test"
 
@@ -101,6 +106,14 @@ def test_variables_that_kubernetes_and_the_command_line_set_are_left_alone(monke
         ({"http": {"ssl_keyfile": "k"}}, ["http", "ssl_certfile"]),
         ({"http": {"ssl_keyfile": "k", "ssl_certfile": "c"}}, ["proxy: serve"]),
         ({"engine": {"model": "other"}}, ["engine", "model"]),
+        ({"shape": {"degrees": [3]}}, ["shape.degrees", "powers of two", "[3]"]),
+        ({"shape": {"degrees": [1]}}, ["shape.degrees", "powers of two"]),
+        ({"shape": {"degrees": "all"}}, ["shape.degrees", "auto", "'all'"]),
+        ({"shape": {"degrees": [2, True]}}, ["shape.degrees", "powers of two"]),
+        ({"shape": {"degrees": [4]}, "instances": {"count": 2}}, ["shape.degrees", "a group of 4", "count is 2"]),
+        ({"shape": {"merge_below": 0.5, "split_above": 0.5}}, ["split_above (0.5) must be above merge_below (0.5)"]),
+        ({"shape": {"load_strategy": "quick"}}, ["shape.load_strategy", "'carry'", "'quick'"]),
+        ({"shape": {"strategy": "carry"}}, ["unknown key", "did you mean"]),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_with_its_key_and_what_is_accepted(data, words):
@@ -203,3 +216,45 @@ def test_an_unsafe_variable_is_refused_by_name(monkeypatch, name):
     monkeypatch.setenv(name, "1")
     with pytest.raises(ConfigError, match=name):
         refuse_unsafe_environment()
+
+
+@pytest.mark.parametrize(
+    ("count", "shape", "degrees"),
+    [
+        (1, {}, ()),
+        (2, {}, (2,)),
+        (7, {"degrees": "auto"}, (2, 4)),
+        (64, {}, (2, 4, 8)),
+        (64, {"max_degree": 16}, (2, 4, 8, 16)),
+        (4, {"degrees": []}, ()),
+        (4, {"degrees": 2}, (2,)),
+        (4, {"degrees": [4, 2, 2]}, (2, 4)),
+    ],
+)
+def test_degrees_reach_instances_controller_and_builder(count, shape, degrees):
+    settings = load_settings(None, model="m", instances={"count": count}, shape=shape)
+    instance, controller = settings.instance_config(""), settings.controller_config()
+    assert (instance.degrees, controller.degrees) == (degrees, degrees)
+    assert Settings.model_validate(settings.to_args()) == settings
+
+
+def test_defaults_of_the_shape_are_the_planners_own():
+    settings = load_settings(None, model="m")
+    assert settings.controller_config().merge == MergeConfig()
+    assert settings.instance_config("").peer_timeout_s == InstanceConfig(app="a", model="m").peer_timeout_s
+
+
+def test_the_shape_is_set_by_file_and_by_environment(yaml_file, monkeypatch):
+    path = yaml_file("model: m\ninstances: {count: 4}\nshape: {degrees: [4], auto: false, peer_timeout_s: 9}")
+    merge = load_settings(path).controller_config().merge
+    assert (load_settings(path).degrees, merge.is_auto) == ((4,), False)
+    assert load_settings(path).instance_config("").peer_timeout_s == 9
+    for value, degrees in (("[2]", (2,)), ("[]", ()), ("auto", (2, 4)), ("2", (2,))):
+        monkeypatch.setenv("PENGSERVE_SHAPE__DEGREES", value)
+        assert load_settings(path).degrees == degrees
+    monkeypatch.setenv("PENGSERVE_SHAPE__AUTO", "true")
+    assert load_settings(path).controller_config().merge.is_auto
+
+
+def test_strategies_are_those_that_switches_have():
+    assert set(get_args(Strategy)) == set(SwitchStrategy)
