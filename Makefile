@@ -20,7 +20,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= WARNING
 
-.PHONY: help setup model serve serve-check check lint types imports fast-tests test test-faults bench-overhead bench-comm diagrams clean
+.PHONY: help setup model serve serve-check check lint types imports fast-tests test test-faults bench-overhead bench-comm bench-switch bench-fly diagrams clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -84,6 +84,12 @@ bench-overhead: setup model ## PengServe against vLLM's own server and ray.serve
 
 bench-comm: setup ## What groups and peer messages cost; writes benchmarks/results/comm.md
 	@$(BIN)/python -m benchmarks.comm
+
+bench-switch: setup model ## What merges and splits cost, and what running streams notice; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.switch
+
+bench-fly: setup model ## Bursts and priorities on static dp, static tp and PengServe; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.fly
 
 clean: ## Remove what make wrote: .venv, the demo model, caches
 	rm -rf .venv .pengserve build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

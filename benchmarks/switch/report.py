@@ -90,7 +90,7 @@ def aims(samples: Sequence[Sample]) -> list[str]:
     loaded = [s.report["cutover_s"] for s in samples if s.report and s.is_loaded]
     carried = [w for s in samples if s.strategy == "carry" and s.is_loaded and (w := is_within_aim(s)) is not None]
     sentences = []
-    for name, values in (("all switches", cutovers), ("switches under load", loaded)):
+    for name, values in (("switches", cutovers), ("switches under load", loaded)):
         if values:
             met = sum(value <= AIM_CUTOVER_S for value in values)
             sentences.append(
