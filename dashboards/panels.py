@@ -227,6 +227,73 @@ _INSTANCES = Row(
     ),
 )
 
+_SHAPE = Row(
+    title="Shape",
+    panels=(
+        Panel(
+            title="Groups by shape",
+            help="dp is an instance alone; tp2 two instances that share each request's work.",
+            queries=(Query(promql="max by (shape) (pengserve_groups{$app})", legend="{{shape}}"),),
+        ),
+        Panel(
+            title="Size of each instance's group",
+            queries=_per_instance("pengserve_instance_group_size{$where}"),
+        ),
+        Panel(
+            title="Who decides",
+            help="1: the planner, from the load. 0: somebody has pinned the layout.",
+            queries=(Query(promql="max(pengserve_layout_is_auto{$app})", legend="planner"),),
+        ),
+        Panel(
+            title="Switches",
+            help="Every ingress counts all of them; one is enough.",
+            queries=(
+                Query(
+                    promql="max by (kind, strategy, outcome) "
+                    "(increase(pengserve_switches_total{$app}[$__rate_interval]))",
+                    legend="{{kind}} {{strategy}} {{outcome}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Parts of a switch, p50 and p99",
+            unit="s",
+            queries=tuple(
+                Query(
+                    promql=f"histogram_quantile({q}, sum by (le, phase) "
+                    "(rate(pengserve_switch_phase_seconds_bucket{$app}[$__rate_interval])))",
+                    legend=f"p{round(q * 100)} {{{{phase}}}}",
+                )
+                for q in (0.5, 0.99)
+            ),
+        ),
+        Panel(
+            title="Requests on switches",
+            queries=(
+                Query(
+                    promql="max by (outcome) (increase(pengserve_switch_requests_total{$app}[$__rate_interval]))",
+                    legend="{{outcome}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="KV carried",
+            unit="bytes",
+            queries=(
+                Query(
+                    promql="max(increase(pengserve_switch_carried_bytes_total{$app}[$__rate_interval]))",
+                    legend="carried",
+                ),
+            ),
+        ),
+        Panel(
+            title="Paused requests",
+            help="They wait in a lane that is not stepped, until their instance runs its shape again.",
+            queries=_per_instance("pengserve_instance_requests_paused{$where}"),
+        ),
+    ),
+)
+
 _CLUSTER = Row(
     title="Cluster",
     panels=(
@@ -277,4 +344,4 @@ _CLUSTER = Row(
     ),
 )
 
-ROWS: tuple[Row, ...] = (_TRAFFIC, _MEMORY, _INSTANCES, _CLUSTER)
+ROWS: tuple[Row, ...] = (_TRAFFIC, _MEMORY, _SHAPE, _INSTANCES, _CLUSTER)

@@ -170,7 +170,9 @@ class Ingress:
             await asyncio.sleep(SNAPSHOT_PERIOD_S)
 
     async def _take_snapshot(self) -> None:
-        self.meters.cluster.on_snapshot(await self._source.snapshot())
+        snapshot = await self._source.snapshot()
+        self.meters.cluster.on_snapshot(snapshot)
+        await self.meters.switches.follow(self._source.events, snapshot.controller_started_s)
 
 
 async def _quietly(work: Awaitable[None], timeout_s: float) -> None:

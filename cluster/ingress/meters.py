@@ -11,6 +11,7 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
 from pengserve.cluster.metrics import catalog
 from pengserve.cluster.metrics.cluster_values import ClusterValues
 from pengserve.cluster.metrics.facade import Counter, Metrics
+from pengserve.cluster.metrics.switch_values import SwitchValues
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.link import InstanceLink, StepBatch
 
@@ -26,6 +27,7 @@ class IngressMeters:
         """
         self.metrics = metrics
         self.cluster = ClusterValues(metrics)
+        self.switches = SwitchValues(metrics)
         stat_logger = ray_stat_logger() if metrics.backend_name == "ray" else PrometheusStatLogger
         self.vllm = StatLoggerManager(
             vllm_config=vllm_config,

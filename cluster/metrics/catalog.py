@@ -26,6 +26,7 @@ class MetricArea(StrEnum):
     TRAFFIC = "Traffic"
     INSTANCES = "Instances"
     MEMORY = "Memory"
+    SHAPE = "Shape"
     CLUSTER = "Cluster"
 
 
@@ -93,8 +94,11 @@ _STEP_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0
 # From the loss of an instance until the stream goes on: milliseconds, or as long as a replacement takes to load.
 _RESUME_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 
+# A part of a switch: milliseconds, or as long as running requests take to end (sequential, soft).
+_SWITCH_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+
 _TRAFFIC, _INSTANCES = MetricArea.TRAFFIC, MetricArea.INSTANCES
-_MEMORY, _CLUSTER = MetricArea.MEMORY, MetricArea.CLUSTER
+_MEMORY, _SHAPE, _CLUSTER = MetricArea.MEMORY, MetricArea.SHAPE, MetricArea.CLUSTER
 
 # Traffic: what clients ask of the ingress and what becomes of it.
 REQUESTS = _counter(
@@ -248,7 +252,56 @@ PREFIX_HITS = _counter(
     "instance_id",
 )
 
-# Cluster: the shape of the application, as this ingress knows it.
+# Shape: how the instances are grouped, and the switches between shapes; every ingress counts all of them.
+GROUPS = _gauge("pengserve_groups", _SHAPE, "groups", "Groups of the layout, by shape: `dp`, `tp2`, ...", "shape")
+GROUP_SIZE = _gauge(
+    "pengserve_instance_group_size",
+    _SHAPE,
+    "instances",
+    "Instances in the group of this one; 1 while it is alone.",
+    "instance_id",
+)
+INSTANCE_PAUSED = _gauge(
+    "pengserve_instance_requests_paused",
+    _SHAPE,
+    "requests",
+    "Requests that wait in a lane that is not stepped, until their instance runs its shape again.",
+    "instance_id",
+)
+LAYOUT_AUTO = _gauge(
+    "pengserve_layout_is_auto", _SHAPE, "0 or 1", "1 while the planner decides about the layout; 0 while it is pinned."
+)
+SWITCHES = _counter(
+    "pengserve_switches_total",
+    _SHAPE,
+    "switches",
+    "Switches that ended, by kind (`merge`, `split`), strategy, and outcome (`done`, `aborted`).",
+    "kind",
+    "strategy",
+    "outcome",
+)
+SWITCH_PHASE_SECONDS = _histogram(
+    "pengserve_switch_phase_seconds",
+    _SHAPE,
+    "seconds",
+    "Parts of a switch: `prepare` (all members agree), `drain` (running requests end; sequential and soft), `meet` "
+    "(all members reach a step boundary; the leader goes on stepping), `cutover` (nothing steps).",
+    "phase",
+    buckets=_SWITCH_BUCKETS_S,
+)
+SWITCHED_REQUESTS = _counter(
+    "pengserve_switch_requests_total",
+    _SHAPE,
+    "requests",
+    "What switches did with running and waiting requests: `carried` (went on with their KV), `recomputed`, `paused`, "
+    "`redirected` (waiting ones, sent elsewhere).",
+    "outcome",
+)
+CARRIED_BYTES = _counter(
+    "pengserve_switch_carried_bytes_total", _SHAPE, "bytes", "KV that switches sent from instance to instance."
+)
+
+# Cluster: the state of the application, as this ingress knows it.
 BUILD_INFO = _gauge("pengserve_build_info", _CLUSTER, "1", "Always 1; the label tells the version.", "version")
 INSTANCES = _gauge("pengserve_instances", _CLUSTER, "instances", "Instances by state.", "state")
 ROUTES = _gauge("pengserve_routes", _CLUSTER, "routes", "Groups that requests can be sent to.")

@@ -1,6 +1,7 @@
 """Keeps the metrics of instances and of the cluster in step with what the ingress hears of them."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import version
 
@@ -41,6 +42,7 @@ class ClusterValues:
         self._capacity: dict[InstanceKey, KvCapacity] = {}
         self._counted: dict[InstanceKey, InstanceStats] = {}
         self._step_seconds: dict[int, Histogram] = {}
+        self._shapes = {"dp"}
         metrics.gauge(catalog.BUILD_INFO, version=version("pengserve")).set(1)
         metrics.on_refresh(self.publish)
 
@@ -71,7 +73,12 @@ class ClusterValues:
         if lost:
             self._metrics.counter(catalog.LINK_LOST, instance_id=slot).inc()
         if not any(other.instance_id == key.instance_id for other in self._capacity):
-            for spec in (catalog.INSTANCE_UP, catalog.INSTANCE_RUNNING, catalog.INSTANCE_WAITING):
+            for spec in (
+                catalog.INSTANCE_UP,
+                catalog.INSTANCE_RUNNING,
+                catalog.INSTANCE_WAITING,
+                catalog.INSTANCE_PAUSED,
+            ):
                 self._metrics.gauge(spec, instance_id=slot).set(0)
             for spec in (catalog.KV_BLOCKS_USED, catalog.VIRTUAL_KV_LOAD):
                 self._metrics.gauge(spec, instance_id=slot).set(0)
@@ -93,6 +100,7 @@ class ClusterValues:
             self._metrics.gauge(catalog.INSTANCES, state=state.value).set(num)
         for instance in snapshot.instances:
             self._publish_snapshot(instance)
+        self._publish_layout(snapshot)
 
     def publish(self) -> None:
         """Sets all gauges and counters from the newest stats."""
@@ -112,11 +120,17 @@ class ClusterValues:
         metrics.gauge(catalog.INSTANCE_RUNNING, instance_id=slot).set(stats.num_running)
         metrics.gauge(catalog.INSTANCE_WAITING, instance_id=slot).set(stats.num_waiting)
         metrics.gauge(catalog.KV_BLOCKS_USED, instance_id=slot).set(stats.kv_blocks_used)
+        metrics.gauge(catalog.INSTANCE_PAUSED, instance_id=slot).set(stats.num_paused)
         capacity = self._capacity.get(key)
         if capacity is not None:
             self._publish_capacity(slot, capacity)
-            queued = blocks_for(stats.queued_tokens, capacity.block_size)
-            load = (stats.kv_blocks_used + queued) / max(capacity.num_blocks, 1)
+            # Counts of blocks are of the shape that runs; one from before it is known is of the instance's own.
+            block_size, num_blocks = (
+                stats.block_size or capacity.block_size,
+                stats.kv_blocks_total or capacity.num_blocks,
+            )
+            metrics.gauge(catalog.KV_BLOCKS, instance_id=slot).set(num_blocks)
+            load = (stats.kv_blocks_used + blocks_for(stats.queued_tokens, block_size)) / max(num_blocks, 1)
             metrics.gauge(catalog.VIRTUAL_KV_LOAD, instance_id=slot).set(load)
         before = self._counted.get(key, InstanceStats())
         for spec, field in _TOTALS:
@@ -127,9 +141,18 @@ class ClusterValues:
 
     def _publish_capacity(self, slot: str, capacity: KvCapacity) -> None:
         kv_bytes = capacity.num_blocks * capacity.bytes_per_block
-        self._metrics.gauge(catalog.KV_BLOCKS, instance_id=slot).set(capacity.num_blocks)
         self._metrics.gauge(catalog.KV_BYTES, instance_id=slot).set(kv_bytes)
         self._metrics.gauge(catalog.WEIGHT_BYTES, instance_id=slot).set(capacity.weight_bytes)
+
+    def _publish_layout(self, snapshot: ClusterSnapshot) -> None:
+        groups = Counter(group.shape for group in snapshot.layout.groups)
+        self._shapes.update(groups)  # a shape that is gone goes to zero
+        for shape in self._shapes:
+            self._metrics.gauge(catalog.GROUPS, shape=shape).set(groups[shape])
+        for group in snapshot.layout.groups:
+            for member in group.members:
+                self._metrics.gauge(catalog.GROUP_SIZE, instance_id=str(member)).set(group.degree)
+        self._metrics.gauge(catalog.LAYOUT_AUTO).set(snapshot.policy.is_auto)
 
     def _publish_snapshot(self, instance: InstanceSnapshot) -> None:
         slot = str(instance.instance_id)

@@ -22,7 +22,7 @@ jump: use `ray` there. Dashboards for both: [dashboards](../dashboards/README.md
 
 Every PengServe metric has the label `app`. `instance_id` is the slot of an instance; a replacement takes over the
 series of the dead one. With several ingress replicas, each reports what it sees: take `max by (instance_id)` of
-instance metrics and `sum` of the traffic ones.
+instance metrics, `max` of those of the shape, and `sum` of the traffic ones.
 """
 
 _VLLM_HEAD = """## vLLM's own

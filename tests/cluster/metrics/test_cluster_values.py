@@ -10,13 +10,14 @@ from prometheus_client.parser import text_string_to_metric_families
 from pengserve.cluster.metrics.cluster_values import ClusterValues
 from pengserve.cluster.metrics.facade import Metrics
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
-from pengserve.planners.types.layout import Layout
+from pengserve.planners.types.layout import Layout, parse_groups
 from pengserve.planners.types.snapshot import (
     ClusterSnapshot,
     InstanceSnapshot,
     InstanceState,
     InstanceStats,
     KvCapacity,
+    LayoutPolicy,
     Route,
     RoutingTable,
 )
@@ -104,3 +105,30 @@ def test_routing_and_snapshot_are_mirrored(metrics: Metrics) -> None:
     assert sample(metrics, "pengserve_instance_up", instance_id="1") == 0
     assert sample(metrics, "pengserve_instance_incarnation", instance_id="0") == 3
     assert sample(metrics, "pengserve_controller_up") == 1
+
+
+def test_blocks_are_those_of_the_shape_that_runs(metrics: Metrics) -> None:
+    values = ClusterValues(metrics)
+    values.on_link_up(key(0), CAPACITY)
+    stats = InstanceStats(
+        shape="tp2", kv_blocks_used=4, queued_tokens=65, block_size=64, kv_blocks_total=20, num_paused=3
+    )
+    values.on_batch(key(0), stats)
+    assert sample(metrics, "pengserve_virtual_kv_load", instance_id="0") == (4 + 2) / 20
+    assert sample(metrics, "pengserve_instance_kv_blocks", instance_id="0") == 20
+    assert sample(metrics, "pengserve_instance_requests_paused", instance_id="0") == 3
+
+
+def test_the_layout_is_mirrored_and_a_shape_that_is_gone_goes_to_zero(metrics: Metrics) -> None:
+    values = ClusterValues(metrics)
+    merged = Layout(epoch=Epoch(3), groups=parse_groups("tp2@(0,1) dp@(2)"))
+    alone = Layout.all_dp(tuple(InstanceId(i) for i in range(3)), Epoch(4))
+    seen = ClusterSnapshot(app="shop", time_s=0.0, layout=merged, instances=())
+    values.on_snapshot(seen)
+    assert sample(metrics, "pengserve_groups", shape="tp2") == 1
+    assert [sample(metrics, "pengserve_instance_group_size", instance_id=str(i)) for i in range(3)] == [2, 2, 1]
+    assert sample(metrics, "pengserve_layout_is_auto") == 1
+    values.on_snapshot(replace(seen, layout=alone, policy=LayoutPolicy(is_auto=False)))
+    assert [sample(metrics, "pengserve_groups", shape=shape) for shape in ("dp", "tp2")] == [3, 0]
+    assert [sample(metrics, "pengserve_instance_group_size", instance_id=str(i)) for i in range(3)] == [1, 1, 1]
+    assert sample(metrics, "pengserve_layout_is_auto") == 0
