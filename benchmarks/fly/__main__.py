@@ -54,7 +54,15 @@ def make_plan(options: argparse.Namespace) -> Plan:
     )
     if options.tiny:
         plan = dataclasses.replace(
-            plan, rounds=1, num_mix_instances=2, low_s=1.0, burst_s=1.5, mix_s=2.0, calibrate_s=1.0, settle_s=4.0
+            plan,
+            rounds=1,
+            num_mix_instances=2,
+            low_s=1.0,
+            burst_s=1.5,
+            after_s=1.0,
+            mix_s=2.0,
+            calibrate_s=1.0,
+            settle_s=4.0,
         )
     return plan
 

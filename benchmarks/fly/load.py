@@ -21,6 +21,7 @@ class Phase(StrEnum):
 
     LOW = "low"
     BURST = "burst"
+    AFTER = "after"  # low again, while what the burst left ends and the planner waits its dwell
     MIX = "mix"
 
 
@@ -48,6 +49,7 @@ class Plan:
     num_mix_instances: int = 4  # of the priority mix: a group for the urgent must leave somebody to the rest
     low_s: float = 12.0
     burst_s: float = 8.0
+    after_s: float = 8.0  # longer than `min_dwell_s` and `quiet_s` together
     low_share: float = 0.1
     burst_share: float = 0.9
     mix_s: float = 16.0
@@ -75,13 +77,15 @@ class Plan:
         return [self._request(source, source, 0.0) for _ in range(num_requests)]
 
     def bursty(self, requests_per_s: float, system: str, round_index: int) -> list[tuple[Phase, Request]]:
-        """Low, burst, low."""
+        """Low, burst, low; the low load right after the burst is a phase of its own."""
         times, texts = self._sources("bursty", system, round_index)
         burst_at_s, end_s = self.low_s, self.low_s + self.burst_s
+        calm_at_s = end_s + self.after_s
         spans = [
             (Phase.LOW, self.low_share, 0.0, burst_at_s),
             (Phase.BURST, self.burst_share, burst_at_s, end_s),
-            (Phase.LOW, self.low_share, end_s, end_s + self.low_s),
+            (Phase.AFTER, self.low_share, end_s, calm_at_s),
+            (Phase.LOW, self.low_share, calm_at_s, calm_at_s + self.low_s),
         ]
         return [
             (phase, self._request(times, texts, at_s))

@@ -42,7 +42,7 @@ class Run:
     system: str
     round_index: int
     load: str  # "bursty" or "mix"
-    classes: dict[str, Latency]  # bursty: "low", "burst"; mix: "urgent", "rest", "all"
+    classes: dict[str, Latency]  # bursty: "low", "burst", "after"; mix: "urgent", "rest", "all"
     peak_tokens_per_s: float
     num_switches: int  # while the load ran
     failed_switches: int

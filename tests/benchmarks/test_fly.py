@@ -35,7 +35,7 @@ def run(system: str, load: str, round_index: int, scale: float = 1.0) -> Run:
     one = Latency(
         completed=9, ttft_mean_s=scale, ttft_p50_s=scale, ttft_p90_s=scale, tpot_mean_s=scale, tpot_p50_s=scale
     )
-    names = ("low", "burst") if load == "bursty" else ("urgent", "rest", "all")
+    names = ("low", "burst", "after") if load == "bursty" else ("urgent", "rest", "all")
     return Run(
         system=system,
         round_index=round_index,
@@ -62,7 +62,7 @@ def test_rates_are_those_of_the_phases() -> None:
     found = [pair for i in range(20) for pair in PLAN.bursty(50.0, "dp", i)]
     burst = [r for phase, r in found if phase is Phase.BURST]
     assert len(burst) / 20 / PLAN.burst_s == pytest.approx(0.9 * 50, rel=0.05)
-    assert (len(found) - len(burst)) / 20 / (2 * PLAN.low_s) == pytest.approx(0.1 * 50, rel=0.1)
+    assert (len(found) - len(burst)) / 20 / (2 * PLAN.low_s + PLAN.after_s) == pytest.approx(0.1 * 50, rel=0.1)
     assert all(PLAN.low_s <= r.at_s < PLAN.low_s + PLAN.burst_s for r in burst)
 
 
@@ -129,7 +129,9 @@ def test_tables_have_a_cell_for_each_heading(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_small_run_answers_everything() -> None:
-    plan = replace(PLAN, model=tiny_model(), rounds=1, low_s=1.0, burst_s=1.0, calibrate_s=0.5, settle_s=4.0)
+    plan = replace(
+        PLAN, model=tiny_model(), rounds=1, low_s=1.0, burst_s=1.0, after_s=1.0, calibrate_s=0.5, settle_s=4.0
+    )
     runs: list[Run] = []
     capacity = measure(plan, ["dp", "auto"], ["bursty"], runs.append)
     assert capacity["bursty"] > 0
