@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -55,6 +55,7 @@ async def test_an_end_is_counted_with_its_phases_requests_and_bytes(metrics: Met
     assert total(metrics, "pengserve_switch_carried_bytes_total") == 4096
 
 
+@settings(deadline=None)
 @given(
     past=st.integers(0, 9), looks=st.lists(st.integers(0, 9), max_size=5), page=st.integers(1, 4), restart=st.booleans()
 )
@@ -65,7 +66,8 @@ async def test_each_end_since_the_first_look_counts_once(past: int, looks: list[
         patch.setattr(switch_values, "PAGE", page)
         await values.follow(log, 1.0)
         for number in looks:
-            log.events += [event(len(log.events) + 1, time_s=float(len(log.events) // 3)) for _ in range(number)]
+            known = len(log.events)
+            log.events += [event(known + i + 1, time_s=float((known + i) // 3)) for i in range(number)]
             await values.follow(log, 1.0)
         if restart:
             # The new controller remembers nothing, and numbers from 1 again.
