@@ -1,0 +1,155 @@
+"""Laws of a member among members that die, fall silent or leave."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import pytest
+
+from pengserve.planners.types.errors import EngineError, StepError
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from tests.replicas.switching.members import KEYS, FakeMember, directory, plan
+
+pytestmark = pytest.mark.slow  # it imports vLLM
+
+TIMEOUT_S = 2.0
+
+
+@pytest.fixture
+def pair() -> Iterator[list[FakeMember]]:
+    members = [FakeMember(key, TIMEOUT_S) for key in KEYS]
+    for member in members:
+        member.agent.connect(directory(members))
+    until(lambda: all(member.agent.groups_ready() and len(member.network.peers()) == 1 for member in members))
+    yield members
+    for member in members:
+        member.close()
+        assert member.errors == [], "this ends an instance"
+
+
+def until(what: Callable[[], bool], timeout_s: float = TIMEOUT_S / 2) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not what():
+        assert time.monotonic() < deadline_s, "it did not happen in time"
+        time.sleep(0.002)
+
+
+def commit(pair: list[FakeMember], switch: SwitchPlan) -> "Future[SwitchReport]":
+    """Prepares at both, then commits at the leader."""
+    for member in pair:
+        member.agent.prepare(switch)
+    return begin(pair, switch)
+
+
+def begin(pair: list[FakeMember], switch: SwitchPlan) -> "Future[SwitchReport]":
+    """Commits at the leader, in a thread of its own."""
+    outcome: Future[SwitchReport] = Future()
+
+    def run() -> None:
+        try:
+            outcome.set_result(pair[0].agent.commit(switch))
+        except BaseException as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return outcome
+
+
+def is_merged(pair: list[FakeMember]) -> bool:
+    return all(member.lanes.running is not None for member in pair)
+
+
+def is_alone(pair: list[FakeMember]) -> bool:
+    return all(member.lanes.running is None for member in pair)
+
+
+def test_merge_and_split(pair: list[FakeMember]) -> None:
+    assert commit(pair, plan(1)).result(TIMEOUT_S).epoch == 2
+    until(lambda: is_merged(pair))
+    assert [member.agent.leader for member in pair] == [KEYS[0]] * 2
+    assert commit(pair, plan(2, is_merge=False)).result(TIMEOUT_S).epoch == 3
+    until(lambda: is_alone(pair))
+    assert [member.agent.epoch for member in pair] == [3, 3]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_who_leaves_a_group_takes_idle_members_along(pair: list[FakeMember], who: int) -> None:
+    commit(pair, plan(1)).result(TIMEOUT_S)
+    until(lambda: is_merged(pair))
+    pair[who].do(lambda: pair[who].lanes.on_broken(EngineError("a step failed")))
+    until(lambda: is_alone(pair))
+    assert all(member.agent.groups_failed() for member in pair), "the group needs a new round"
+    assert [member.agent.leader for member in pair] == [None, None]
+
+
+def test_a_group_that_no_directory_lists_ends(pair: list[FakeMember]) -> None:
+    commit(pair, plan(1)).result(TIMEOUT_S)
+    until(lambda: is_merged(pair))
+    pair[0].agent.connect(directory(pair, 2, with_group=False))
+    until(lambda: is_alone(pair))
+
+
+def test_the_death_of_a_peer_ends_its_groups(pair: list[FakeMember]) -> None:
+    commit(pair, plan(1)).result(TIMEOUT_S)
+    until(lambda: is_merged(pair))
+    pair[1].close()
+    until(lambda: pair[0].lanes.running is None)
+    with pytest.raises(StepError):
+        pair[0].agent.prepare(plan(5, is_merge=False))
+
+
+def test_groups_with_a_lost_peer_need_a_new_round_though_none_runs(pair: list[FakeMember]) -> None:
+    pair[1].network.close()
+    until(lambda: bool(pair[0].agent.groups_failed()))
+
+
+def test_a_switch_that_was_called_off_is_not_waited_for(pair: list[FakeMember]) -> None:
+    busy = threading.Event()
+    switch = plan(1)
+    try:
+        for member in pair:
+            member.agent.prepare(switch)
+        pair[1].do(lambda: busy.wait(10))
+        outcome = begin(pair, switch)
+        time.sleep(0.1)  # the leader has asked the other to meet
+        pair[0].agent.abort(switch.plan_id)
+        with pytest.raises(StepError):
+            outcome.result(TIMEOUT_S)
+    finally:
+        busy.set()
+    answered = threading.Event()
+    pair[1].do(answered.set)
+    assert answered.wait(TIMEOUT_S / 2), "the other member waits for a leader that has given up"
+    assert is_alone(pair)
+    assert commit(pair, plan(2)).result(TIMEOUT_S).epoch == 3
+
+
+def test_a_drain_that_ends_after_its_leader_is_called_off(pair: list[FakeMember]) -> None:
+    pair[1].lanes.dp.running_ids = {"a"}
+    outcome = commit(pair, plan(1, strategy=SwitchStrategy.SEQUENTIAL))
+    until(lambda: pair[1].lanes.dp.is_paused)
+
+    def end() -> None:
+        pair[0].network.close()
+        time.sleep(0.1)  # the connection has ended, and this thread has not heard of it
+        pair[1].lanes.dp.running_ids = set()
+        pair[1].agent.boundary()
+
+    pair[1].do(end)
+    until(lambda: not pair[1].lanes.dp.is_paused)
+    pair[0].agent.abort("1")
+    with pytest.raises(StepError):
+        outcome.result(TIMEOUT_S)
+
+
+def test_a_group_that_breaks_ends_the_drain_before_its_split(pair: list[FakeMember]) -> None:
+    commit(pair, plan(1)).result(TIMEOUT_S)
+    until(lambda: is_merged(pair))
+    pair[0].lanes.current.running_ids = {"a"}
+    outcome = commit(pair, plan(2, is_merge=False, strategy=SwitchStrategy.SEQUENTIAL))
+    until(lambda: pair[0].lanes.current.is_paused)
+    pair[1].do(lambda: pair[1].lanes.on_broken(EngineError("a step failed")))
+    with pytest.raises(EngineError):
+        outcome.result(TIMEOUT_S / 2)
+    assert is_alone(pair)
