@@ -163,8 +163,8 @@ def markdown(plan: Plan, capacity: Mapping[str, float], runs: Sequence[Run], dat
             "",
             f"{plan.num_instances} instances. Saturated static dp completes {capacity['bursty']:.1f} requests/s; "
             f"{plan.low_s:g} s at {plan.low_share:.0%} of that, {plan.burst_s:g} s at {plan.burst_share:.0%}, "
-            f"{plan.after_s + plan.low_s:g} s at {plan.low_share:.0%}. Of the last, the first {plan.after_s:g} s are shown "
-            "apart: there what the burst left ends, and the planner waits its dwell before it merges again. "
+            f"{plan.after_s + plan.low_s:g} s at {plan.low_share:.0%}. Of the last, the first {plan.after_s:g} s are "
+            "shown apart: there what the burst left ends, and the planner waits its dwell before it merges again. "
             f"Peak: the best {plan.window_s:g} s.",
             "",
             *(f"- {sentence}" for sentence in aims(runs)),
