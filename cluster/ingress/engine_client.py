@@ -199,8 +199,8 @@ class ClusterEngineClient(EngineClient):
     def on_down(self, link: InstanceLink, *, lost: bool) -> None:
         """A link is gone: its requests go on elsewhere."""
         self._shapes.pop(link.key, None)
+        self.book.lose(link)  # before the figures: whatever goes wrong with them costs no request
         self._meters.link_down(link, lost=lost)
-        self.book.lose(link)
 
     def is_busy(self, link: InstanceLink) -> bool:
         """Whether a request runs over `link`."""
