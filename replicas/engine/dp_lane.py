@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pengserve.planners.types.config import InstanceConfig
-from pengserve.planners.types.errors import ConfigError
+from pengserve.planners.types.errors import ConfigError, UnsupportedShapeError
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.engine.lane import Lane, lend, take_back
 from pengserve.replicas.engine.shared_model import plain_weights
@@ -97,7 +97,13 @@ class DpLane(Lane):
 
     @property
     def worker(self) -> Any:
-        """vLLM's worker, which lives in this process."""
+        """vLLM's worker, which lives in this process.
+
+        Raises:
+            UnsupportedShapeError: it lives in others.
+        """
+        if not hasattr(self.core.model_executor, "driver_worker"):
+            raise UnsupportedShapeError("lanes need vLLM's worker in the instance's process; leave its executor alone")
         return self.core.model_executor.driver_worker.worker
 
     @property

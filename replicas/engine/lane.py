@@ -1,6 +1,7 @@
 """What every lane is: one vLLM scheduler and one runner over the instance's one set of weights and KV memory."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
@@ -12,6 +13,8 @@ from pengserve.replicas.engine.vllm_seam import (
     Request,
     RequestStatus,
 )
+
+NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
 class Lane:
@@ -159,25 +162,28 @@ class Lane:
         return int(self._pool.get_num_free_blocks())
 
     def longest_tokens(self) -> int:
-        """Tokens of the running request with the most."""
-        return max((request.num_tokens for request in self._scheduler.running), default=0)
+        """Tokens of the running request with the most, where that decides about a shape; else 0."""
+        return 0
 
-    def stats(self, last_step_s: float = 0.0) -> InstanceStats:
-        """Load after the last step."""
+    def stats(self, last_step_s: float = 0.0, idle: Mapping[str, int] = NOTHING, **shown: Any) -> InstanceStats:
+        """Load after the last step. `idle` (totals of lanes that do not run) is added, `shown` replaces fields."""
         running, waiting = self._scheduler.get_request_counts()
-        return InstanceStats(
-            **self.totals(),
-            num_running=running,
-            num_waiting=waiting,
-            kv_blocks_used=self.num_held - self.num_free(),
-            queued_tokens=self._queued_tokens(waiting),
-            last_step_s=last_step_s,
-            shape=self.shape,
-            block_size=self.capacity.block_size,
-            kv_blocks_total=self.capacity.num_blocks,
-            max_model_len=self.capacity.max_model_len,
-            longest_tokens=self.longest_tokens(),
-        )
+        totals = self.totals()
+        for name, value in idle.items():
+            totals[name] += value
+        fields: dict[str, Any] = {
+            "num_running": running,
+            "num_waiting": waiting,
+            "kv_blocks_used": self.num_held - self.num_free(),
+            "queued_tokens": self._queued_tokens(waiting),
+            "last_step_s": last_step_s,
+            "shape": self.shape,
+            "block_size": self.capacity.block_size,
+            "kv_blocks_total": self.capacity.num_blocks,
+            "max_model_len": self.capacity.max_model_len,
+            "longest_tokens": self.longest_tokens(),
+        }
+        return InstanceStats(**totals, **(fields | shown))
 
     def totals(self) -> dict[str, int]:
         """Counts that only grow, by their names in `InstanceStats`."""

@@ -8,8 +8,8 @@ Blocks belong to the `dp` lane and are leased to others; the ledger knows of eve
 """
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 
 import msgspec
 import torch
@@ -29,16 +29,6 @@ from pengserve.replicas.memory.ledger import BlockLedger
 from pengserve.replicas.memory.weight_views import Shard
 
 logger = logging.getLogger(__name__)
-
-_TOTALS = (
-    "step",
-    "total_prompt_tokens",
-    "total_generated_tokens",
-    "total_preemptions",
-    "total_prefix_queries",
-    "total_prefix_hits",
-    "total_resumed",
-)
 
 
 class Lanes:
@@ -64,6 +54,7 @@ class Lanes:
         self._running: TpLane | None = None  # None: dp
         self._is_leading = False
         self._switches = 0
+        self._idle_totals: dict[str, int] = {}
         self._dp_view: KvView | None = None
 
     # Lanes -----------------------------------------------------------------------------------------------------------
@@ -123,6 +114,7 @@ class Lanes:
         self._is_leading = lane.shard.rank == 0
         self._running = lane
         self._switches += 1
+        self._count_idle()
         lane.enter(seed)
 
     def leave(self) -> None:
@@ -132,6 +124,7 @@ class Lanes:
         lane.leave()
         lane.group.collectives = None
         self._switches += 1
+        self._count_idle()
 
     def abandon(self) -> list[str]:
         """Back to `dp` at once, whatever state the tp lane is in; ids of the requests that are lost with it."""
@@ -234,22 +227,21 @@ class Lanes:
 
     def stats(self, last_step_s: float = 0.0) -> InstanceStats:
         """Load of the lane that runs; totals of all lanes."""
-        stats = self.current.stats(last_step_s)
-        if not self._tp:
-            return stats
-        totals = {name: getattr(stats, name) for name in _TOTALS}
-        for lane in (self.dp, *self._tp.values()):
-            if lane is not self.current:
-                for name, value in lane.totals().items():
-                    totals[name] += value
-        return replace(
-            stats,
-            **totals,
-            shape=stats.shape if self._running is None else self._running.shape,
+        if self._running is None:
+            return self.dp.stats(last_step_s, self._idle_totals, total_switches=self._switches)
+        return self.current.stats(
+            last_step_s,
+            self._idle_totals,
+            shape=self._running.shape,
             is_follower=self.is_following,
-            num_paused=0 if self._running is None else self.dp.num_requests(),
+            num_paused=self.dp.num_requests(),
             total_switches=self._switches,
         )
+
+    def _count_idle(self) -> None:
+        """Totals of the lanes that do not run change only when another begins to: they are added up then."""
+        idle = [lane for lane in (self.dp, *self._tp.values()) if lane is not self.current]
+        self._idle_totals = dict(sum((Counter(lane.totals()) for lane in idle), Counter()))
 
     def close(self) -> None:
         """Frees everything."""

@@ -207,6 +207,10 @@ class TpLane(Lane):
         request.num_computed_tokens = 0
         self._scheduler.waiting.prepend_request(request)
 
+    def longest_tokens(self) -> int:
+        """See `Lane`: while it is more than one instance holds, the group cannot be split."""
+        return max((request.num_tokens for request in self._scheduler.running), default=0)
+
     # Requests that come and go ----------------------------------------------------------------------------------------
 
     def adopt(self, request: Request) -> None:
