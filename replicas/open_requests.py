@@ -56,9 +56,14 @@ class OpenRequests:
     def welcome(self, handoff: "Handoff") -> int | None:
         """Takes note of a request that came from a peer: its client index; None where its ingress is not here."""
         client_index = self._server.client_index(handoff.client_id)
-        if client_index is not None:
-            handoff.request.client_index = client_index
-            self.add(handoff.request)
+        if client_index is None:
+            return None
+        handoff.request.client_index = client_index
+        self.add(handoff.request)
+        if not self._server.client_id(client_index):
+            # It left in between: `remove_client` has not seen the request, or has already asked for its abort.
+            self.remove(client_index, [handoff.request.request_id])
+            return None
         return client_index
 
     def moved(self, request_ids: list[str], to: InstanceKey | None, *, carried: bool) -> None:

@@ -112,7 +112,8 @@ class InstanceSnapshot:
         """Virtual KV load in blocks: what is resident plus what the queue will need."""
         if self.capacity is None:
             return 0
-        return self.stats.kv_blocks_used + blocks_for(self.stats.queued_tokens, self.capacity.block_size)
+        block_size = self.stats.block_size or self.capacity.block_size
+        return self.stats.kv_blocks_used + blocks_for(self.stats.queued_tokens, block_size)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -69,7 +69,7 @@ class DpLane(Lane):
         """
         arguments = AsyncEngineArgs(**engine_arguments(config), worker_cls=worker_class_name(config.device))
         vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        self.pristine_config = copy.deepcopy(vllm_config) if config.degrees else None  # before it holds a model
+        self.pristine_config: Any = copy.deepcopy(vllm_config) if config.degrees else None  # before it holds a model
         if config.degrees:
             # What one instance cannot hold, a group may: the dp lane takes as much context as fits its memory.
             vllm_config.model_config.original_max_model_len = -1

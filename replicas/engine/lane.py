@@ -24,7 +24,7 @@ class Lane:
         """`scheduler` is None on a follower, which executes what another member's scheduler decides."""
         self.shape, self.capacity = shape, capacity
         self._scheduler, self._block_hasher = scheduler, block_hasher
-        self._pool = scheduler.kv_cache_manager.block_pool if scheduler is not None else None
+        self._pool: Any = scheduler.kv_cache_manager.block_pool if scheduler is not None else None
         self._steps = self._resumed = self._generated = self._prompted = self._preempted = 0
         self._prefix_queries = self._prefix_hits = 0
         self._queued: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
@@ -183,7 +183,8 @@ class Lane:
             "max_model_len": self.capacity.max_model_len,
             "longest_tokens": self.longest_tokens(),
         }
-        return InstanceStats(**totals, **(fields | shown))
+        fields |= totals
+        return InstanceStats(**(fields | shown))
 
     def totals(self) -> dict[str, int]:
         """Counts that only grow, by their names in `InstanceStats`."""

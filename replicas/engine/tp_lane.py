@@ -326,7 +326,7 @@ def _build_runner(base: DpLane, config: VllmConfig, shard: Shard) -> tuple[Any, 
 def _runner_class(base: type) -> type:
     """`base` (vLLM's CPU or GPU runner) with KV in memory that exists already."""
 
-    class SharedKvRunner(base):  # type: ignore[misc]
+    class SharedKvRunner(base):
         arena: dict[str, torch.Tensor]  # by layer, as another lane sees it
 
         def initialize_kv_cache_tensors(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

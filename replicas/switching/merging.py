@@ -9,23 +9,24 @@ from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrat
 from pengserve.replicas.engine.handoff import revive
 from pengserve.replicas.engine.reshard import MAX_WAVE_TOKENS, Resharder, Traveller
 from pengserve.replicas.engine.tp_lane import TpLane
+from pengserve.replicas.engine.vllm_seam import Request
 from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.member import Conversation, Member
 from pengserve.replicas.switching.messages import SwitchMessage, Word
 
 
 def travellers(member: Member, plan: SwitchPlan, kept: frozenset[str] | None) -> list[Traveller]:
-    """What this member brings: the requests whose KV goes along. None of them under `hard`.
+    """What this member brings: the requests whose KV goes along. Under `hard` only urgent ones: the others pause.
 
     Args:
         kept: under sequential and soft, the ids that ran when the switch was asked for; what has begun since is
             recomputed, as the paper does.
     """
-    if plan.strategy is SwitchStrategy.HARD:
-        return []
     rank = plan.members.index(member.key)
     found = []
     for request in member.lanes.dp.carriable():
+        if pauses(plan, request):
+            continue
         if kept is None or request.request_id in kept:
             handoff = member.owner.handoff(request)
             if handoff is not None:
@@ -179,11 +180,16 @@ def take_wave(member: Member, lane: TpLane, resharder: Resharder, wave: list[Tra
 def settle_rest(member: Member, plan: SwitchPlan) -> int:
     """After a commit: what waits in `dp` goes to the leader, from its tokens; under hard, what runs stays paused."""
     dp = member.lanes.dp
-    stays = {r.request_id for r in dp.carriable()} if plan.strategy is SwitchStrategy.HARD else set()
+    stays = {request.request_id for request in dp.carriable() if pauses(plan, request)}
     going = [request.request_id for request in dp.requests() if request.request_id not in stays]
     dp.release(going)
     member.owner.moved(going, plan.leader, carried=False)
     return len(going)
+
+
+def pauses(plan: SwitchPlan, request: Request) -> bool:
+    """Whether a running request waits in its `dp` lane until the group is split (hard preemption)."""
+    return plan.strategy is SwitchStrategy.HARD and request.priority >= 0
 
 
 def seed_of(plan: SwitchPlan) -> int:
