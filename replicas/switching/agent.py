@@ -406,7 +406,7 @@ class Agent:
             talk.cancel(str(error))
             if plan.is_merge:
                 self._tell_broken(name, plan.members)  # the others may have gone on without this one
-            else:
+            elif lane is not None and lane.group.unique_name == str(plan.group):
                 self._broken(error)
             self._on_changed()
             return

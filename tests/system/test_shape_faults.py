@@ -211,8 +211,15 @@ def test_death_in_a_switch(scene: Scene, case: Case) -> None:
     scene.require_recovery(after)
 
 
-@pytest.mark.parametrize("victim", [LEADER, FOLLOWER], ids=NAMES.__getitem__)
-@pytest.mark.parametrize("phase", ["decode", "prefill"])
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [
+        pytest.param("decode", LEADER, id="decode-leader"),
+        pytest.param("prefill", FOLLOWER, id="prefill-follower"),
+        pytest.param("decode", FOLLOWER, id="decode-follower", marks=pytest.mark.faults),
+        pytest.param("prefill", LEADER, id="prefill-leader", marks=pytest.mark.faults),
+    ],
+)
 def test_death_in_steady_tp(scene: Scene, phase: str, victim: int) -> None:
     scene.cluster.set_layout("tp2")
     requests = scene.short if phase == "decode" else scene.long
