@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-WIDTH, HEIGHT = 960, 470
+WIDTH, HEIGHT = 960, 490
 LINE_HEIGHT = 17
 
 
@@ -53,7 +53,7 @@ BOXES = (
     ),
     Box(
         title="Instance 0 (Ray actor, one GPU or CPU slot)",
-        lines=("channel server, step loop, dp lane:", "vLLM scheduler, runner, weights, KV"),
+        lines=("channel server, step loop, lanes over", "one copy of weights and KV: dp, tp2, ..."),
         x=60,
         y=320,
         width=330,
@@ -89,11 +89,17 @@ ARROWS = (
         label_at=(265, 205),
     ),
     Arrow(start=(570, 146), end=(570, 320), label=(), label_at=(0, 0)),
+    Arrow(
+        start=(390, 372),
+        end=(430, 372),
+        label=("peer TCP, between the members of a group:", "steps, activations, KV on a switch"),
+        label_at=(410, 420),
+    ),
     Arrow(start=(800, 205), end=(715, 146), label=("routing table (long poll)",), label_at=(835, 175), dashed=True),
     Arrow(
         start=(790, 301),
         end=(710, 345),
-        label=("create, status, lease,", "drain, kill"),
+        label=("create, status, lease,", "peers, switches,", "drain, kill"),
         label_at=(855, 335),
         dashed=True,
     ),

@@ -77,7 +77,8 @@ def describe_phases(data: Mapping[str, Any]) -> str:
     counts = []
     for name in _COUNTS:
         if number := data.get(name):
-            size = f" ({format_bytes(data['carried_bytes'])})" if name == "num_carried" else ""
+            num_bytes = data.get("carried_bytes", 0) if name == "num_carried" else 0
+            size = f" ({format_bytes(num_bytes)})" if num_bytes else ""  # none where all KV stayed where it was
             counts.append(f"{number:,} {name.removeprefix('num_')}{size}")
     return "; ".join(part for part in (", ".join(phases), ", ".join(counts)) if part)
 

@@ -13,13 +13,14 @@ from rich.text import Text
 from pengserve.cluster.cli.shape_views import (
     by_group,
     describe_groups,
+    describe_phases,
     describe_policy,
     kv_tokens,
     leader_of,
     role,
     switch_line,
 )
-from pengserve.planners.types.events import Event
+from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState
 from pengserve.planners.types.units import format_bytes
@@ -148,8 +149,19 @@ def event_line(event: Event) -> Text:
         f"{clock} ",
         (f"{event.kind.value:<22} ", style),
         (f"{event.span:<14} ", "cyan"),
-        event.why,
+        _told(event),
     )
+
+
+def _told(event: Event) -> str:
+    """What happened, and why."""
+    if event.kind is EventKind.TRANSITION_END:
+        what = describe_phases(event.data)
+    elif event.kind is EventKind.LAYOUT_CHANGED:
+        what = str(event.data.get("groups", ""))
+    else:
+        return event.why
+    return f"{what}   why: {event.why}" if what else event.why
 
 
 def _headline(snapshot: ClusterSnapshot) -> Text:

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pengserve.cluster.cli import shape_views
-from pengserve.cluster.cli.views import bar, hit_rate, rates_between, status_view, top_view
+from pengserve.cluster.cli.views import bar, event_line, hit_rate, rates_between, status_view, top_view
+from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import Epoch
 from pengserve.planners.types.layout import Layout, parse_groups
 from pengserve.planners.types.plans import SwitchReport
@@ -132,6 +133,14 @@ def test_the_layout_says_what_can_be_formed_what_cannot_and_who_decides():
     view = replace(LayoutView.of(merged()), policy=pinned, cannot=cannot)
     text = "\n".join(drawn(shape_views.layout_view(view)))
     assert "pinned to tp2@(2,0), 1 dp" in text and "tp4: too few heads" in text
+
+
+def test_the_event_of_a_switch_tells_its_phases_and_that_of_a_layout_its_groups():
+    data = {"what": "merge tp2@(0,1) (carry)", "prepare_s": 0.004, "cutover_s": 0.0082, "num_paused": 2}
+    end = Event(seq=1, time_s=0.0, kind=EventKind.TRANSITION_END, why="asked for", data=data)
+    assert event_line(end).plain.endswith("prepare 4.0 ms, cutover 8.2 ms; 2 paused   why: asked for")
+    changed = replace(end, kind=EventKind.LAYOUT_CHANGED, data={"epoch": 4, "groups": "tp2@(0,1), dp@(2)"})
+    assert event_line(changed).plain.endswith("tp2@(0,1), dp@(2)   why: asked for")
 
 
 @given(seconds=st.floats(min_value=0, max_value=1e6))

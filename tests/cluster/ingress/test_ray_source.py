@@ -1,0 +1,55 @@
+"""What a controller says through Ray reaches the ingress as it was said."""
+
+from typing import Any
+
+import pytest
+
+from pengserve.planners.types.errors import EngineError, PlanError
+from pengserve.planners.types.plans import LayoutTarget
+
+
+class Handle:
+    """An actor's handle whose methods raise what a test says."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def remote(self, *arguments: Any) -> Any:
+        async def answer() -> None:
+            raise self._error
+
+        return answer()
+
+
+def source_of(*errors: Exception) -> tuple[Any, list[Handle]]:
+    """A source whose controllers raise these, one after the other."""
+    pytest.importorskip("ray")
+    from pengserve.cluster.ingress.ray_source import RayRoutingSource
+
+    handles = [Handle(error) for error in errors]
+    return RayRoutingSource(lambda: handles.pop(0)), handles
+
+
+def raised(cause: Exception) -> Exception:
+    """As Ray raises what an actor's method raised."""
+    ray_exceptions = pytest.importorskip("ray.exceptions")
+    return ray_exceptions.RayTaskError("set_layout", "traceback", cause).as_instanceof_cause()
+
+
+async def test_a_refusal_arrives_in_the_controllers_words_and_the_handle_is_kept() -> None:
+    source, handles = source_of(raised(PlanError("choose dp")), raised(PlanError("never asked")))
+    for _ in range(2):
+        with pytest.raises(PlanError, match=r"^choose dp$"):
+            await source.set_layout(LayoutTarget(groups=()))
+    assert len(handles) == 1
+
+
+async def test_anything_else_means_that_the_controller_does_not_answer() -> None:
+    source, handles = source_of(raised(KeyError("x")), raised(KeyError("x")))
+    for _ in range(2):
+        with pytest.raises(EngineError, match="does not answer"):
+            await source.auto_layout()
+    assert handles == []
