@@ -141,7 +141,14 @@ def take_split_wave(
             taken.append(request)
         return block_ids
 
-    refused = resharder.split(wave, admit)
+    try:
+        refused = resharder.split(wave, admit)
+    except Exception:
+        # Their KV has not come, and nobody but the scheduler knows them.
+        ids = [request.request_id for request in taken]
+        lanes.dp.release(ids)
+        member.owner.moved(ids, None, carried=False)
+        raise
     reached("waved")
     for request in taken:
         lanes.dp.adopt(request)
