@@ -57,7 +57,7 @@ COMMON = (
     Case("committed", LEADER),
     Case("draining", LEADER, strategy="sequential"),
     Case("committed", FOLLOWER, strategy="hard"),
-    Case("waved", LEADER, "split"),
+    Case("wave", LEADER, "split"),
     Case("waved", FOLLOWER, "split"),
     Case("committing", LEADER, "split"),
 )
