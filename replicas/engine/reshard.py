@@ -54,68 +54,92 @@ class Resharder:
         """Of the group."""
         return self._communicator.members[0]
 
+    @torch.inference_mode()
     def merge(self, wave: Sequence[Traveller]) -> None:
         """`dp` -> tp. Owners may release their requests afterwards; members' runners know all of them."""
+        dp, dp_view, tp_view = self._lanes.dp, self._dp_view, self._lane.kv_view
+        own, size = self._heads[self._rank], dp_view.layout.num_tokens
         moves, received = [], []
-        tp_view, table, own = self._lane.kv_view, self._lane.table, self._heads[self._rank]
-        for traveller in wave:
-            size = traveller.num_tokens
-            blocks = table.physical(traveller.logical_ids)
-            if traveller.rank == self._rank:
-                source = self._lanes.dp.block_ids(traveller.request_id)[: self._lanes.dp.blocks_for(size)]
+        for owner, group in _by_rank(wave).items():
+            tiles = tp_view.tiles(self._in_lane(group), size)
+            if owner == self._rank:
+                source = dp_view.tiles([(dp.block_ids(t.request_id), t.num_tokens) for t in group], size)
+                received.append((tiles, dp_view.read(source, own)))
                 for rank, heads in enumerate(self._heads):
-                    data = self._dp_view.read(source, size, heads)
-                    if rank == self._rank:
-                        received.append((blocks, data))
-                    else:
-                        moves.append(Move(self._rank, rank, data))
+                    if rank != owner:
+                        moves.append(Move(owner, rank, dp_view.read(source, heads)))
             else:
-                data = tp_view.empty(own[1] - own[0], size)
-                moves.append(Move(traveller.rank, self._rank, data))
-                received.append((blocks, data))
+                data = tp_view.empty(own[1] - own[0], tiles.count, size)
+                moves.append(Move(owner, self._rank, data))
+                received.append((tiles, data))
         self._exchange(moves)
-        for blocks, data in received:
-            used = blocks[: self._lane.blocks_for(data.shape[3])]
-            tp_view.write(used, data, (0, own[1] - own[0]))
+        for tiles, data in received:
+            tp_view.write(tiles, data, (0, own[1] - own[0]))
         for traveller in wave:
             self._lane.adopt(revive(traveller.handoff, 0))
 
+    @torch.inference_mode()
     def split(self, wave: Sequence[Traveller], admit: Callable[[Traveller], list[int] | None]) -> list[str]:
         """tp -> `dp`. `admit` takes a request into this member's `dp` lane and gives its blocks there.
 
         Returns the ids of requests that this member was to take and had no room for; their KV is dropped.
         """
-        moves, received, refused = [], [], []
-        tp_view, table = self._lane.kv_view, self._lane.table
-        own = self._heads[self._rank]
-        for traveller in wave:
-            size = traveller.num_tokens
-            target: list[int] | None = None
-            if traveller.rank == self._rank:
-                target = admit(traveller)
-                if target is None:
-                    refused.append(traveller.request_id)
-            for rank in self._primaries:
-                if rank == self._rank:
-                    source = table.physical(traveller.logical_ids)[: self._lane.blocks_for(size)]
-                    data = tp_view.read(source, size, (0, own[1] - own[0]))
-                    if traveller.rank == rank:
-                        received.append((target, data, own))
-                    else:
-                        moves.append(Move(rank, traveller.rank, data))
-                elif traveller.rank == self._rank:
-                    heads = self._heads[rank]
-                    data = self._dp_view.empty(heads[1] - heads[0], size)
-                    moves.append(Move(rank, self._rank, data))
-                    received.append((target, data, heads))
+        dp_view, tp_view = self._dp_view, self._lane.kv_view
+        own, size = self._heads[self._rank], dp_view.layout.num_tokens
+        moves, received = [], []
+        groups = _by_rank(wave)
+        targets = [admit(traveller) for traveller in groups.get(self._rank, [])]
+        for target, group in groups.items():
+            if self._rank in self._primaries:
+                data = tp_view.read(tp_view.tiles(self._in_lane(group), size), (0, own[1] - own[0]))
+                if target == self._rank:
+                    received.append((own, data))
+                else:
+                    moves.append(Move(self._rank, target, data))
+            if target == self._rank:
+                count = sum(-(-traveller.num_tokens // size) for traveller in group)
+                for rank in self._primaries:
+                    if rank != target:
+                        data = dp_view.empty(self._heads[rank][1] - self._heads[rank][0], count, size)
+                        moves.append(Move(rank, target, data))
+                        received.append((self._heads[rank], data))
         self._exchange(moves)
-        for target, data, heads in received:
+        return self._take(groups.get(self._rank, []), targets, received)
+
+    def _take(
+        self,
+        mine: Sequence[Traveller],
+        targets: Sequence[list[int] | None],
+        received: Sequence[tuple[tuple[int, int], torch.Tensor]],
+    ) -> list[str]:
+        """Writes what came into the blocks of `targets`; ids of the requests that have none."""
+        size = self._dp_view.layout.num_tokens
+        wanted: list[int] = []  # tiles of those that found room
+        first = 0
+        for traveller, target in zip(mine, targets, strict=True):
+            count = -(-traveller.num_tokens // size)
             if target is not None:
-                self._dp_view.write(target[: self._lanes.dp.blocks_for(data.shape[3])], data, heads)
-        return refused
+                wanted += range(first, first + count)
+            first += count
+        pairs = [(target, t.num_tokens) for t, target in zip(mine, targets, strict=True) if target is not None]
+        tiles = self._dp_view.tiles(pairs, size)
+        for heads, data in received:
+            self._dp_view.write(tiles, data if len(wanted) == first else data[:, :, wanted], heads)
+        return [t.request_id for t, target in zip(mine, targets, strict=True) if target is None]
+
+    def _in_lane(self, group: Sequence[Traveller]) -> list[tuple[list[int], int]]:
+        """Where these requests' KV is, or will be, in the tp lane on this member."""
+        return [(self._lane.table.physical(t.logical_ids), t.num_tokens) for t in group]
 
     def _exchange(self, moves: list[Move]) -> None:
         self.sent_bytes += sum(move.tensor.nbytes for move in moves if move.src == self._rank)
         if moves:
-            with torch.inference_mode():
-                self._communicator.exchange(moves)
+            self._communicator.exchange(moves)
+
+
+def _by_rank(wave: Sequence[Traveller]) -> dict[int, list[Traveller]]:
+    """Travellers by their rank, in the order of the wave: what moves between two members is one move."""
+    groups: dict[int, list[Traveller]] = {}
+    for traveller in wave:
+        groups.setdefault(traveller.rank, []).append(traveller)
+    return groups

@@ -8,14 +8,15 @@ block holds f times the tokens in the same bytes (Eq. 2-3; f = p, or the number 
     tp p    H / f              f * B                 2 * H * B * D
 
 Where a (K or V, head, token, dim) lies within a block is the attention backend's business (CPU kernels pack K), so it
-is measured (`block_layout`), not assumed. What travels between members has one form for all shapes:
+is measured (`block_layout`), not assumed. What travels between members has one form for all shapes, tiles of equally
+many tokens, as many as divide the blocks of all shapes (those of `dp`, usually):
 
-    KV of n tokens:  [2, heads, n, D]      (K, V)
+    KV of n tiles:  [layers, 2, n, heads, tokens of a tile, D]      (2: K, V)
 
-Legend of suffixes: N blocks, H heads, T tokens, D head size.
+All requests that move between two members are one such tensor, so that the number of copies is that of layers.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,60 +90,95 @@ def block_layout(
     return BlockLayout(torch.stack(places))
 
 
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Where the tokens of some requests are in one lane's KV, a tile each."""
+
+    size: int  # tokens of a tile; it divides the lane's block
+    blocks: torch.Tensor  # [n]
+    parts: torch.Tensor  # [n]: which tile of the block
+
+    @property
+    def count(self) -> int:
+        """Number of tiles."""
+        return len(self.blocks)
+
+
 class KvView:
     """One lane's KV of all layers on one member, addressed by physical block."""
 
     def __init__(self, layers: Sequence[torch.Tensor], layout: BlockLayout) -> None:
         """`layers`: per layer `[num_blocks, elements of a block]`, the elements of a block side by side."""
         self.layout, self._layers = layout, list(layers)
-        strides = [layout.strides(kv) for kv in (0, 1)]
-        self._views: list[list[torch.Tensor]] = []  # [N, H, T, D] of K and V; empty where packing needs an index
-        if all(strides):
-            self._views = [[self._strided(layer, stride) for stride in strides if stride] for layer in layers]
+        self._strides = [layout.strides(kv) for kv in (0, 1)]
+        self._views: dict[int, list[list[torch.Tensor]]] = {}  # by tile size; where packing needs no index
 
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return len(self._layers)
+    def tiles(self, requests: Iterable[tuple[Sequence[int], int]], size: int) -> Tiles:
+        """Tiles of requests, given as (blocks in order, number of tokens); the last tile of each may be part full.
 
-    def empty(self, num_heads: int, num_tokens: int) -> torch.Tensor:
-        """Room for what `read` returns: `[L, 2, h, n, D]`."""
-        size = (self.num_layers, 2, num_heads, num_tokens, self.layout.head_size)
-        return torch.empty(size, dtype=self._layers[0].dtype, device=self._layers[0].device)
+        Raises:
+            ValueError: `size` does not divide the block.
+        """
+        in_block, rest = divmod(self.layout.num_tokens, size)
+        if rest:
+            raise ValueError(f"tiles of {size} tokens do not fill a block of {self.layout.num_tokens}")
+        blocks: list[int] = []
+        parts: list[int] = []
+        for ids, num_tokens in requests:
+            for tile in range(-(-num_tokens // size)):
+                blocks.append(ids[tile // in_block])
+                parts.append(tile % in_block)
+        device = self._layers[0].device
+        return Tiles(size, *(torch.tensor(row, dtype=torch.long, device=device) for row in (blocks, parts)))
 
-    def read(self, blocks: Sequence[int], num_tokens: int, heads: tuple[int, int]) -> torch.Tensor:
-        """KV of the first `num_tokens` in `blocks`, for the lane's own heads `[first, last)`: `[L, 2, h, n, D]`."""
+    def empty(self, num_heads: int, num_tiles: int, size: int) -> torch.Tensor:
+        """Room for what `read` returns."""
+        shape = (len(self._layers), 2, num_tiles, num_heads, size, self.layout.head_size)
+        return torch.empty(shape, dtype=self._layers[0].dtype, device=self._layers[0].device)
+
+    def read(self, tiles: Tiles, heads: tuple[int, int]) -> torch.Tensor:
+        """KV of these tiles, for the lane's own heads `[first, last)`: `[layers, 2, n, heads, size, D]`."""
         first, last = heads
-        index = torch.tensor(blocks, dtype=torch.long)
-        out = self.empty(last - first, num_tokens)
-        for layer, memory in enumerate(self._layers):
-            for kv in (0, 1):
-                if self._views:
-                    tiles = self._views[layer][kv][index, first:last].transpose(0, 1)  # [h, N, T, D]
+        out = self.empty(last - first, tiles.count, tiles.size)
+        for kv in (0, 1):
+            index = None if all(self._strides) else self._index(tiles, kv, heads)
+            for layer, memory in enumerate(self._layers):
+                if index is None:
+                    out[layer, kv] = self._view(layer, kv, tiles.size)[tiles.blocks, tiles.parts, first:last]
                 else:
-                    place = self.layout.place[kv][:, first:last]
-                    tiles = memory[index][:, place.reshape(-1)].view(-1, *place.shape).permute(2, 0, 1, 3)
-                out[layer, kv] = tiles.reshape(last - first, -1, self.layout.head_size)[:, :num_tokens]
+                    out[layer, kv] = memory[tiles.blocks[:, None], index].view(out.shape[2:])
         return out
 
-    def write(self, blocks: Sequence[int], data: torch.Tensor, heads: tuple[int, int]) -> None:
-        """Inverse of `read`: stores `[L, 2, h, n, D]` as the first tokens of `blocks`. Other heads stay as they are."""
+    def write(self, tiles: Tiles, data: torch.Tensor, heads: tuple[int, int]) -> None:
+        """Inverse of `read`. Other heads stay as they are."""
         first, last = heads
-        index = torch.tensor(blocks, dtype=torch.long)
-        num_heads, num_tokens = data.shape[2], data.shape[3]
-        room = len(blocks) * self.layout.num_tokens
-        for layer, memory in enumerate(self._layers):
-            for kv in (0, 1):
-                padded = data.new_zeros((num_heads, room, self.layout.head_size))
-                padded[:, :num_tokens] = data[layer, kv]
-                tiles = padded.view(num_heads, len(blocks), self.layout.num_tokens, -1).transpose(0, 1)  # [N, h, T, D]
-                if self._views:
-                    self._views[layer][kv][index, first:last] = tiles
+        for kv in (0, 1):
+            index = None if all(self._strides) else self._index(tiles, kv, heads)
+            for layer, memory in enumerate(self._layers):
+                if index is None:
+                    self._view(layer, kv, tiles.size)[tiles.blocks, tiles.parts, first:last] = data[layer, kv]
                 else:
-                    place = self.layout.place[kv][:, first:last]
-                    memory[index[:, None], place.reshape(1, -1)] = tiles.transpose(1, 2).reshape(len(blocks), -1)
+                    memory[tiles.blocks[:, None], index] = data[layer, kv].flatten(1)
 
-    def _strided(self, layer: torch.Tensor, strides: tuple[int, int, int, int]) -> torch.Tensor:
+    def _index(self, tiles: Tiles, kv: int, heads: tuple[int, int]) -> torch.Tensor:
+        """Elements of the tiles within their blocks: `[n, heads * size * D]`."""
+        place = self.layout.place[kv][:, heads[0] : heads[1]].unflatten(0, (-1, tiles.size))  # [parts, size, h, D]
+        return place.transpose(1, 2).flatten(1)[tiles.parts]
+
+    def _view(self, layer: int, kv: int, size: int) -> torch.Tensor:
+        if size not in self._views:
+            self._views[size] = [[self._strided(m, s, size) for s in self._strides if s] for m in self._layers]
+        return self._views[size][layer][kv]
+
+    def _strided(self, layer: torch.Tensor, strides: tuple[int, int, int, int], size: int) -> torch.Tensor:
+        """`[blocks, tiles of a block, heads, size, D]`"""
         offset, head, token, dim = strides
-        size = (layer.shape[0], self.layout.num_heads, self.layout.num_tokens, self.layout.head_size)
-        return layer.as_strided(size, (layer.stride(0), head, token, dim), layer.storage_offset() + offset)
+        shape = (
+            layer.shape[0],
+            self.layout.num_tokens // size,
+            self.layout.num_heads,
+            size,
+            self.layout.head_size,
+        )
+        steps = (layer.stride(0), size * token, head, token, dim)
+        return layer.as_strided(shape, steps, layer.storage_offset() + offset)

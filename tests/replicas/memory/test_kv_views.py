@@ -52,40 +52,70 @@ def test_packing_that_is_not_affine_works_through_an_index() -> None:
     layout = block_layout(write, num_heads=H, num_tokens=B, head_size=D, dtype=torch.float32, device=CPU)
     assert layout.strides(0) is None
     view = KvView([torch.zeros(5, 2 * H * B * D) for _ in range(2)], layout)
-    data = torch.randn(2, 2, H, 11, D)
-    view.write([3, 1], data[:, :, 1:], (1, H))
-    view.write([3, 1], data[:, :, :1], (0, 1))
-    assert torch.equal(view.read([3, 1], 11, (0, H)), data)
+    tiles = view.tiles([([3, 1], 11), ([4], 3)], B // 2)
+    assert (tiles.blocks.tolist(), tiles.parts.tolist()) == ([3, 3, 1, 4], [0, 1, 0, 0])
+    data = torch.randn(2, 2, 4, H, B // 2, D)
+    view.write(tiles, data[:, :, :, 1:], (1, H))
+    view.write(tiles, data[:, :, :, :1], (0, 1))
+    assert torch.equal(view.read(tiles, (0, H)), data)
     keys, values = torch.randn(B, H, D), torch.randn(B, H, D)
     block = torch.zeros(1, 2 * H * B * D)
     write(keys, values, block)
-    found = KvView([block], layout).read([0], B, (0, H))[0]
+    whole = KvView([block], layout)
+    found = whole.read(whole.tiles([([0], B)], B), (0, H))[0, :, 0]
     assert torch.equal(found, torch.stack([keys, values]).transpose(1, 2))
 
 
+def test_a_tile_divides_the_block() -> None:
+    view = KvView([torch.zeros(5, 2 * H * B * D)], layout_of(H, B))
+    with pytest.raises(ValueError, match="do not fill a block"):
+        view.tiles([([1], 3)], 2 * B)
+
+
 @settings(deadline=None)
-@given(st.integers(1, 60), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.randoms(use_true_random=False))
-def test_kv_survives_any_way_through_shapes(num_tokens: int, source_factor: int, factor: int, random) -> None:  # type: ignore[no-untyped-def]
+@given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=3),
+    st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 2, 4]),
+    st.randoms(use_true_random=False),
+)
+def test_kv_survives_any_way_through_shapes(lengths: list[int], source_factor: int, factor: int, random) -> None:  # type: ignore[no-untyped-def]
     """factor f: a member keeps H / f heads in blocks of f * B tokens; all members here, one after the other."""
-    num_layers, num_blocks = 2, 20
-    data = torch.randn(num_layers, 2, H, num_tokens, D)
+    num_layers, num_blocks = 2, 30
+    num_tiles = sum(-(-length // B) for length in lengths)
+    data = torch.randn(num_layers, 2, num_tiles, H, B, D)
 
     def members(f: int) -> list[KvView]:
         layout = layout_of(H // f, f * B)
         return [KvView([torch.zeros(num_blocks, 2 * H * B * D) for _ in range(num_layers)], layout) for _ in range(f)]
 
-    def blocks(f: int) -> list[int]:
-        return random.sample(range(1, num_blocks), -(-num_tokens // (f * B)))
+    def places(f: int) -> list[tuple[list[int], int]]:
+        free = random.sample(range(1, num_blocks), num_blocks - 1)
+        return [([free.pop() for _ in range(-(-length // (f * B)))], length) for length in lengths]
 
-    source_blocks, target_blocks = blocks(source_factor), blocks(factor)
+    source_places, target_places = places(source_factor), places(factor)
     source, target = members(source_factor), members(factor)
     wide = H // source_factor
     for rank, view in enumerate(source):
-        view.write(source_blocks, data[:, :, rank * wide : (rank + 1) * wide], (0, wide))
-    whole = torch.cat([view.read(source_blocks, num_tokens, (0, wide)) for view in source], dim=2)
+        view.write(view.tiles(source_places, B), data[:, :, :, rank * wide : (rank + 1) * wide], (0, wide))
+    whole = torch.cat([view.read(view.tiles(source_places, B), (0, wide)) for view in source], dim=3)
     narrow = H // factor
     for rank, view in enumerate(target):
         for head in range(narrow):  # head by head, as pieces from several members come
-            view.write(target_blocks, whole[:, :, rank * narrow + head][:, :, None], (head, head + 1))
-    found = torch.cat([view.read(target_blocks, num_tokens, (0, narrow)) for view in target], dim=2)
+            piece = whole[:, :, :, rank * narrow + head][:, :, :, None]
+            view.write(view.tiles(target_places, B), piece, (head, head + 1))
+    found = torch.cat([view.read(view.tiles(target_places, B), (0, narrow)) for view in target], dim=3)
     assert torch.equal(found, data)
+
+
+@given(st.integers(1, 2 * B), st.sampled_from([1, 2]))
+def test_a_tile_holds_the_tokens_that_the_backend_wrote(num_tokens: int, f: int) -> None:
+    keys, values = torch.randn(f * B, H, D), torch.randn(f * B, H, D)
+    block = torch.zeros(1, 2 * H * f * B * D)
+    packed_writer(H, f * B)(keys, values, block)
+    view = KvView([block], layout_of(H, f * B))
+    num_tokens = min(num_tokens, f * B)
+    tiles = view.read(view.tiles([([0], num_tokens)], B), (1, H))[0]  # [2, n, h, B, D]
+    for kv, written in enumerate((keys, values)):
+        found = tiles[kv].transpose(1, 2).flatten(0, 1)[:num_tokens]  # [tokens, h, D]
+        assert torch.equal(found, written[:num_tokens, 1:])
