@@ -29,6 +29,7 @@ class PengServeUp:
             "model": str(plan.model),
             "served_model_name": SERVED_NAME,
             "instances": {"count": plan.num_instances, "device": "cpu", "cpu_threads": 1},
+            "shape": {"degrees": []},  # the same lanes and packed weights as the others
             "engine": dict(plan.engine),
             "http": {"port": port},
         }
