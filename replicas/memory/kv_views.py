@@ -11,8 +11,9 @@ Where a (K or V, head, token, dim) lies within a block is the attention backend'
 is measured (`block_layout`), not assumed. What travels between members has one form for all shapes, tiles of equally
 many tokens, as many as divide the blocks of all shapes (those of `dp`, usually):
 
-    KV of n tiles:  [layers, 2, n, heads, tokens of a tile, D]      (2: K, V)
+    KV of n tiles:  [layers, 2, n, heads, tokens of a tile * D]      (2: K, V)
 
+with the elements of a tile in the order in which the backend keeps them, token by token or dim by dim: rows are copied.
 All requests that move between two members are one such tensor, so that the number of copies is that of layers.
 """
 
@@ -112,6 +113,7 @@ class KvView:
         self.layout, self._layers = layout, list(layers)
         self._strides = [layout.strides(kv) for kv in (0, 1)]
         self._views: dict[int, list[list[torch.Tensor]]] = {}  # by tile size; where packing needs no index
+        self._by_dim = [strides is not None and strides[2] < strides[3] for strides in self._strides]
 
     def tiles(self, requests: Iterable[tuple[Sequence[int], int]], size: int) -> Tiles:
         """Tiles of requests, given as (blocks in order, number of tokens); the last tile of each may be part full.
@@ -133,20 +135,25 @@ class KvView:
 
     def empty(self, num_heads: int, num_tiles: int, size: int) -> torch.Tensor:
         """Room for what `read` returns."""
-        shape = (len(self._layers), 2, num_tiles, num_heads, size, self.layout.head_size)
+        shape = (len(self._layers), 2, num_tiles, num_heads, size * self.layout.head_size)
         return torch.empty(shape, dtype=self._layers[0].dtype, device=self._layers[0].device)
 
     def read(self, tiles: Tiles, heads: tuple[int, int]) -> torch.Tensor:
-        """KV of these tiles, for the lane's own heads `[first, last)`: `[layers, 2, n, heads, size, D]`."""
+        """KV of these tiles, for the lane's own heads `[first, last)`: `[layers, 2, n, heads, size * D]`."""
         first, last = heads
         out = self.empty(last - first, tiles.count, tiles.size)
         for kv in (0, 1):
             index = None if all(self._strides) else self._index(tiles, kv, heads)
             for layer, memory in enumerate(self._layers):
-                if index is None:
-                    out[layer, kv] = self._view(layer, kv, tiles.size)[tiles.blocks, tiles.parts, first:last]
-                else:
+                if index is not None:
                     out[layer, kv] = memory[tiles.blocks[:, None], index].view(out.shape[2:])
+                    continue
+                view = self._view(layer, kv, tiles.size)[:, :, first:last]
+                plane = out[layer, kv].view(tiles.count, *view.shape[2:])
+                if view.shape[1] == 1:  # a tile is a block: several times as fast
+                    torch.index_select(view[:, 0], 0, tiles.blocks, out=plane)
+                else:
+                    plane.copy_(view[tiles.blocks, tiles.parts])
         return out
 
     def write(self, tiles: Tiles, data: torch.Tensor, heads: tuple[int, int]) -> None:
@@ -156,9 +163,17 @@ class KvView:
             index = None if all(self._strides) else self._index(tiles, kv, heads)
             for layer, memory in enumerate(self._layers):
                 if index is None:
-                    self._view(layer, kv, tiles.size)[tiles.blocks, tiles.parts, first:last] = data[layer, kv]
+                    view = self._view(layer, kv, tiles.size)[:, :, first:last]
+                    view[tiles.blocks, tiles.parts] = data[layer, kv].view(tiles.count, *view.shape[2:])
                 else:
                     memory[tiles.blocks[:, None], index] = data[layer, kv].flatten(1)
+
+    def tokens(self, plane: torch.Tensor, kv: int) -> torch.Tensor:
+        """`[n, heads, size, D]` of the K (0) or V (1) of one layer, `[n, heads, size * D]`."""
+        head_size = self.layout.head_size
+        if self._by_dim[kv]:
+            return plane.unflatten(-1, (head_size, -1)).transpose(-1, -2)
+        return plane.unflatten(-1, (-1, head_size))
 
     def _index(self, tiles: Tiles, kv: int, heads: tuple[int, int]) -> torch.Tensor:
         """Elements of the tiles within their blocks: `[n, heads * size * D]`."""
@@ -166,19 +181,16 @@ class KvView:
         return place.transpose(1, 2).flatten(1)[tiles.parts]
 
     def _view(self, layer: int, kv: int, size: int) -> torch.Tensor:
+        """`[blocks, tiles of a block, heads, ...]`, the rest in the backend's order"""
         if size not in self._views:
-            self._views[size] = [[self._strided(m, s, size) for s in self._strides if s] for m in self._layers]
+            self._views[size] = [[self._strided(m, other, size) for other in (0, 1)] for m in self._layers]
         return self._views[size][layer][kv]
 
-    def _strided(self, layer: torch.Tensor, strides: tuple[int, int, int, int], size: int) -> torch.Tensor:
-        """`[blocks, tiles of a block, heads, size, D]`"""
+    def _strided(self, layer: torch.Tensor, kv: int, size: int) -> torch.Tensor:
+        strides = self._strides[kv]
+        assert strides is not None
         offset, head, token, dim = strides
-        shape = (
-            layer.shape[0],
-            self.layout.num_tokens // size,
-            self.layout.num_heads,
-            size,
-            self.layout.head_size,
-        )
+        shape = (layer.shape[0], self.layout.num_tokens // size, self.layout.num_heads, size, self.layout.head_size)
         steps = (layer.stride(0), size * token, head, token, dim)
-        return layer.as_strided(shape, steps, layer.storage_offset() + offset)
+        view = layer.as_strided(shape, steps, layer.storage_offset() + offset)
+        return view.transpose(-1, -2) if self._by_dim[kv] else view

@@ -54,7 +54,7 @@ def test_packing_that_is_not_affine_works_through_an_index() -> None:
     view = KvView([torch.zeros(5, 2 * H * B * D) for _ in range(2)], layout)
     tiles = view.tiles([([3, 1], 11), ([4], 3)], B // 2)
     assert (tiles.blocks.tolist(), tiles.parts.tolist()) == ([3, 3, 1, 4], [0, 1, 0, 0])
-    data = torch.randn(2, 2, 4, H, B // 2, D)
+    data = torch.randn(2, 2, 4, H, B // 2 * D)
     view.write(tiles, data[:, :, :, 1:], (1, H))
     view.write(tiles, data[:, :, :, :1], (0, 1))
     assert torch.equal(view.read(tiles, (0, H)), data)
@@ -62,8 +62,9 @@ def test_packing_that_is_not_affine_works_through_an_index() -> None:
     block = torch.zeros(1, 2 * H * B * D)
     write(keys, values, block)
     whole = KvView([block], layout)
-    found = whole.read(whole.tiles([([0], B)], B), (0, H))[0, :, 0]
-    assert torch.equal(found, torch.stack([keys, values]).transpose(1, 2))
+    found = whole.read(whole.tiles([([0], B)], B), (0, H))[0]
+    for kv, written in enumerate((keys, values)):
+        assert torch.equal(whole.tokens(found[kv], kv)[0], written.transpose(0, 1))
 
 
 def test_a_tile_divides_the_block() -> None:
@@ -83,7 +84,7 @@ def test_kv_survives_any_way_through_shapes(lengths: list[int], source_factor: i
     """factor f: a member keeps H / f heads in blocks of f * B tokens; all members here, one after the other."""
     num_layers, num_blocks = 2, 30
     num_tiles = sum(-(-length // B) for length in lengths)
-    data = torch.randn(num_layers, 2, num_tiles, H, B, D)
+    data = torch.randn(num_layers, 2, num_tiles, H, B * D)
 
     def members(f: int) -> list[KvView]:
         layout = layout_of(H // f, f * B)
@@ -115,7 +116,7 @@ def test_a_tile_holds_the_tokens_that_the_backend_wrote(num_tokens: int, f: int)
     packed_writer(H, f * B)(keys, values, block)
     view = KvView([block], layout_of(H, f * B))
     num_tokens = min(num_tokens, f * B)
-    tiles = view.read(view.tiles([([0], num_tokens)], B), (1, H))[0]  # [2, n, h, B, D]
+    tiles = view.read(view.tiles([([0], num_tokens)], B), (1, H))[0]  # [2, n, h, B * D]
     for kv, written in enumerate((keys, values)):
-        found = tiles[kv].transpose(1, 2).flatten(0, 1)[:num_tokens]  # [tokens, h, D]
+        found = view.tokens(tiles[kv], kv).transpose(1, 2).flatten(0, 1)[:num_tokens]  # [tokens, h, D]
         assert torch.equal(found, written[:num_tokens, 1:])
