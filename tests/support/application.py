@@ -41,6 +41,7 @@ class Application:
             "instances": {"count": 2, "device": "cpu"},
             "engine": dict(ENGINE),
             "http": {"port": self.port, "ingress_replicas": ingress_replicas},
+            "shape": {"merge_below": 0},  # as deploy/laptop.yaml: load alone never merges
             # Tests kill instances for minutes; by default a slot that loses life after life waits up to a minute.
             "controller": {"restart_backoff_s": 0.1, "restart_backoff_max_s": 0.5},
             "openai": {"tool_call_parser": "hermes", "enable_auto_tool_choice": True},
