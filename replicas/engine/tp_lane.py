@@ -296,8 +296,13 @@ def _build_runner(base: DpLane, config: VllmConfig, shard: Shard) -> tuple[Any, 
     base_runner = base.worker.model_runner
     base_model = base_runner.get_model()
     check_supported(base_model)
-    if base.worker.vllm_config.speculative_config is not None:
-        raise UnsupportedShapeError("speculative decoding works in dp alone; leave it out, or leave out `degrees`")
+    for feature, asked in (
+        ("speculative decoding", base.worker.vllm_config.speculative_config),
+        ("LoRA", base.worker.vllm_config.lora_config),
+        ("multi-modal input", base.worker.vllm_config.model_config.multimodal_config),
+    ):
+        if asked is not None:
+            raise UnsupportedShapeError(f"{feature} works in dp alone; leave it out, or leave out `degrees`")
     runner = _runner_class(type(base_runner))(config, base.worker.device)
     with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
         runner.model = initialize_model(config)
