@@ -130,7 +130,18 @@ def test_tables_have_a_cell_for_each_heading(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_small_run_answers_everything() -> None:
     plan = replace(
-        PLAN, model=tiny_model(), rounds=1, low_s=1.0, burst_s=1.0, after_s=1.0, calibrate_s=0.5, settle_s=4.0
+        PLAN,
+        model=tiny_model(),
+        engine={**PLAN.engine, "max_num_seqs": 4},
+        rounds=1,
+        low_s=1.0,
+        burst_s=1.0,
+        after_s=1.0,
+        calibrate_s=0.5,
+        settle_s=1.0,
+        max_words=40,
+        min_output=8,
+        max_output=16,
     )
     runs: list[Run] = []
     capacity = measure(plan, ["dp", "auto"], ["bursty"], runs.append)
