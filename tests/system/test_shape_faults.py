@@ -170,7 +170,7 @@ def _requests(count: int, *, longest: int, max_tokens: int, shortest: int = 5) -
 def _lives(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 
