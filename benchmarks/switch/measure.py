@@ -32,7 +32,7 @@ def _engine_flags() -> dict[str, Any]:
         "kv_cache_memory_bytes": 128 * MIB,
         "block_size": 32,
         "max_model_len": 1024,
-        "max_num_seqs": 32,
+        "max_num_seqs": 64,  # all streams of four instances fit into one group
         "max_num_batched_tokens": 512,
     }
 
