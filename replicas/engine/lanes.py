@@ -11,11 +11,10 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-import msgspec
 import torch
 
 from pengserve.planners.types.config import InstanceConfig
-from pengserve.planners.types.errors import EngineError, LinkLostError, StepError, UnsupportedShapeError
+from pengserve.planners.types.errors import PengServeError, StepError, UnsupportedShapeError
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.snapshot import InstanceStats, LaneInfo
 from pengserve.replicas.channel.frames import Buffer
@@ -213,8 +212,8 @@ class Lanes:
             return self.dp.step()
         try:
             return self._running.step()
-        except (EngineError, LinkLostError) as error:
-            self.on_broken(error)
+        except Exception as error:
+            self._break(error)
             return {}
 
     def follow(self, parts: Sequence[Buffer]) -> None:
@@ -222,8 +221,14 @@ class Lanes:
         assert self._running is not None
         try:
             self._running.follow(parts)
-        except (EngineError, LinkLostError, msgspec.MsgspecError) as error:
-            self.on_broken(error)
+        except Exception as error:
+            self._break(error)
+
+    def _break(self, error: Exception) -> None:
+        """Whatever goes wrong in a tp lane, the `dp` lane is whole: the instance must not die of it."""
+        if not isinstance(error, PengServeError):
+            logger.exception("a step of %s failed", self._running.group.unique_name if self._running else "dp")
+        self.on_broken(error)
 
     def stats(self, last_step_s: float = 0.0) -> InstanceStats:
         """Load of the lane that runs; totals of all lanes."""

@@ -27,10 +27,20 @@ class NewRequest(msgspec.Struct, array_like=True):
     num_computed_tokens: int
 
 
+class ResumedRequest(msgspec.Struct, array_like=True):
+    """A request that came to the leader half decoded, without KV: members must know it before it is scheduled."""
+
+    req_id: str
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams
+    output_token_ids: list[int]
+
+
 class StepMessage(msgspec.Struct, array_like=True):
     """One step. Block ids are logical ones of the lane."""
 
     lease: list[int]  # blocks that join the lane before this step
+    known: list[ResumedRequest]  # requests that join it before this step
     new: list[NewRequest]
     req_ids: list[str]  # of requests that ran before; the next four lists go with it
     new_block_ids: list[list[int] | None]
@@ -51,13 +61,20 @@ class StepCodec:
         self._encoder = MsgpackEncoder()
         self._decoder = MsgpackDecoder(StepMessage)
 
-    def encode(self, output: SchedulerOutput, grammar: GrammarOutput | None, lease: Sequence[int]) -> Sequence[Buffer]:
+    def encode(
+        self,
+        output: SchedulerOutput,
+        grammar: GrammarOutput | None,
+        lease: Sequence[int],
+        known: Sequence[ResumedRequest],
+    ) -> Sequence[Buffer]:
         """Parts of a step message; the buffers may be reused once they are sent."""
         cached = output.scheduled_cached_reqs
         mask = None if grammar is None else grammar.grammar_bitmask
         return self._encoder.encode(
             StepMessage(
                 lease=list(lease),
+                known=list(known),
                 new=[
                     NewRequest(
                         new.req_id,
@@ -81,7 +98,9 @@ class StepCodec:
             )
         )
 
-    def decode(self, parts: Sequence[Buffer]) -> tuple[SchedulerOutput, GrammarOutput | None, list[int]]:
+    def decode(
+        self, parts: Sequence[Buffer]
+    ) -> tuple[SchedulerOutput, GrammarOutput | None, list[int], list[ResumedRequest]]:
         """Inverse of `encode`. Raises msgspec.MsgspecError on what is no step message."""
         message: StepMessage = self._decoder.decode(parts)
         output = SchedulerOutput.make_empty()
@@ -114,4 +133,4 @@ class StepCodec:
         if message.grammar_ids:
             bits = np.frombuffer(message.grammar_bits, dtype=np.int32).reshape(message.grammar_shape)
             grammar = GrammarOutput(message.grammar_ids, bits)
-        return output, grammar, message.lease
+        return output, grammar, message.lease, message.known

@@ -21,11 +21,12 @@ from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.lane import Lane, lend, take_back
 from pengserve.replicas.engine.lane_groups import ActiveGroup, LaneGroup
 from pengserve.replicas.engine.shared_model import check_supported, share_weights
-from pengserve.replicas.engine.step_message import StepCodec
+from pengserve.replicas.engine.step_message import ResumedRequest, StepCodec
 from pengserve.replicas.engine.vllm_seam import (
     EngineCoreOutputs,
     GrammarOutput,
     Request,
+    RequestStatus,
     Scheduler,
     SchedulerOutput,
     VllmConfig,
@@ -83,6 +84,7 @@ class TpLane(Lane):
         self.followers: tuple[InstanceKey, ...] = ()
         self.num_lendable = 0  # blocks that every member could still lend; the leader's knowledge
         self._lease: list[int] = []
+        self._known: list[ResumedRequest] = []
         super().__init__(
             shape=f"tp{shard.degree}",
             scheduler=scheduler,
@@ -149,8 +151,8 @@ class TpLane(Lane):
         output = self._scheduler.schedule()
         self._recompute_if_stuck(output)
         grammar = self._scheduler.get_grammar_bitmask(output)
-        self.on_step(self._codec.encode(output, grammar, self._lease))
-        self._lease = []
+        self.on_step(self._codec.encode(output, grammar, self._lease, self._known))
+        self._lease, self._known = [], []
         result = self._execute(output, grammar)
         outputs: Mapping[int, EngineCoreOutputs] = self._scheduler.update_from_output(output, result)
         self._count(outputs.values())
@@ -158,8 +160,12 @@ class TpLane(Lane):
 
     def follow(self, parts: Sequence[Buffer]) -> None:
         """Follower: executes a step of the leader's."""
-        output, grammar, lease = self._codec.decode(parts)
+        output, grammar, lease, known = self._codec.decode(parts)
         self.on_lease(self, lease)
+        for resumed in known:
+            request = Request(resumed.req_id, resumed.prompt_token_ids, resumed.sampling_params, None)
+            request.append_output_token_ids(resumed.output_token_ids)
+            self.adopt(request)
         self._steps += 1
         self._execute(output, grammar)
 
@@ -213,8 +219,15 @@ class TpLane(Lane):
 
     # Requests that come and go ----------------------------------------------------------------------------------------
 
+    def add(self, request: Request) -> None:
+        """See `Lane`. Followers hear of a half-decoded request with the next step."""
+        if request.status is RequestStatus.PREEMPTED:
+            params, outputs = request.sampling_params, list(request.output_token_ids)
+            self._known.append(ResumedRequest(request.request_id, request.prompt_token_ids, params, outputs))
+        super().add(request)
+
     def adopt(self, request: Request) -> None:
-        """See `Lane`; on the leader's own runner. Followers adopt when they are told of the request."""
+        """See `Lane`; on this member's runner."""
         adopt_request(self.runner, request, 1)
 
     def forget(self, request_ids: Iterable[str]) -> None:

@@ -28,7 +28,7 @@ ENDS_WITHIN_S = 60.0
 
 
 def requests(count: int, max_tokens: int) -> list[dict[str, Any]]:
-    """Greedy and seeded requests in turn, with penalties here and there; prompts of one and of several chunks."""
+    """Greedy and seeded requests in turn, penalties and grammars here and there; prompts of one and several chunks."""
     made: list[dict[str, Any]] = []
     for i, prompt in enumerate(make_prompts(count, seed=3, longest=300)):
         params: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens + 7 * (i % 3)}
@@ -36,6 +36,8 @@ def requests(count: int, max_tokens: int) -> list[dict[str, Any]]:
             params |= {"temperature": 0.8, "seed": 100 + i, "top_p": 0.95}
         if i % 3 == 0:
             params |= {"frequency_penalty": 0.3}
+        if i % 4 == 2:  # a grammar's state cannot be carried: such a request is resumed from its tokens
+            params |= {"structured_outputs": {"regex": "[a-z ]{400,}"}}
         made.append(params)
     return made
 
