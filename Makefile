@@ -20,7 +20,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= WARNING
 
-.PHONY: help setup model serve serve-check check lint types imports fast-tests test test-faults bench-overhead bench-comm bench-switch bench-fly diagrams clean
+.PHONY: help setup model serve serve-check check lint types imports fast-tests test test-shapes test-faults bench-overhead bench-comm bench-switch bench-fly diagrams clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -70,8 +70,11 @@ imports: setup ## import-linter: the floors of docs/decisions/0001-house-and-flo
 fast-tests: setup ## Tests that need neither an engine nor Ray
 	@$(PYTEST) -q -m "not slow and not gpu"
 
-test: setup ## All tests that run on a CPU, but for the full matrix of faults
-	@$(PYTEST) -q -m "not gpu and not faults"
+test: setup ## All tests that run on a CPU, but for the long ones of the next two targets
+	@$(PYTEST) -q -m "not gpu and not faults and not shapes"
+
+test-shapes: setup ## Whole clusters that change their shape: exactness with four instances, faults, wishes, precision
+	@$(PYTEST) -q -m "shapes and not gpu and not faults"
 
 test-faults: setup ## SIGKILL of each member in every phase of a switch: the full matrix
 	@$(PYTEST) -q tests/system/test_shape_faults.py

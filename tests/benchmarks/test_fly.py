@@ -128,6 +128,7 @@ def test_tables_have_a_cell_for_each_heading(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.shapes
 def test_a_small_run_answers_everything() -> None:
     plan = replace(
         PLAN,

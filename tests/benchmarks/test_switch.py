@@ -98,6 +98,7 @@ def test_a_switch_that_failed_is_told_and_not_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.shapes
 def test_a_small_run_sees_every_switch() -> None:
     plan = Plan(
         model=tiny_model(),

@@ -6,12 +6,14 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from vllm import SamplingParams
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.layout import Group
 from pengserve.replicas.engine.lanes import Lanes
+from pengserve.replicas.engine.tp_lane import TpLane
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
 
 GROUPS = ("tp2@(0,1)", "tp4@(0,1,2,3)")
@@ -46,6 +48,23 @@ def steps(lanes: Lanes, tag: str, count: int) -> float:
     return statistics.median(took)
 
 
+def touched_by_steps(lanes: Lanes) -> int:
+    """How often steps of the `dp` lane look at any attribute of a lane that does not run."""
+    count = 0
+
+    def look(lane: TpLane, name: str) -> Any:
+        nonlocal count
+        count += 1
+        return object.__getattribute__(lane, name)
+
+    TpLane.__getattribute__ = look  # type: ignore[method-assign]
+    try:
+        steps(lanes, "spied", 20)
+    finally:
+        del TpLane.__getattribute__
+    return count
+
+
 def main() -> None:
     """Measures a `dp` lane alone, builds the others, measures again."""
     config = InstanceConfig(app="tests", model=sys.argv[1], degrees=(2, 4), engine=json.loads(sys.argv[2]))
@@ -58,12 +77,14 @@ def main() -> None:
         lanes.build(group, 0)
     built_s = time.perf_counter() - started_s
     added = rss_bytes() - before
+    idle_s = min(steps(lanes, f"b{i}", 100) for i in range(3))
     result = {
         "rss_bytes": before,
         "added_bytes": added,
         "built_s": built_s,
         "base_s": base_s,
-        "idle_s": min(steps(lanes, f"b{i}", 100) for i in range(3)),
+        "idle_s": idle_s,
+        "touched": touched_by_steps(lanes),
         "shapes": [info.shape for info in lanes.infos() if info.capacity],
         "broken_laws": lanes.check(),
     }

@@ -102,7 +102,7 @@ class Machine(RuleBasedStateMachine):
         self.disturbed.check_all(self.running)
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.shapes)])
 def disturbed(request: pytest.FixtureRequest, model: Any) -> Iterator[Disturbed]:
     degrees = (2,) if request.param == 2 else (2, 4)
     with (

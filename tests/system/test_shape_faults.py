@@ -24,7 +24,7 @@ from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState
 from tests.support.elastic import ElasticCluster, elastic_cluster
 from tests.support.traffic import TimedStream, Traffic
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.shapes, pytest.mark.timeout(240)]
 
 SERVES_WITHIN_S = 5.0
 ENDS_WITHIN_S = 90.0

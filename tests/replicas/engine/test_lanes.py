@@ -12,7 +12,7 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.replicas.environment import process_environment
 from tests.support.processes import ENGINE, OFFLINE
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
 
 def test_unused_lanes_cost_nothing(model: Path) -> None:
@@ -29,5 +29,4 @@ def test_unused_lanes_cost_nothing(model: Path) -> None:
     assert found["shapes"] == ["dp", "tp2", "tp4"]
     assert found["broken_laws"] == []
     assert added < 0.02 * rss
-    # On a busy machine the best of three medians still moves; a lane that took part in a step would double it.
-    assert found["idle_s"] < 1.25 * found["base_s"]
+    assert found["touched"] == 0, "a step looked at a lane that does not run"

@@ -13,7 +13,7 @@ from torch import nn
 
 from pengserve.planners.types.errors import UnsupportedShapeError
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 320,
