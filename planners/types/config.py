@@ -17,6 +17,9 @@ class InstanceConfig:
     channel_token: str = ""  # shared secret of the request channel
     channel_host: str = ""  # address to bind; empty: the node's own
     degrees: tuple[int, ...] = ()  # tensor-parallel degrees to build lanes for; empty: dp alone, and stock weights
+    max_stages: int = 1  # of pipelines to build lanes for; 1: parameters are never dropped
+    memory_bytes: int = 0  # for weights and KV together; 0: weights as they are, and KV as the engine's flags say
+    chunk_bytes: int = 2 << 20  # unit in which the arena moves memory between weights and KV
     peer_timeout_s: float = 5.0  # a collective or a peer's answer; then the group counts as broken
     lease_s: float = 30.0  # without a word from a controller for so long, the instance asks whether its app is gone
     drain_timeout_s: float = 60.0
@@ -39,6 +42,23 @@ class MergeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DropConfig:
+    """When to drop replicated parameters and when to restore them (KunServe sections 4.1 and 4.4).
+
+    Loads are memory demand as a share of KV capacity; demand may exceed 1.
+    """
+
+    is_auto: bool = True
+    max_stages: int = 1  # of a pipeline; 1: parameters are never dropped
+    drop_above: float = 0.95  # demand of a group, as a share of what it holds now, above which memory is short
+    target: float = 0.8  # share that the demand should be of what there is after a drop
+    restore_below: float = 0.5  # demand as a share of what the members hold alone, below which parameters come back
+    horizon_s: float = 1.0  # demand is predicted for so long ahead
+    quiet_s: float = 1.0  # demand must have been below `restore_below` for so long
+    min_dwell_s: float = 2.0  # between a drop and the restore that undoes it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerConfig:
     """What the controller needs to run."""
 
@@ -55,6 +75,7 @@ class ControllerConfig:
     gpus_per_instance: float = 0.0
     degrees: tuple[int, ...] = ()  # tensor-parallel degrees that groups may have; empty: dp alone
     merge: MergeConfig = field(default_factory=MergeConfig)
+    drop: DropConfig = field(default_factory=DropConfig)
     prepare_timeout_s: float = 3.0
     commit_timeout_s: float = 20.0  # beyond a plan's own drain_timeout_s
     event_log_path: str = ""  # JSONL; empty keeps events in memory alone

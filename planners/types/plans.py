@@ -39,11 +39,14 @@ class LayoutTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchPlan:
-    """Turn `p` dp groups into one tp group, or back. The one primitive: any layout change is a row of these."""
+    """Turn `p` dp groups into one tp or pp group, or back. The one primitive: any layout change is a row of these.
+
+    To begin a pp group is a drop of parameters, to end it their restore (KunServe).
+    """
 
     plan_id: str
     epoch: Epoch  # of the layout it was made for; the layout after it has `epoch + 1`
-    group: Group  # the tp group that begins (merge) or ends (split)
+    group: Group  # that begins (merge, drop) or ends (split, restore)
     members: tuple[InstanceKey, ...]  # lives of `group.members`, in rank order; the first leads
     is_merge: bool
     strategy: SwitchStrategy = SwitchStrategy.CARRY
@@ -51,8 +54,8 @@ class SwitchPlan:
     drain_timeout_s: float = 30.0  # of sequential and soft: what has not finished then is carried
 
     def __post_init__(self) -> None:
-        if self.group.kind is not GroupKind.TP:
-            raise ValueError(f"a switch is about a tp group, not {self.group}")
+        if self.group.kind is GroupKind.DP:
+            raise ValueError(f"a switch is about a tp or pp group, not {self.group}")
         if tuple(key.instance_id for key in self.members) != self.group.members:
             raise ValueError(f"{self.members} are not the lives of {self.group}")
 
@@ -60,6 +63,13 @@ class SwitchPlan:
     def leader(self) -> InstanceKey:
         """The member that schedules for the group."""
         return self.members[0]
+
+    @property
+    def verb(self) -> str:
+        """What people call it: "merge", "split", "drop" or "restore"."""
+        if self.group.kind is GroupKind.PP:
+            return "drop" if self.is_merge else "restore"
+        return "merge" if self.is_merge else "split"
 
     @property
     def inverse(self) -> "SwitchPlan":
