@@ -10,7 +10,7 @@ import numpy as np
 
 from benchmarks.client import Client, Request, tokens_of
 from benchmarks.fly.load import Phase, Plan
-from benchmarks.overhead.sse import Answer
+from benchmarks.sse import Answer
 from pengserve.planners.types.config import ControllerConfig, MergeConfig
 from pengserve.planners.types.events import EventKind
 from tests.support.elastic import ElasticCluster

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.overhead.plan import SERVED_NAME, Level, Plan
-from benchmarks.overhead.sse import Answer, Connection
+from benchmarks.sse import Answer, Connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from benchmarks.client import Client, Load, Request
 from benchmarks.overhead.plan import MIB, text
-from benchmarks.overhead.sse import Answer
+from benchmarks.sse import Answer
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.plans import SwitchStrategy
 from tests.support.elastic import ElasticCluster, elastic_cluster

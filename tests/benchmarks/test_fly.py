@@ -13,7 +13,7 @@ from benchmarks.client import Request
 from benchmarks.fly import report
 from benchmarks.fly.load import Phase, Plan
 from benchmarks.fly.measure import SYSTEMS, Latency, Run, classes_of, latency, measure, peak_tokens_per_s
-from benchmarks.overhead.sse import Answer
+from benchmarks.sse import Answer
 from tests.support.models import tiny_model
 
 PLAN = Plan(model=Path("model"))

@@ -15,8 +15,8 @@ from benchmarks.overhead import report
 from benchmarks.overhead.load import Figures, run_level
 from benchmarks.overhead.plan import Level, Plan
 from benchmarks.overhead.report import Sample
-from benchmarks.overhead.sse import Answer, Connection, _Stream
 from benchmarks.overhead.systems.vllm_server import command_flag
+from benchmarks.sse import Answer, Connection, _Stream
 
 PLAN = Plan(model=Path("model"), level_timeout_s=5.0)
 

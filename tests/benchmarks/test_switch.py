@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.overhead.sse import Answer
+from benchmarks.sse import Answer
 from benchmarks.switch import report
 from benchmarks.switch.measure import Plan, Sample, Streams, as_data, gaps, measure, num_samples, seen
 from tests.support.models import tiny_model
