@@ -45,8 +45,8 @@ def machine() -> dict[str, Any]:
 
 
 def machine_name() -> str:
-    """A file-name part like `intel-xeon-8488c-2c`."""
-    words = re.sub(r"\(.*?\)|\bcpu\b|\bprocessor\b|@.*|[^a-z0-9]+", " ", cpu_model().lower()).split()
+    """A file-name part like `intel-xeon-platinum-8488c-2c`."""
+    words = re.sub(r"\(.*?\)|\s*@.*|\bcpu\b|\bprocessor\b|[^a-z0-9]+", " ", cpu_model().lower()).split()
     return "-".join([*words[:5], f"{os.cpu_count()}c"])
 
 

@@ -59,6 +59,7 @@ def test_the_facts_name_every_one_of_machine_and_versions() -> None:
 @pytest.mark.parametrize(
     ("cpu", "name"),
     [
+        ("Intel(R) Xeon(R) Platinum 8488C CPU @ 2.40GHz", "intel-xeon-platinum-8488c"),
         ("AMD EPYC 7B13 64-Core Processor", "amd-epyc-7b13-64-core"),
         ("Some.Thing/else", "some-thing-else"),
     ],
