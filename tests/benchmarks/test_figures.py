@@ -7,18 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.figures import complete, mean, percentile, ratio, tpots_s, ttfts_s
-from benchmarks.sse import Answer
-
-
-def answer(*times_s: float, tokens: int | None = None, sent_s: float = 0.0, error: str = "") -> Answer:
-    """A stream with events at these times."""
-    return Answer(
-        sent_s=sent_s,
-        first_text_s=times_s[0] if times_s else 0.0,
-        event_times_s=list(times_s),
-        output_tokens=len(times_s) if tokens is None else tokens,
-        error=error,
-    )
+from tests.benchmarks.answers import answer
 
 
 def test_an_answer_with_an_error_has_no_figures() -> None:
