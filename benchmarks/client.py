@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.overhead.sse import Answer, Connection
+from benchmarks.sse import Answer, Connection
 
 ANSWER_TIMEOUT_S = 120.0
 BEGUN_LOOK_S = 0.01

@@ -13,14 +13,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from datetime import date
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.harness import RESULTS, today
+from benchmarks.result_files import cpu_model, table
 from pengserve.planners.groups import groups_for
 from pengserve.planners.types.directory import GroupSpec, PeerAddress
 from pengserve.planners.types.ids import InstanceId, InstanceKey
@@ -29,10 +30,11 @@ from pengserve.replicas.comm.communicator import Communicator, Move
 from pengserve.replicas.comm.peers import PeerNetwork
 from pengserve.replicas.comm.pool import CommunicatorPool
 
-RESULTS = Path(__file__).parent / "results" / "comm.md"
 BACKENDS = ("direct", "gloo")
 SIZES_KIB = (1, 4, 16, 64, 256, 1024)
 MESSAGE_BYTES = (64, 4096, 65536)
+GROUP_HEADING = ("processes", "backend", "groups per member", "set-up of one (ms)", "resident memory of one (KiB)")
+REDUCE_HEADING = ("group", "backend", "way", *(f"{kib} KiB" for kib in SIZES_KIB))
 NUM_ROUNDS = 10  # copies of each group, for a figure per group above the noise of a page
 TIMEOUT_S = 20.0
 
@@ -40,7 +42,7 @@ TIMEOUT_S = 20.0
 def main() -> None:
     """Runs all, prints and writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULTS)
+    parser.add_argument("--output", type=Path, default=RESULTS / "comm.md")
     parser.add_argument("--member", nargs=2, metavar=("SLOT", "BACKEND"), help="run as one process of the benchmark")
     arguments = parser.parse_args()
     if arguments.member:
@@ -200,36 +202,48 @@ def _times_us(call: Callable[[], Any], meet: Callable[[], Any], num_calls: int =
 
 def report(results: dict[tuple[int, str], list[dict[str, Any]]], load: float) -> str:
     """The tables, as Markdown. `load` is the machine's load average before the run."""
+    reduces = [
+        [f"tp{n}", backend, way, *_pairs(figures, SIZES_KIB)]
+        for (n, backend), members in results.items()
+        for way, figures in members[0]["reduce"].items()
+    ]
+    message = results[2, "direct"][1]["message"]
     lines = [
         "# What groups and peer messages cost",
         "",
-        f"`make bench-comm` on {date.today()}: {_processor()}, {os.cpu_count()} cores shared by all processes,",
+        f"`make bench-comm` on {today()}: {cpu_model()}, {os.cpu_count()} cores shared by all processes,",
         f"loopback, Python {platform.python_version()}, torch {torch.__version__}, one thread a process. Both backends",
         "are of the same run; with more processes than cores the figures hold the scheduler's delays too.",
         f"Load average of the machine before the run, from other work: {load:.1f}.",
         "",
         "## A group, per member",
         "",
-        "| processes | backend | groups per member | set-up of one (ms) | resident memory of one (KiB) |",
-        "|---|---|---|---|---|",
+        *_table(GROUP_HEADING, [_group_row(n, backend, members) for (n, backend), members in results.items()]),
+        "",
+        "## All-reduce of float32 (µs, median / 90th percentile)",
+        "",
+        *_table(REDUCE_HEADING, reduces),
+        "",
+        "## A peer message, one way (µs, half a round trip; median / 90th percentile)",
+        "",
+        *_table([f"{num} B" for num in MESSAGE_BYTES], [_pairs(message, MESSAGE_BYTES)]),
     ]
-    for (n, backend), members in results.items():
-        build = {k: statistics.mean(m["build"][k] for m in members) for k in members[0]["build"]}
-        lines.append(
-            f"| {n} | {backend} | {build['groups']:.0f} | {build['setup_ms']:.1f} | {build['resident_kib']:.0f} |"
-        )
-    lines += ["", "## All-reduce of float32 (µs, median / 90th percentile)", ""]
-    lines += ["| group | backend | way | " + " | ".join(f"{kib} KiB" for kib in SIZES_KIB) + " |", "|---" * 9 + "|"]
-    for (n, backend), members in results.items():
-        for way, figures in members[0]["reduce"].items():
-            cells = [f"{figures[str(kib)][0]:.0f} / {figures[str(kib)][1]:.0f}" for kib in SIZES_KIB]
-            lines.append(f"| tp{n} | {backend} | {way} | " + " | ".join(cells) + " |")
-    message = results[2, "direct"][1]["message"]
-    lines += ["", "## A peer message, one way (µs, half a round trip; median / 90th percentile)", ""]
-    lines += ["| " + " | ".join(f"{num} B" for num in MESSAGE_BYTES) + " |", "|---" * len(MESSAGE_BYTES) + "|"]
-    cells = [f"{message[str(num)][0]:.0f} / {message[str(num)][1]:.0f}" for num in MESSAGE_BYTES]
-    lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _group_row(num_members: int, backend: str, members: list[dict[str, Any]]) -> list[str]:
+    build = {k: statistics.mean(m["build"][k] for m in members) for k in members[0]["build"]}
+    figures = [f"{build['groups']:.0f}", f"{build['setup_ms']:.1f}", f"{build['resident_kib']:.0f}"]
+    return [str(num_members), backend, *figures]
+
+
+def _pairs(figures: Mapping[str, tuple[float, float]], sizes: Iterable[int]) -> list[str]:
+    """Median and 90th percentile for each size; JSON has made its keys texts."""
+    return [f"{figures[str(size)][0]:.0f} / {figures[str(size)][1]:.0f}" for size in sizes]
+
+
+def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return table(heading, rows, len(heading))
 
 
 def _key(slot: int) -> InstanceKey:
@@ -248,13 +262,6 @@ def _say(value: Any) -> None:
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 if __name__ == "__main__":

@@ -11,8 +11,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import DEMO_MODEL
+
 NUM_REQUESTS = 200
-DEMO_MODEL = Path(__file__).parents[1] / ".pengserve" / "demo-model"
 
 
 def run(url: str, served_name: str, tokenizer: Path, num_requests: int = NUM_REQUESTS) -> dict[str, Any]:

@@ -35,14 +35,23 @@ class Row:
     panels: tuple[Panel, ...]
 
 
+def _quantile(q: float, metric: str, matchers: str, labels: str = "le", legend: str = "") -> Query:
+    promql = f"histogram_quantile({q}, sum by ({labels}) (rate({metric}_bucket{{{matchers}}}[$__rate_interval])))"
+    return Query(promql=promql, legend=f"p{round(q * 100)}{legend}")
+
+
 def _quantiles(metric: str, matchers: str = "$vllm") -> tuple[Query, ...]:
-    return tuple(
-        Query(
-            promql=f"histogram_quantile({q}, sum by (le) (rate({metric}_bucket{{{matchers}}}[$__rate_interval])))",
-            legend=f"p{round(q * 100)}",
-        )
-        for q in (0.5, 0.9, 0.99)
-    )
+    return tuple(_quantile(q, metric, matchers) for q in (0.5, 0.9, 0.99))
+
+
+def _quantiles_by(label: str, metric: str, matchers: str, legend: str) -> tuple[Query, ...]:
+    """Apart for each value of a label."""
+    return tuple(_quantile(q, metric, matchers, f"le, {label}", f" {legend}") for q in (0.5, 0.99))
+
+
+def _rates(counter: str, by: str) -> Query:
+    """How fast a counter grows, apart for each value of a label."""
+    return Query(promql=f"sum by ({by}) (rate({counter}{{$app}}[$__rate_interval]))", legend=f"{{{{{by}}}}}")
 
 
 def _per_instance(expression: str) -> tuple[Query, ...]:
@@ -56,12 +65,7 @@ _TRAFFIC = Row(
         Panel(
             title="Requests that ended",
             unit="reqps",
-            queries=(
-                Query(
-                    promql="sum by (outcome) (rate(pengserve_requests_total{$app}[$__rate_interval]))",
-                    legend="{{outcome}}",
-                ),
-            ),
+            queries=(_rates("pengserve_requests_total", "outcome"),),
         ),
         Panel(
             title="Requests open",
@@ -82,22 +86,14 @@ _TRAFFIC = Row(
         Panel(
             title="Requests refused",
             unit="reqps",
-            queries=(
-                Query(
-                    promql="sum by (reason) (rate(pengserve_rejected_total{$app}[$__rate_interval]))",
-                    legend="{{reason}}",
-                ),
-            ),
+            queries=(_rates("pengserve_rejected_total", "reason"),),
         ),
         Panel(
             title="Requests resumed elsewhere",
             unit="reqps",
             help="Requests that went on after their instance died or drained; clients notice a pause at most.",
             queries=(
-                Query(
-                    promql="sum by (reason) (rate(pengserve_requests_resumed_total{$app}[$__rate_interval]))",
-                    legend="{{reason}}",
-                ),
+                _rates("pengserve_requests_resumed_total", "reason"),
                 Query(
                     promql="sum(rate(pengserve_resumed_output_tokens_total{$app}[$__rate_interval]))",
                     legend="tokens carried",
@@ -113,12 +109,7 @@ _TRAFFIC = Row(
             title="Requests moved by switches",
             unit="reqps",
             help="Carried ones went on with their KV; redirected ones were sent again.",
-            queries=(
-                Query(
-                    promql="sum by (kind) (rate(pengserve_requests_moved_total{$app}[$__rate_interval]))",
-                    legend="{{kind}}",
-                ),
-            ),
+            queries=(_rates("pengserve_requests_moved_total", "kind"),),
         ),
         Panel(
             title="Gap in a stream that a switch moved",
@@ -195,13 +186,8 @@ _INSTANCES = Row(
         Panel(
             title="Step time p50 and p99",
             unit="s",
-            queries=tuple(
-                Query(
-                    promql=f"histogram_quantile({q}, sum by (le, instance_id) "
-                    "(rate(pengserve_instance_step_seconds_bucket{$where}[$__rate_interval])))",
-                    legend=f"p{round(q * 100)} instance {{{{instance_id}}}}",
-                )
-                for q in (0.5, 0.99)
+            queries=_quantiles_by(
+                "instance_id", "pengserve_instance_step_seconds", "$where", "instance {{instance_id}}"
             ),
         ),
         Panel(
@@ -258,14 +244,7 @@ _SHAPE = Row(
         Panel(
             title="Parts of a switch, p50 and p99",
             unit="s",
-            queries=tuple(
-                Query(
-                    promql=f"histogram_quantile({q}, sum by (le, phase) "
-                    "(rate(pengserve_switch_phase_seconds_bucket{$app}[$__rate_interval])))",
-                    legend=f"p{round(q * 100)} {{{{phase}}}}",
-                )
-                for q in (0.5, 0.99)
-            ),
+            queries=_quantiles_by("phase", "pengserve_switch_phase_seconds", "$app", "{{phase}}"),
         ),
         Panel(
             title="Requests on switches",

@@ -34,6 +34,8 @@ from pengserve.planners.types.plans import SwitchPlan
 from pengserve.replicas.environment import process_environment
 from pengserve.replicas.instance import Instance, require_ready
 
+logger = logging.getLogger(__name__)
+
 _CALL_THREADS = 8  # a drain and a commit wait; status calls must pass them
 
 
@@ -64,6 +66,9 @@ class ControlLines:
             answer["result"] = to_data(self._call(name, args))
         except Exception as error:
             # Whatever goes wrong belongs to the caller, who must not wait for an answer that never comes.
+            # A fault of ours leaves its traceback here: the caller gets one sentence.
+            if not isinstance(error, PengServeError):
+                logger.exception("the call %s failed", name)
             answer["error"] = {"type": type(error).__name__, "message": str(error)}
         with self._writing:
             self._answers.write(json.dumps(answer) + "\n")

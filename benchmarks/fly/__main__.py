@@ -2,18 +2,15 @@
 
 import argparse
 import dataclasses
-import datetime
 import sys
-from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.fly import report
 from benchmarks.fly.load import Plan
 from benchmarks.fly.measure import SYSTEMS, Run, measure
+from benchmarks.harness import has_model, option_parser, progress_bar, tell_written, today
 
-ROOT = Path(__file__).parents[2]
 LOADS = ("bursty", "mix")
 
 
@@ -22,12 +19,10 @@ def main() -> int:
     options = _options()
     console = Console(stderr=True)
     plan = make_plan(options)
-    if not (plan.model / "config.json").exists():
-        console.print(f"{plan.model} holds no model: run `make model`, or give --model")
+    if not has_model(plan.model, console):
         return 2
     runs: list[Run] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with progress_bar(console) as progress:
         total = plan.rounds * len(options.systems) * len(options.loads)
         task = progress.add_task("instances start", total=total)
 
@@ -37,10 +32,9 @@ def main() -> int:
             progress.update(task, advance=1, description=f"{shown}: {run.peak_tokens_per_s:.0f} tokens/s at most")
 
         capacity = measure(plan, options.systems, options.loads, on_run)
-    date = datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d")
+    date = today()
     sys.stdout.write(report.markdown(plan, capacity, runs, date))
-    for path in report.write(options.output, plan, capacity, runs, date):
-        console.print(f"wrote {path}", highlight=False)
+    tell_written(console, report.write(options.output, plan, capacity, runs, date))
     return 1 if any(run.failed for run in runs) else 0
 
 
@@ -68,15 +62,13 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.fly", description=__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / ".pengserve" / "demo-model", help="model directory")
+    parser = option_parser("fly", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--instances", type=int, default=2, help="of the bursty load")
     parser.add_argument("--mix-instances", type=int, default=4, help="of the priority mix")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--tiny", action="store_true", help="seconds of load, one round: to see that it works")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     return parser.parse_args()
 
 

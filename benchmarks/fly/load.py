@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.client import Request
-from benchmarks.overhead.plan import MIB, text
+from benchmarks.harness import engine_flags, text
 
 URGENT = -1  # OpenAI's `priority`: below zero is urgent
 
@@ -23,20 +23,6 @@ class Phase(StrEnum):
     BURST = "burst"
     AFTER = "after"  # low again, while what the burst left ends and the planner waits its dwell
     MIX = "mix"
-
-
-def _engine_flags() -> dict[str, Any]:
-    return {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "async_scheduling": False,
-        "enable_prefix_caching": True,
-        "kv_cache_memory_bytes": 256 * MIB,
-        "block_size": 32,
-        "max_model_len": 1024,
-        "max_num_seqs": 32,
-        "max_num_batched_tokens": 512,
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +50,7 @@ class Plan:
     window_s: float = 2.0  # of the peak throughput
     settle_s: float = 25.0  # at most, until the layout of an idle PengServe stands
     seed: int = 7
-    engine: Mapping[str, Any] = field(default_factory=_engine_flags)
+    engine: Mapping[str, Any] = field(default_factory=engine_flags)
 
     @property
     def mean_output(self) -> float:

@@ -1,16 +1,15 @@
 """Runs the loads on one cluster whose layout is pinned to dp, pinned to the widest tp, or left to the planner."""
 
-import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from benchmarks.client import Client, Request, tokens_of
+from benchmarks.figures import complete, mean, percentile, tpots_s, ttfts_s
 from benchmarks.fly.load import Phase, Plan
-from benchmarks.overhead.sse import Answer
+from benchmarks.harness import degrees
+from benchmarks.sse import Answer
 from pengserve.planners.types.config import ControllerConfig, MergeConfig
 from pengserve.planners.types.events import EventKind
 from tests.support.elastic import ElasticCluster
@@ -52,22 +51,20 @@ class Run:
 
 def latency(answers: Sequence[Answer]) -> Latency:
     """Of the answers that are complete."""
-    good = [answer for answer in answers if not answer.error]
-    ttft_s = [answer.first_text_s - answer.sent_s for answer in good]
-    tpot_s = [(a.event_times_s[-1] - a.first_text_s) / (a.output_tokens - 1) for a in good if a.output_tokens > 1]
+    ttft_s, tpot_s = ttfts_s(answers), tpots_s(answers)
     return Latency(
-        completed=len(good),
-        ttft_mean_s=_mean(ttft_s),
-        ttft_p50_s=_percentile(ttft_s, 50),
-        ttft_p90_s=_percentile(ttft_s, 90),
-        tpot_mean_s=_mean(tpot_s),
-        tpot_p50_s=_percentile(tpot_s, 50),
+        completed=len(complete(answers)),
+        ttft_mean_s=mean(ttft_s),
+        ttft_p50_s=percentile(ttft_s, 50),
+        ttft_p90_s=percentile(ttft_s, 90),
+        tpot_mean_s=mean(tpot_s),
+        tpot_p50_s=percentile(tpot_s, 50),
     )
 
 
 def peak_tokens_per_s(answers: Sequence[Answer], window_s: float) -> float:
     """Most output tokens that arrived within any window of this length, per second."""
-    events = sorted(event for answer in answers if not answer.error for event in tokens_of(answer))
+    events = sorted(event for answer in complete(answers) for event in tokens_of(answer))
     most = inside = 0.0
     first = 0
     for time_s, count in events:
@@ -110,7 +107,7 @@ class Bench:
 
     def _complete_per_s(self, num_requests: int, clients: int) -> float:
         answers = self._client.send(self._plan.calibration(num_requests), clients=clients).result()
-        good = [answer for answer in answers if not answer.error]
+        good = complete(answers)
         if not good:
             raise RuntimeError(f"no request of the calibration was answered: {answers[0].error}")
         took_s = max(a.event_times_s[-1] for a in good) - min(a.sent_s for a in good)
@@ -153,9 +150,8 @@ class Bench:
 @contextmanager
 def bench(plan: Plan, num_instances: int) -> Iterator[Bench]:
     """A started cluster with an ingress and a client; the controller ticks as it does in a deployment."""
-    degrees = tuple(d for d in (2, 4, 8) if d <= num_instances)
     merge = MergeConfig(is_auto=True)
-    cluster = ElasticCluster(plan.model, num_instances, degrees=degrees, engine=plan.engine, merge=merge)
+    cluster = ElasticCluster(plan.model, num_instances, degrees=degrees(num_instances), engine=plan.engine, merge=merge)
     cluster.config = replace(cluster.config, tick_s=ControllerConfig(app="", num_instances=0).tick_s)
     try:
         cluster.start()
@@ -178,11 +174,3 @@ def measure(
                 for index in range(len(systems)):
                     on_run(here.run(load, capacity[load], systems[(index + round_index) % len(systems)], round_index))
     return capacity
-
-
-def _mean(values: Sequence[float]) -> float:
-    return statistics.fmean(values) if values else float("nan")
-
-
-def _percentile(values: Sequence[float], percent: float) -> float:
-    return float(np.percentile(values, percent)) if values else float("nan")

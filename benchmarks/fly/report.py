@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from benchmarks.figures import ratio
 from benchmarks.fly.load import Plan
 from benchmarks.fly.measure import Run
-from benchmarks.overhead.report import machine, machine_name, ratio, versions
+from benchmarks.result_files import facts_line, plan_data, table, write_result
 
 SUBJECT = "auto"
 NAMES = {"dp": "static dp", "tp": "static tp", "auto": "PengServe"}
@@ -154,7 +155,7 @@ def markdown(plan: Plan, capacity: Mapping[str, float], runs: Sequence[Run], dat
         "little, so the ratio to our own static lanes is what counts.",
         f"Engine flags: `{json.dumps(dict(plan.engine))}`.",
         "",
-        "; ".join(f"{key}: {value}" for key, value in (machine() | versions()).items()),
+        facts_line(),
         "",
     ]
     if "bursty" in capacity:
@@ -169,7 +170,7 @@ def markdown(plan: Plan, capacity: Mapping[str, float], runs: Sequence[Run], dat
             "",
             *(f"- {sentence}" for sentence in aims(runs)),
             "",
-            *_table(heading("bursty"), rows(runs, "bursty")),
+            *table(heading("bursty"), rows(runs, "bursty")),
             "",
         ]
     if "mix" in capacity:
@@ -182,7 +183,7 @@ def markdown(plan: Plan, capacity: Mapping[str, float], runs: Sequence[Run], dat
             "with priority. Static layouts serve first come, first served. PengServe makes a group for the urgent by "
             "hard preemption. The paper's ratios are of Llama-70B on 8 H200.",
             "",
-            *_table(heading("mix"), rows(runs, "mix")),
+            *table(heading("mix"), rows(runs, "mix")),
             "",
         ]
     lines += [f"- {sentence}" for sentence in failures(runs)]
@@ -191,21 +192,12 @@ def markdown(plan: Plan, capacity: Mapping[str, float], runs: Sequence[Run], dat
 
 def write(folder: Path, plan: Plan, capacity: Mapping[str, float], runs: Sequence[Run], date: str) -> tuple[Path, Path]:
     """Writes everything as JSON and the tables as Markdown; their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"fly-{machine_name()}-{date}"
-    shown = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
     record = {
-        "date": date,
-        "machine": machine(),
-        "versions": versions(),
-        "plan": shown | {"model": plan.model.name, "engine": dict(plan.engine)},
+        "plan": plan_data(plan),
         "capacity_requests_per_s": dict(capacity),
         "runs": [asdict(run) for run in runs],
     }
-    json_path, text_path = stem.with_suffix(".json"), stem.with_suffix(".md")
-    json_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    text_path.write_text(markdown(plan, capacity, runs, date), encoding="utf-8")
-    return json_path, text_path
+    return write_result(folder, "fly", date, record, markdown(plan, capacity, runs, date))
 
 
 def _cell(figure: Figure, found: Mapping[int, float]) -> str:
@@ -215,8 +207,3 @@ def _cell(figure: Figure, found: Mapping[int, float]) -> str:
 def _ratio_cell(found: Sequence[float]) -> str:
     defined = [value for value in found if not math.isnan(value)]
     return f"x{statistics.median(defined):.2f}" if defined else "-"
-
-
-def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    ruler = "|---" + "|---:" * (len(heading) - 1) + "|"
-    return ["| " + " | ".join(heading) + " |", ruler, *("| " + " | ".join(row) + " |" for row in rows)]

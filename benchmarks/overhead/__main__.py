@@ -1,8 +1,6 @@
 """`python -m benchmarks.overhead`, from the root of the repository."""
 
 import argparse
-import dataclasses
-import datetime
 import sys
 import tempfile
 import time
@@ -11,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from benchmarks.harness import has_model, option_parser, tell_written, today
 from benchmarks.overhead import report
 from benchmarks.overhead.load import measure
 from benchmarks.overhead.plan import Plan
@@ -20,7 +19,6 @@ from benchmarks.overhead.systems.pengserve import PengServeUp
 from benchmarks.overhead.systems.ray_llm import RayLlm, make_environment
 from benchmarks.overhead.systems.vllm_server import VllmServers
 
-ROOT = Path(__file__).parents[2]
 TABLE_WIDTH = 150  # columns; a narrower terminal or a pipe would cut the ratios off
 SYSTEMS: dict[str, Callable[[Path], System]] = {
     "vllm": VllmServers,
@@ -34,9 +32,8 @@ def main() -> int:
     """Runs all systems in turn, prints the table, writes the result; the exit code."""
     options = _options()
     console = Console(stderr=True)
-    plan = dataclasses.replace(Plan(model=options.model.resolve()), rounds=options.rounds)
-    if not (plan.model / "config.json").exists():
-        console.print(f"{plan.model} holds no model: run `make model`, or give --model")
+    plan = Plan(model=options.model.resolve(), rounds=options.rounds)
+    if not has_model(plan.model, console):
         return 2
     if "ray-llm" in options.systems:
         console.print("environment of ray.serve.llm (minutes, the first time)")
@@ -54,9 +51,7 @@ def main() -> int:
                 return 1
     report.print_table(samples, Console(width=max(console.width, TABLE_WIDTH)))
     notes = {system.name: system.notes for system in systems}
-    date = datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d")
-    for path in report.write(options.output, plan, notes, samples, date):
-        console.print(f"wrote {path}", highlight=False)
+    tell_written(console, report.write(options.output, plan, notes, samples, today()))
     for failure in report.failures(samples):
         console.print(failure)
     return 0
@@ -77,11 +72,9 @@ def _one_round(system: System, plan: Plan, round_index: int, console: Console) -
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / ".pengserve" / "demo-model", help="model directory")
+    parser = option_parser("overhead", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     return parser.parse_args()
 
 

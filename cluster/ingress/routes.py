@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.events import Event
@@ -46,6 +47,49 @@ class RoutingSource(Protocol):
 
     async def drain(self, timeout_s: float) -> bool:
         """Drains and stops all instances; True when nothing was left running."""
+
+
+class CalledSource(ABC):
+    """A `RoutingSource` that passes every call on to a controller elsewhere; subclasses know the way there."""
+
+    @abstractmethod
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        """What this method of the controller returns or raises; EngineError while it cannot be reached."""
+
+    async def routing(self, known_version: int, timeout_s: float) -> RoutingTable:
+        """See `RoutingSource`."""
+        table: RoutingTable = await self._call("routing", known_version, timeout_s)
+        return table
+
+    async def snapshot(self) -> ClusterSnapshot:
+        """See `RoutingSource`."""
+        snapshot: ClusterSnapshot = await self._call("snapshot")
+        return snapshot
+
+    async def events(self, after: int, limit: int) -> tuple[Event, ...]:
+        """See `RoutingSource`."""
+        events: tuple[Event, ...] = await self._call("events", after, limit)
+        return events
+
+    async def report_lost(self, key: InstanceKey, why: str) -> None:
+        """See `RoutingSource`."""
+        await self._call("report_lost", key, why)
+
+    async def report_demand(self, client_id: str, demand: Demand) -> None:
+        """See `RoutingSource`."""
+        await self._call("report_demand", client_id, demand)
+
+    async def set_layout(self, target: LayoutTarget) -> None:
+        """See `RoutingSource`."""
+        await self._call("set_layout", target)
+
+    async def auto_layout(self) -> None:
+        """See `RoutingSource`."""
+        await self._call("auto_layout")
+
+    async def drain(self, timeout_s: float) -> bool:
+        """See `RoutingSource`."""
+        return bool(await self._call("drain", timeout_s))
 
 
 class RouteWatcher:

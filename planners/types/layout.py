@@ -1,4 +1,4 @@
-"""How the instances are grouped: a layout is a tuple of groups and an epoch (design: layout, group)."""
+"""How the instances are grouped: a layout is a tuple of groups and an epoch."""
 
 import re
 from dataclasses import dataclass

@@ -1,1 +1,1 @@
-"""How instances reach each other: peers, communicators and transfers (design: replicas/comm)."""
+"""How instances reach each other: peers, communicators and transfers."""

@@ -58,7 +58,11 @@ class StoreBoard:
 
 
 class PeerStore(dist.Store):
-    """The store of one group, for the process group's constructor alone. Waiting ends at once when a member is lost."""
+    """The store of one group, for the process group's constructor alone. Waiting ends at once when a member is lost.
+
+    All that torch leaves to a store is here. What would need one owner of a key raises in words of ours: torch itself
+    would speak of a pure virtual function.
+    """
 
     def __init__(self, board: StoreBoard, group: str, members: Sequence[InstanceKey], timeout_s: float) -> None:
         super().__init__()
@@ -86,7 +90,7 @@ class PeerStore(dist.Store):
             return all(self._board.find(self._group, key) is not None for key in keys)
 
     def add(self, key: str, amount: int) -> int:
-        """A counter would need one owner, and process groups do without."""
+        """Refused: a counter would need one owner, and process groups do without."""
         raise NotImplementedError("a PeerStore has no counters")
 
     def delete_key(self, key: str) -> bool:
@@ -94,7 +98,7 @@ class PeerStore(dist.Store):
         return False
 
     def num_keys(self) -> int:
-        """Not known, and not asked for."""
+        """Refused: each member knows what it has heard alone, and nobody asks."""
         raise NotImplementedError("a PeerStore does not count its keys")
 
     def set_timeout(self, timeout: timedelta) -> None:

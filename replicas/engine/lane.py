@@ -1,5 +1,6 @@
 """What every lane is: one vLLM scheduler and one runner over the instance's one set of weights and KV memory."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -17,7 +18,7 @@ from pengserve.replicas.engine.vllm_seam import (
 NOTHING: Mapping[str, int] = MappingProxyType({})
 
 
-class Lane:
+class Lane(ABC):
     """Requests in, tokens out. Belongs to the thread that steps; all members of a group have one of the same shape."""
 
     def __init__(self, *, shape: str, capacity: KvCapacity, scheduler: Any, block_hasher: Any) -> None:
@@ -32,17 +33,17 @@ class Lane:
 
     # What a lane of each kind does in its own way --------------------------------------------------------------------
 
+    @abstractmethod
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Schedules, executes and samples one step; outputs by client index."""
-        raise NotImplementedError
 
+    @abstractmethod
     def adopt(self, request: Request) -> None:
         """Makes the runner (each member's) know a half-decoded request as one that it had preempted itself."""
-        raise NotImplementedError
 
+    @abstractmethod
     def forget(self, request_ids: Iterable[str]) -> None:
         """Makes the runner (each member's) forget requests now, so that they can come back under the same ids."""
-        raise NotImplementedError
 
     @property
     def num_held(self) -> int:

@@ -1,4 +1,4 @@
-"""All lanes of one instance, and which of them runs (design: the one idea).
+"""All lanes of one instance, and which of them runs (docs/architecture.md: changing the shape).
 
     DP         the instance's own engine
     LEADING    a tp lane whose scheduler is here; the others' `dp` requests wait, where a switch left some

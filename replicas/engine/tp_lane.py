@@ -1,4 +1,4 @@
-"""A tensor-parallel lane: vLLM's model of one rank over the base lane's weights and KV memory (design: lanes).
+"""A tensor-parallel lane: vLLM's model of one rank over the base lane's weights and KV memory.
 
     leader:    lease blocks -> schedule -> send the step -> execute -> sample -> outputs
     follower:                              receive it    -> execute -> sample

@@ -13,21 +13,10 @@ from benchmarks.client import Request
 from benchmarks.fly import report
 from benchmarks.fly.load import Phase, Plan
 from benchmarks.fly.measure import SYSTEMS, Latency, Run, classes_of, latency, measure, peak_tokens_per_s
-from benchmarks.overhead.sse import Answer
+from tests.benchmarks.answers import answer
 from tests.support.models import tiny_model
 
 PLAN = Plan(model=Path("model"))
-
-
-def answer(*times_s: float, tokens: int | None = None, sent_s: float = 0.0, error: str = "") -> Answer:
-    """A stream with events at these times."""
-    return Answer(
-        sent_s=sent_s,
-        first_text_s=times_s[0] if times_s else 0.0,
-        event_times_s=list(times_s),
-        output_tokens=len(times_s) if tokens is None else tokens,
-        error=error,
-    )
 
 
 def run(system: str, load: str, round_index: int, scale: float = 1.0) -> Run:

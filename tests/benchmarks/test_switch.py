@@ -8,20 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.overhead.sse import Answer
 from benchmarks.switch import report
 from benchmarks.switch.measure import Plan, Sample, Streams, as_data, gaps, measure, num_samples, seen
+from tests.benchmarks.answers import answer
 from tests.support.models import tiny_model
 
 PLAN = Plan(model=Path("model"))
-
-
-def answer(*times_s: float, error: str = "") -> Answer:
-    """A stream with events at these times."""
-    first_s = times_s[0] if times_s else 0.0
-    return Answer(
-        sent_s=first_s - 0.5, first_text_s=first_s, event_times_s=list(times_s), output_tokens=len(times_s), error=error
-    )
 
 
 def sample(strategy: str = "carry", *, gap_s: float = 0.03, cutover_s: float = 0.01, repetition: int = 0) -> Sample:
@@ -58,7 +50,7 @@ def test_a_gap_counts_where_it_overlaps_the_switch() -> None:
 
 def test_what_streams_saw_is_split_at_the_switch() -> None:
     stream = answer(*(0.01 * i for i in range(100)), 1.3, *(1.3 + 0.02 * i for i in range(1, 60)))
-    found = seen([stream, answer(error="lost")], answer(1.4), asked_s=1.0, done_s=1.2)
+    found = seen([stream, answer(error="lost")], answer(1.4, sent_s=0.9), asked_s=1.0, done_s=1.2)
     assert found.gap_s == pytest.approx(0.31)
     assert found.quiet_gap_s == pytest.approx(0.31)  # it had begun when the switch was asked for
     assert found.step_before_s == pytest.approx(0.01)

@@ -321,10 +321,11 @@ async def test_a_demand_wakes_the_loop_and_is_forgotten() -> None:
     port = FakePort(CONFIG.degrees)
     config = replace(CONFIG, tick_s=60, merge=MergeConfig(is_auto=True, min_dwell_s=0))
     async with running(port, config) as controller:
-        for _ in range(20):  # nothing ticks by itself for a minute
+        formed = asyncio.create_task(formable(controller))
+        while not formed.done():  # nothing ticks by itself for a minute
             controller.report_lost(life(0), "just to look")
             await asyncio.sleep(0.03)
-        assert len(controller.snapshot().groups) == 3
+        await formed
         controller.report_demand("ingress", Demand(num_waiting=1, longest_waiting_tokens=1500))
         await until(lambda: any(shape == "tp2" for _, shape in shapes(controller)))
         assert controller.snapshot().demands

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pengserve.cluster.ingress.config import IngressConfig
+from pengserve.cluster.ingress.routes import CalledSource
 from pengserve.controller.events import EventLog
 from pengserve.controller.loop import Controller
 from pengserve.controller.process_port import ProcessPort
@@ -20,7 +21,7 @@ from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import LayoutTarget, SwitchStrategy
-from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceState, RoutingTable
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState, RoutingTable
 from tests.support.ingress import MODEL_NAME, serving, wait_ready
 from tests.support.processes import CHANNEL_TOKEN, ENGINE, OFFLINE
 
@@ -209,50 +210,22 @@ class ElasticCluster:
             yield url
 
 
-class ControllerSource:
+class ControllerSource(CalledSource):
     """The controller as a `RoutingSource`, called across threads."""
 
     def __init__(self, cluster: ElasticCluster) -> None:
         self._cluster = cluster
 
-    async def _call(self, name: str, *arguments: Any) -> Any:
+    async def routing(self, known_version: int, timeout_s: float) -> RoutingTable:
+        """See `RoutingSource`."""
+        return await super().routing(known_version, min(timeout_s, MAX_POLL_S))
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
         async def run() -> Any:
-            result = getattr(self._cluster.controller, name)(*arguments)
+            result = getattr(self._cluster.controller, method)(*arguments)
             return await result if asyncio.iscoroutine(result) else result
 
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(run(), self._cluster._loop))
-
-    async def routing(self, known_version: int, timeout_s: float) -> RoutingTable:
-        """See `RoutingSource`."""
-        return await self._call("routing", known_version, min(timeout_s, MAX_POLL_S))
-
-    async def snapshot(self) -> ClusterSnapshot:
-        """See `RoutingSource`."""
-        return await self._call("snapshot")
-
-    async def events(self, after: int, limit: int) -> tuple[Event, ...]:
-        """See `RoutingSource`."""
-        return await self._call("events", after, limit)
-
-    async def report_lost(self, key: InstanceKey, why: str) -> None:
-        """See `RoutingSource`."""
-        await self._call("report_lost", key, why)
-
-    async def report_demand(self, client_id: str, demand: Demand) -> None:
-        """See `RoutingSource`."""
-        await self._call("report_demand", client_id, demand)
-
-    async def set_layout(self, target: LayoutTarget) -> None:
-        """See `RoutingSource`."""
-        await self._call("set_layout", target)
-
-    async def auto_layout(self) -> None:
-        """See `RoutingSource`."""
-        await self._call("auto_layout")
-
-    async def drain(self, timeout_s: float) -> bool:
-        """See `RoutingSource`."""
-        return await self._call("drain", timeout_s)
 
 
 @contextlib.contextmanager

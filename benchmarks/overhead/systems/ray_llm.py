@@ -6,10 +6,10 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.harness import ROOT
 from benchmarks.overhead.plan import SERVED_NAME, Plan
 from benchmarks.overhead.systems.base import ServerProcess, free_port
 
-ROOT = Path(__file__).parents[3]
 ENVIRONMENT_FOLDER = ROOT / ".venv-bench-ray-llm"
 EXTRA_PACKAGES = ("pyarrow", "pandas")
 

@@ -24,9 +24,11 @@ class Controller:
     def __init__(self) -> None:
         self.reports: list[Demand] = []
         self.is_away = False
+        self.heard = asyncio.Event()
 
     async def report_demand(self, client_id: str, demand: Demand) -> None:
         assert client_id == "me"
+        self.heard.set()
         if self.is_away:
             raise EngineError("away")
         self.reports.append(demand)
@@ -74,12 +76,14 @@ async def test_what_stays_is_repeated_and_nothing_is_not() -> None:
         assert set(controller.reports) == {WANTED}
 
 
-async def test_what_did_not_arrive_is_told_again() -> None:
+async def test_what_did_not_arrive_is_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demand_module, "REPEAT_S", 60.0)  # not because it stays
     cluster, controller = Cluster(1), Controller()
     controller.is_away = True
     async with reporting(cluster, controller):
         cluster.request(1, 5, WISH, max_tokens=7)
-        await asyncio.sleep(0.05)
+        await controller.heard.wait()
         controller.is_away = False
-        await asyncio.sleep(0.1)
+        controller.heard.clear()
+        await controller.heard.wait()
         assert controller.reports[0] == WANTED

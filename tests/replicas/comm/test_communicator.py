@@ -12,6 +12,7 @@ from pengserve.replicas.comm.communicator import Communicator, Move
 from pengserve.replicas.comm.direct import DirectCommunicator
 from tests.replicas.comm.local import LocalCluster
 from tests.replicas.comm.member import check_collectives
+from tests.support.waiting import until
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +94,7 @@ def test_a_second_thread_is_refused_and_breaks_nothing(cluster: LocalCluster) ->
     pair = cluster.group(0, 1, round_=902)
     waiting = threading.Thread(target=pair[0].barrier)
     waiting.start()
-    time.sleep(0.1)
+    until(pair[0]._using.locked)
     with pytest.raises(EngineError, match="one thread at a time"):
         pair[0].barrier()
     pair[1].barrier()

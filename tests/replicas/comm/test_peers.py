@@ -4,7 +4,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,6 +14,7 @@ from pengserve.planners.types.errors import LinkLostError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.replicas.comm.link import PEER_PROTOCOL_VERSION, Hello, say_hello
 from pengserve.replicas.comm.peers import PeerNetwork
+from tests.support.waiting import until
 
 TIMEOUT_S = 2.0
 
@@ -61,13 +62,6 @@ def connect(*nodes: Node, timeout_s: float = TIMEOUT_S) -> list[LinkLostError | 
     for thread in threads:
         thread.join(10)
     return errors
-
-
-def until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.002)
 
 
 @pytest.fixture

@@ -141,6 +141,10 @@ class FakeMember:
         """Runs `work` in the step thread."""
         self._work.put(work)
 
+    def has_work(self) -> bool:
+        """Whether something waits for the step thread."""
+        return not self._work.empty()
+
     def close(self) -> None:
         self.agent.close()
         self._work.put(None)

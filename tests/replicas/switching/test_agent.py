@@ -1,19 +1,21 @@
 """Laws of a member among members that die, fall silent or leave."""
 
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
 
 import pytest
 
 from pengserve.planners.types.errors import EngineError, StepError
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
 from tests.replicas.switching.members import KEYS, FakeMember, directory, plan
+from tests.support import waiting
 
 pytestmark = pytest.mark.slow  # it imports vLLM
 
 TIMEOUT_S = 2.0
+until = partial(waiting.until, timeout_s=TIMEOUT_S / 2)  # before any time-out of the members
 
 
 @pytest.fixture
@@ -26,13 +28,6 @@ def pair() -> Iterator[list[FakeMember]]:
     for member in members:
         member.close()
         assert member.errors == [], "this ends an instance"
-
-
-def until(what: Callable[[], bool], timeout_s: float = TIMEOUT_S / 2) -> None:
-    deadline_s = time.monotonic() + timeout_s
-    while not what():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.002)
 
 
 def commit(pair: list[FakeMember], switch: SwitchPlan) -> "Future[SwitchReport]":
@@ -105,14 +100,15 @@ def test_groups_with_a_lost_peer_need_a_new_round_though_none_runs(pair: list[Fa
 
 
 def test_a_switch_that_was_called_off_is_not_waited_for(pair: list[FakeMember]) -> None:
-    busy = threading.Event()
+    begun, busy = threading.Event(), threading.Event()
     switch = plan(1)
     try:
         for member in pair:
             member.agent.prepare(switch)
-        pair[1].do(lambda: busy.wait(10))
+        pair[1].do(lambda: (begun.set(), busy.wait(10)))
+        assert begun.wait(TIMEOUT_S)
         outcome = begin(pair, switch)
-        time.sleep(0.1)  # the leader has asked the other to meet
+        until(pair[1].has_work)  # the leader has asked it to meet
         pair[0].agent.abort(switch.plan_id)
         with pytest.raises(StepError):
             outcome.result(TIMEOUT_S)
@@ -132,7 +128,7 @@ def test_a_drain_that_ends_after_its_leader_is_called_off(pair: list[FakeMember]
 
     def end() -> None:
         pair[0].network.close()
-        time.sleep(0.1)  # the connection has ended, and this thread has not heard of it
+        until(lambda: not pair[1].network.peers())  # the connection has ended, and this thread has not heard of it
         pair[1].lanes.dp.running_ids = set()
         pair[1].agent.boundary()
 

@@ -1,0 +1,43 @@
+"""Figures that more than one benchmark takes from its answers and samples."""
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from benchmarks.sse import Answer
+
+
+def complete(answers: Iterable[Answer]) -> list[Answer]:
+    """The answers without an error."""
+    return [answer for answer in answers if not answer.error]
+
+
+def ttfts_s(answers: Iterable[Answer]) -> list[float]:
+    """Of each complete answer: from sending the request to the first event with text."""
+    return [answer.first_text_s - answer.sent_s for answer in complete(answers)]
+
+
+def tpots_s(answers: Iterable[Answer]) -> list[float]:
+    """Of each complete answer of two tokens or more: (last event - first) / (output tokens - 1)."""
+    return [
+        (answer.event_times_s[-1] - answer.first_text_s) / (answer.output_tokens - 1)
+        for answer in complete(answers)
+        if answer.output_tokens > 1
+    ]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Not a number where there are none."""
+    return statistics.fmean(values) if values else math.nan
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """Not a number where there are none."""
+    return float(np.percentile(values, percent)) if values else math.nan
+
+
+def ratio(subject: float, other: float) -> float:
+    """subject / other; not a number where the other is zero (events that arrive together have no gap)."""
+    return subject / other if other else math.nan

