@@ -4,8 +4,8 @@
     map       mmap(MAP_FIXED, shared) of the file       one call per run of neighbouring chunks
     unmap     mmap(MAP_FIXED, PROT_NONE) over it        one call; the addresses never become anybody else's
 
-The file's pages are made when the arena is opened, and as huge pages. That decides what a remap costs, because to unmap
-memory that was used is to take down its page table entries, one for each page (docs/decisions/0008-arena.md).
+The file's pages are made when the arena is opened, and as huge pages. That decides what a remap costs: to unmap memory
+that was used is to take down its page table entries, one for each page (docs/decisions/0008-arena.md).
 """
 
 import contextlib
@@ -48,10 +48,11 @@ class CpuBackend:
     def __init__(self, *, huge_pages: bool = True, populate: bool | None = None) -> None:
         """`huge_pages` and `populate` are there to be measured.
 
-        `populate`: whether `map` fills the page table; else whoever touches a page first does. None: where pages are
-        huge, and so few that nobody notices.
+        `populate`: whether `map` fills the page table; else whoever touches a page first does. None: where a chunk is
+        huge pages, and its entries so few that nobody notices.
         """
         self.page_bytes = self.granularity  # of the memory, once there is some
+        self.populates = False  # likewise
         self._huge_pages, self._populate = huge_pages, populate
         self._fd: int | None = None
         self._chunk_bytes = 0
@@ -69,6 +70,8 @@ class CpuBackend:
             if self._huge_pages and num_bytes >= _HUGE_PAGE_BYTES and self._make_huge_pages(num_bytes):
                 self.page_bytes = _HUGE_PAGE_BYTES
             os.posix_fallocate(self._fd, 0, num_bytes)  # small pages where there are none yet
+            is_whole = self.page_bytes > self.granularity and chunk_bytes % self.page_bytes == 0
+            self.populates = is_whole if self._populate is None else self._populate
         except OSError as error:
             self.release()
             raise ConfigError(f"the arena cannot have {format_bytes(num_bytes)}: {error.strerror}") from error
@@ -89,8 +92,7 @@ class CpuBackend:
         """See `Backend.map`."""
         assert self._fd is not None
         size, num_calls = self._chunk_bytes, 0
-        fills = self.page_bytes == _HUGE_PAGE_BYTES if self._populate is None else self._populate
-        flags = mmap.MAP_SHARED | _MAP_FIXED | (mmap.MAP_POPULATE if fills else 0)
+        flags = mmap.MAP_SHARED | _MAP_FIXED | (mmap.MAP_POPULATE if self.populates else 0)
         try:
             for index, chunk, count in runs(chunks):
                 _mmap(address + index * size, count * size, _READ_WRITE, flags, self._fd, chunk * size)
