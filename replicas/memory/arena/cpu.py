@@ -25,7 +25,7 @@ from pengserve.replicas.memory.arena.free_chunks import runs
 # What Python's `mmap` has no name for; Linux on x86-64 and arm64 agree.
 _PROT_NONE = 0
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_MADV_COLLAPSE = 25  # since Linux 6.1; heeds no setting of the system but "deny"
+_MADV_COLLAPSE = 25  # since Linux 6.1; whatever the system is set to, save "deny"
 _HUGE_PAGE_BYTES = 2 * MIB
 _NUM_TRIES = 3
 
