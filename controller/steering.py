@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pengserve.controller.events import Change
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete
-from pengserve.planners.merge import LoadHistory, plan_switch, plan_towards
+from pengserve.planners.merge import LoadHistory, plan_switch
+from pengserve.planners.towards import plan_towards
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.events import Event, EventKind
