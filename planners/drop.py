@@ -8,8 +8,9 @@ The paper's priority queue by group size has one bucket for each power of two he
 of ranks of such a length: two halves merge into it. So it is one pass over what can be formed, the narrowest first.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from pengserve.planners.load import lane_capacity
 from pengserve.planners.overload import GroupDemand, MemoryDemand
@@ -90,65 +91,84 @@ class Verdict:
         return bool(self.short)
 
 
+class _Part(NamedTuple):
+    """A group of the layout, or a pipeline that is planned in place of some. A tuple: there may be a thousand."""
+
+    group: Group
+    demand_blocks: int
+    held_blocks: int  # now
+    capacity_blocks: int  # what it will hold; of a group of the layout, what it holds
+    is_short: bool  # and should go on merging
+
+
 @dataclass(slots=True, kw_only=True)
 class _Search:
-    """One call's working state: the pipelines that are planned so far, by member."""
+    """One call's working state: the parts by member, as far as they were looked at."""
 
     demand: MemoryDemand
     config: DropConfig
     claimed: Collection[InstanceId]
     can_grow: bool
-    planned: dict[InstanceId, Pipeline] = field(default_factory=dict)
-
-    def may_merge(self, part: GroupDemand) -> bool:
-        """Whether a group of the layout may become a part of a pipeline."""
-        kind = part.group.kind
-        is_fit = kind is GroupKind.DP or (kind is GroupKind.PP and self.can_grow)
-        return is_fit and part.is_known and not part.num_paused and self.is_free(part.group.members)
-
-    def is_free(self, members: Iterable[InstanceId]) -> bool:
-        """Whether nobody else has claimed any of `members`."""
-        return not self.claimed or not any(member in self.claimed for member in members)
+    parts: dict[InstanceId, _Part] = field(default_factory=dict)
 
     def try_merge(self, group: Group) -> None:
         """Plans `group` in place of its parts, where one of them is short and it frees memory."""
-        by_member, planned, members = self.demand.by_member, self.planned, group.members
-        demand_blocks = held_blocks = planned_blocks = start = 0
-        is_short = False
+        members, start, is_short = group.members, 0, False
+        demand_blocks = held_blocks = parts_blocks = 0
         while start < len(members):
-            part, pipeline = by_member.get(members[start]), planned.get(members[start])
-            if pipeline is not None:
-                width = len(pipeline.group.members)
-                if pipeline.group.members != members[start : start + width]:
-                    return
-                demand_blocks += pipeline.demand_blocks
-                held_blocks += pipeline.held_blocks
-                planned_blocks += pipeline.capacity_blocks
-                is_short |= pipeline.demand_blocks > self.config.target * pipeline.capacity_blocks
-            elif part is not None and self.may_merge(part):
-                width = len(part.group.members)
-                if part.group.members != members[start : start + width]:
-                    return
-                demand_blocks += part.demand_blocks
-                held_blocks += part.capacity_blocks
-                planned_blocks += part.capacity_blocks
-                is_short |= part.demand_blocks > self.config.drop_above * part.capacity_blocks
-            else:
+            part = self.parts.get(members[start]) or self._of_layout(members[start])
+            stop = start + len(part.group.members) if part is not None else start
+            if part is None or part.group.members != members[start:stop]:
                 return
-            start += width
+            demand_blocks += part.demand_blocks
+            held_blocks += part.held_blocks
+            parts_blocks += part.capacity_blocks
+            is_short = is_short or part.is_short
+            start = stop
         if not is_short:
             return
         capacity_blocks = pipeline_blocks(self.demand, group)
-        if capacity_blocks > planned_blocks:
-            merged = Pipeline(
-                group=group, demand_blocks=demand_blocks, held_blocks=held_blocks, capacity_blocks=capacity_blocks
-            )
-            planned.update(dict.fromkeys(members, merged))
+        if capacity_blocks > parts_blocks:
+            is_short = demand_blocks > self.config.target * capacity_blocks
+            merged = _Part(group, demand_blocks, held_blocks, capacity_blocks, is_short)
+            for member in members:
+                self.parts[member] = merged
 
-    def is_short(self, part: GroupDemand) -> bool:
+    def _of_layout(self, member: InstanceId) -> _Part | None:
+        """The group of the layout that `member` is in; None where it must not become a part of a pipeline."""
+        known = self.demand.by_member.get(member)
+        if known is None or not known.is_known or known.num_paused:
+            return None
+        group, blocks = known.group, known.demand_blocks
+        is_fit = group.kind is GroupKind.DP or (group.kind is GroupKind.PP and self.can_grow)
+        if not is_fit or (self.claimed and any(m in self.claimed for m in group.members)):
+            return None
+        is_short = blocks > self.config.drop_above * known.capacity_blocks
+        part = _Part(group, blocks, known.capacity_blocks, known.capacity_blocks, is_short)
+        for m in group.members:
+            self.parts[m] = part
+        return part
+
+    def pipelines(self) -> list[Pipeline]:
+        """What is planned, the one whose members are shortest of memory first."""
+        planned = {
+            part.group.members[0]: part for part in self.parts.values() if part.capacity_blocks > part.held_blocks
+        }
+        found = [
+            Pipeline(
+                group=p.group,
+                demand_blocks=p.demand_blocks,
+                held_blocks=p.held_blocks,
+                capacity_blocks=p.capacity_blocks,
+            )
+            for p in planned.values()
+        ]
+        return sorted(found, key=lambda pipeline: (-pipeline.share, pipeline.group.members))
+
+    def is_short(self, overloaded: GroupDemand) -> bool:
         """Whether an overloaded group of the layout is still overloaded after all that is planned."""
-        pipeline = self.planned.get(part.group.members[0])
-        return pipeline is None or pipeline.demand_blocks > self.config.drop_above * pipeline.capacity_blocks
+        part = self.parts.get(overloaded.group.members[0])
+        return part is None or part.demand_blocks > self.config.drop_above * part.capacity_blocks
 
 
 def plan_drop(
@@ -173,17 +193,17 @@ def plan_drop(
     for group in _formable(snapshot, config.max_stages, needy):
         search.try_merge(group)
     short = tuple(part.group for part in demand.overloaded if search.is_short(part))
-    pipelines = {pipeline.group.members[0]: pipeline for pipeline in search.planned.values()}
+    pipelines = search.pipelines()
     if not pipelines:
         return Verdict(short=short, why=f"{_names(short)} are short of memory, and no pipeline can be formed of them")
-    ranked = sorted(pipelines.values(), key=lambda p: (-p.share, p.group.members))
     why = f"{_names(short)} stay short of memory" if short else ""
-    return Verdict(plan=DropPlan(pipelines=tuple(ranked)), short=short, why=why)
+    return Verdict(plan=DropPlan(pipelines=tuple(pipelines)), short=short, why=why)
 
 
 def pipeline_blocks(demand: MemoryDemand, group: Group) -> int:
     """Blocks that `group` would hold, which is what its narrowest member can; 0 where one has no such lane."""
-    lanes = [lane_capacity(demand.instances.get(member), group.shape) for member in group.members]
+    instances, shape = demand.instances, group.shape
+    lanes = [lane_capacity(instances.get(member), shape) for member in group.members]
     return min(lane.num_blocks if lane is not None else 0 for lane in lanes)
 
 
@@ -193,8 +213,7 @@ def _formable(snapshot: ClusterSnapshot, max_stages: int, needy: set[InstanceId]
     return sorted((g for g in possible if len(g.members) <= max_stages), key=lambda g: (len(g.members), g.members))
 
 
-def _names(groups: Iterable[Group]) -> str:
+def _names(groups: Sequence[Group]) -> str:
     """At most a few names."""
-    names = [str(group) for group in groups]
-    more = [f"{len(names) - _SHOWN_GROUPS} more"] if len(names) > _SHOWN_GROUPS else []
-    return ", ".join(names[:_SHOWN_GROUPS] + more)
+    more = [f"{len(groups) - _SHOWN_GROUPS} more"] if len(groups) > _SHOWN_GROUPS else []
+    return ", ".join([str(group) for group in groups[:_SHOWN_GROUPS]] + more)
