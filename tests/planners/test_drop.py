@@ -235,6 +235,23 @@ def test_pipelines_grow_where_the_mechanism_can() -> None:
     assert verdict(beside_tp, can_grow=True).plan is None
 
 
+def test_a_buddy_that_nobody_knows_of_is_waited_for() -> None:
+    stale = snapshot(2, "", {0: stats("dp", 9, 0, 64), 1: stats("tp2")}, max_stages=2)
+    assert verdict(stale).plan is None
+
+
+def test_a_pipeline_that_reaches_beyond_is_no_part() -> None:
+    """Ranks have shifted under it."""
+    load = stats("dp", 9, 9, 64, queued_tokens=200 * BLOCK_SIZE)
+    seen = snapshot(6, "pp2@(3,4)", {0: load, 3: stats("pp2")}, max_stages=4)
+    assert groups(verdict(seen, can_grow=True)) == "pp2@(0,1)"
+
+
+def test_a_wide_pipeline_never_shrinks_into_a_narrow_one() -> None:
+    wide = snapshot(4, "pp4@(0..3)", {0: stats("pp4", 9, 0, 352)}, max_stages=4)
+    assert verdict(wide, can_grow=True).plan is None
+
+
 def test_nobody_is_taken_who_is_claimed_or_has_paused_requests() -> None:
     assert verdict(loaded(90, 0), claimed={InstanceId(1)}).plan is None
     paused = snapshot(2, "", {0: stats("dp", 9, 0, 64), 1: stats("dp", num_paused=1)}, max_stages=2)

@@ -309,6 +309,17 @@ def test_a_pipeline_of_the_layout_is_left_alone(demand: Demand) -> None:
         assert found is None
 
 
+def test_low_load_is_measured_from_the_restore_on() -> None:
+    seen = snapshot(4, "pp2@(0,1)", max_stages=2)
+    _, history = plan_switch(seen, CONFIG, LoadHistory())
+    assert {str(group) for group in history.low_since_s} == {"tp2@(2,3)"}
+
+
+def test_a_busy_pipeline_of_all_instances_serves_a_wish_for_dp() -> None:
+    seen = snapshot(2, "pp2@(0,1)", {0: stats("pp2", 9)}, demands=[Demand(wanted_degrees=((1, 1),))], max_stages=2)
+    assert plan(seen) is None
+
+
 def test_a_long_request_goes_around_a_pipeline() -> None:
     demands = [Demand(longest_waiting_tokens=2 * DP_TOKENS)]
     assert what(plan(snapshot(4, "", demands=demands, max_stages=2))) == "merge tp2@(0,1)"

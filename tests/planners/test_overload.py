@@ -123,6 +123,12 @@ def test_what_stays_does_not_grow(blocks: int) -> None:
     assert all(d.by_member[InstanceId(0)].growth_blocks == 0 for d in looks([stats("dp", 1, blocks=blocks)] * 20))
 
 
+@given(st.lists(st.integers(0, NUM_BLOCKS), min_size=3, max_size=5))
+def test_what_came_and_went_again_does_not_grow(used: list[int]) -> None:
+    used[-1] = min(used[0], used[-1])
+    assert looks([stats("dp", 8, blocks=blocks) for blocks in used])[-1].by_member[InstanceId(0)].growth_blocks == 0
+
+
 def test_a_queue_that_grows_counts_as_memory_that_grows() -> None:
     loads = [stats("dp", 4, n, 20, queued_tokens=n * 2 * BLOCK_SIZE) for n in range(8)]
     assert looks(loads)[-1].by_member[InstanceId(0)].growth_blocks == 4

@@ -226,6 +226,8 @@ def test_memory_comes_before_load() -> None:
     full = snapshot(4, "", {2: FULL}, degrees=(2,), max_stages=2)
     found, decision = chosen(full, history)
     assert found == "drop pp2@(2,3)"
+    _, after, _ = select(full, MERGE, DROP, history)
+    assert after.load.planned is None, "the merge was not followed"
     assert [option.action for option in decision.options] == [Action.KEEP, Action.MERGE, Action.DROP]
 
 
