@@ -244,6 +244,8 @@ def test_a_pipeline_that_reaches_beyond_is_no_part() -> None:
     """Ranks have shifted under it."""
     load = stats("dp", 9, 9, 64, queued_tokens=200 * BLOCK_SIZE)
     seen = snapshot(6, "pp2@(3,4)", {0: load, 3: stats("pp2")}, max_stages=4)
+    wide = LaneInfo(shape="pp4", capacity=replace(pipeline_capacity(4), num_blocks=999))
+    seen = replace(seen, instances=tuple(replace(i, lanes=(wide, *i.lanes)) for i in seen.instances))
     assert groups(verdict(seen, can_grow=True)) == "pp2@(0,1)"
 
 
