@@ -80,3 +80,8 @@ class ControllerConfig:
     prepare_timeout_s: float = 3.0
     commit_timeout_s: float = 20.0  # beyond a plan's own drain_timeout_s
     event_log_path: str = ""  # JSONL; empty keeps events in memory alone
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether instances can ever form groups."""
+        return bool(self.degrees) or self.drop.max_stages > 1
