@@ -6,6 +6,9 @@ merged first, and only as far as memory is short.
 
 The paper's priority queue by group size has one bucket for each power of two here, since a pipeline is an aligned run
 of ranks of such a length: two halves merge into it. So it is one pass over what can be formed, the narrowest first.
+
+For 1,000 instances a plan takes about a millisecond where a tenth of them is short, and four where all are and none
+gets along with two stages (`tests/planners/test_drop.py` prints it; two shared cores).
 """
 
 from collections.abc import Collection, Sequence

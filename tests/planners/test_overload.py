@@ -41,6 +41,7 @@ def looks(loads: list[InstanceStats], tick_s: float = TICK_S) -> list[MemoryDema
 # What counts
 
 
+@settings(deadline=None)
 @given(st.integers(0, NUM_BLOCKS), st.integers(0, 40), st.integers(0, SLOTS))
 def test_demand_is_what_runs_and_what_waits(blocks: int, queued: int, waiting: int) -> None:
     load = stats("dp", 0, waiting, blocks, queued_tokens=queued * BLOCK_SIZE if waiting else 0)
@@ -50,6 +51,7 @@ def test_demand_is_what_runs_and_what_waits(blocks: int, queued: int, waiting: i
     assert demand.share == demand.demand_blocks / NUM_BLOCKS
 
 
+@settings(deadline=None)
 @given(st.integers(0, SLOTS), st.integers(1, 100))
 def test_only_the_head_of_a_queue_that_slots_would_take_counts(running: int, waiting: int) -> None:
     load = stats("dp", running, waiting, queued_tokens=waiting * BLOCK_SIZE)
@@ -77,6 +79,7 @@ def test_a_group_with_a_member_that_is_not_ready_has_no_demand() -> None:
     assert set(predicted(seen).by_member) == {2, 3}
 
 
+@settings(deadline=None)
 @given(st.integers(0, 100), st.integers(1, 8))
 def test_requests_at_ingresses_count_as_long_as_others_are(waiting: int, blocks_each: int) -> None:
     loads = {i: stats("dp", 4, blocks=4 * blocks_each) for i in range(2)}
@@ -104,6 +107,7 @@ def test_steady_growth_is_seen_before_the_first_preemption(blocks_per_tick: int,
         assert found[-1].by_member[InstanceId(0)].growth_blocks == round(blocks_per_tick / TICK_S * CONFIG.horizon_s)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, NUM_BLOCKS), min_size=1, max_size=12))
 def test_growth_is_never_negative_and_never_beyond_the_steepest_rise(used: list[int]) -> None:
     rise = max([0, *(b - a for a, b in pairwise(used))])
@@ -112,17 +116,20 @@ def test_growth_is_never_negative_and_never_beyond_the_steepest_rise(used: list[
         assert 0 <= growth <= round(rise / TICK_S * CONFIG.horizon_s)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 30), st.integers(30, NUM_BLOCKS), st.integers(4, 10))
 def test_one_arrival_is_no_trend(before: int, after: int, num_looks: int) -> None:
     loads = [stats("dp", 1, blocks=before)] * num_looks + [stats("dp", 2, blocks=after)]
     assert looks(loads)[-1].by_member[InstanceId(0)].growth_blocks == 0
 
 
+@settings(deadline=None)
 @given(st.integers(0, NUM_BLOCKS))
 def test_what_stays_does_not_grow(blocks: int) -> None:
     assert all(d.by_member[InstanceId(0)].growth_blocks == 0 for d in looks([stats("dp", 1, blocks=blocks)] * 20))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, NUM_BLOCKS), min_size=3, max_size=5))
 def test_what_came_and_went_again_does_not_grow(used: list[int]) -> None:
     used[-1] = min(used[0], used[-1])
@@ -157,6 +164,7 @@ def test_unknown_stats_leave_the_trail_as_it_is() -> None:
     assert predict_demand(stale, CONFIG, history)[1] == history
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), min_size=1, max_size=8))
 def test_the_same_looks_predict_the_same(loads: list[tuple[int, int]]) -> None:
     given_loads = [stats("dp", 1, w, b, queued_tokens=w * BLOCK_SIZE) for b, w in loads]

@@ -45,6 +45,7 @@ def when(blocks: list[int], tick_s: float = 0.5) -> list[float]:
     return found
 
 
+@settings(deadline=None)
 @given(st.integers(0, 200))
 def test_parameters_come_back_below_the_threshold_alone(blocks: int) -> None:
     restored, _ = plan(pair(blocks))
@@ -62,6 +63,7 @@ def test_a_gap_between_looks_measures_anew() -> None:
     assert restored is None and history.low_since_s == {PAIR: T0_S}
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2 * NUM_BLOCKS), st.integers(0, NUM_BLOCKS))
 def test_a_restore_overloads_no_member_whatever_the_lengths(blocks: int, longest: int) -> None:
     """The next look would drop again. The worst that can happen to the fullest member: all alike, and one more."""
