@@ -24,7 +24,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
-from pengserve.planners.types.config import ControllerConfig, InstanceConfig, MergeConfig
+from pengserve.cluster.shape_settings import ShapeSettings
+from pengserve.planners.types.config import ControllerConfig, InstanceConfig
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.units import MIB
 
@@ -47,9 +48,6 @@ CPU_ENGINE_DEFAULTS: Mapping[str, Any] = {
 CUDA_ENGINE_DEFAULTS: Mapping[str, Any] = {"async_scheduling": False, "enable_prefix_caching": True}
 
 
-Strategy = Literal["sequential", "soft", "hard", "carry"]  # `planners.types.plans.SwitchStrategy`
-
-
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -68,6 +66,24 @@ class InstanceSettings(_Section):
     gpus: float | None = Field(default=None, ge=0)  # None: 1 on cuda, 0 on cpu
     channel_host: str = ""
     lease_s: float = Field(default=30, gt=0)
+    memory_bytes: int = Field(default=0, ge=0)  # for weights and KV together; 0: KV as the engine's arguments say
+    chunk_bytes: int = Field(default=2 * MIB, ge=4096)  # unit in which memory moves between weights and KV
+
+    @field_validator("chunk_bytes")
+    @classmethod
+    def _whole_pages(cls, value: int) -> int:
+        if value % 4096:
+            raise ValueError(f"give a multiple of 4096 bytes, the size of a page; got {value}")
+        return value
+
+    @model_validator(mode="after")
+    def _memory_has_chunks(self) -> "InstanceSettings":
+        if 0 < self.memory_bytes < self.chunk_bytes:
+            raise ValueError(
+                f"memory_bytes ({self.memory_bytes}) must hold at least one of chunk_bytes ({self.chunk_bytes}),"
+                " or be 0 to leave memory to the engine"
+            )
+        return self
 
 
 class HttpSettings(_Section):
@@ -145,50 +161,6 @@ class ControllerSettings(_Section):
     drain_timeout_s: float = Field(default=60, ge=0)
 
 
-class ShapeSettings(_Section):
-    """Which tensor-parallel groups the instances may form, and when; see `planners.types.config.MergeConfig`.
-
-    Instances that may form groups keep their weights as they are, without vLLM's packing for CPUs.
-    """
-
-    degrees: Literal["auto"] | list[int] = "auto"  # auto: all powers of two that fit; []: the shape never changes
-    auto: bool = True  # the cluster chooses its layout from the load, until somebody pins it; false: it stays as it is
-    min_dwell_s: float = Field(default=5, ge=0)
-    merge_below: float = Field(default=0.25, ge=0, le=1)
-    split_above: float = Field(default=0.5, ge=0, le=1)
-    busy_requests: int = Field(default=8, ge=1)
-    quiet_s: float = Field(default=2, ge=0)
-    max_degree: int = Field(default=8, ge=1)  # of groups that the cluster chooses by itself, and of `auto` degrees
-    load_strategy: Strategy = "carry"
-    priority_strategy: Strategy = "hard"
-    long_context_strategy: Strategy = "carry"
-    peer_timeout_s: float = Field(default=5, gt=0)
-
-    @field_validator("degrees", mode="before")
-    @classmethod
-    def _powers_of_two(cls, value: Any) -> Any:
-        if value == "auto":
-            return value
-        degrees = list(value) if isinstance(value, list | tuple) else [value]
-        if not all(type(degree) is int and degree >= 2 and not degree & (degree - 1) for degree in degrees):
-            raise ValueError(f"give powers of two such as [2, 4], or auto, or [] for none; got {value!r}")
-        return sorted(set(degrees))
-
-    @model_validator(mode="after")
-    def _hysteresis(self) -> "ShapeSettings":
-        if self.split_above <= self.merge_below:
-            raise ValueError(
-                f"split_above ({self.split_above:g}) must be above merge_below ({self.merge_below:g}),"
-                " or the shape would change to and fro"
-            )
-        return self
-
-    def merge_config(self) -> MergeConfig:
-        """What the merge planner goes by."""
-        elsewhere = {"degrees", "auto", "peer_timeout_s"}
-        return MergeConfig(is_auto=self.auto, **self.model_dump(exclude=elsewhere))
-
-
 class MetricsSettings(_Section):
     """Who collects metrics: Prometheus scrapes the ingress, or Ray's agent exports them."""
 
@@ -255,6 +227,20 @@ class Settings(_Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _stages_fit(self) -> "Settings":
+        stages, count = self.shape.drop.max_stages, self.instances.count
+        if stages > count:
+            raise ValueError(
+                f"shape.drop.max_stages: a pipeline of {stages} needs as many instances, and instances.count is {count}"
+            )
+        if stages > 1 and not self.instances.memory_bytes:
+            raise ValueError(
+                f"shape.drop.max_stages of {stages} needs instances.memory_bytes: the bytes that weights and KV of an"
+                " instance share, so that memory can go from the one to the other"
+            )
+        return self
+
     @property
     def degrees(self) -> tuple[int, ...]:
         """Tensor-parallel degrees that groups may have; empty where the shape never changes."""
@@ -294,6 +280,9 @@ class Settings(_Section):
             channel_host=self.instances.channel_host,
             lease_s=self.instances.lease_s,
             degrees=self.degrees,
+            max_stages=self.shape.drop.max_stages,
+            memory_bytes=self.instances.memory_bytes,
+            chunk_bytes=self.instances.chunk_bytes,
             peer_timeout_s=self.shape.peer_timeout_s,
             drain_timeout_s=self.controller.drain_timeout_s,
         )
@@ -308,6 +297,7 @@ class Settings(_Section):
             event_log_path=self.event_log,
             degrees=self.degrees,
             merge=self.shape.merge_config(),
+            drop=self.shape.drop.drop_config(),
             **self.controller.model_dump(),
         )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pengserve.controller.slots import Slot, backoff_s
-from pengserve.planners.groups import groups_for
+from pengserve.planners.groups import groups_for, pipelines_for
 from pengserve.planners.ranks import rank_order
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.directory import GroupSpec, PeerAddress, PeerDirectory
@@ -22,7 +22,7 @@ PLACE_PATIENCE_S = 30.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Where the slots are, and the tp groups that this allows, whether or not their members live."""
+    """Where the slots are, and the groups that this allows, whether or not their members live."""
 
     devices: tuple[DeviceInfo, ...] = ()  # by slot
     ranks: tuple[InstanceId, ...] = ()
@@ -45,7 +45,7 @@ class Wiring:
     directory: PeerDirectory
     names: tuple[str, ...] = ()  # of the directory's groups: composing them again for each look is slow
     rounds: Mapping[str, Round] = field(default_factory=dict)  # by `_lives`
-    in_use: tuple[Group, ...] = ()  # tp groups of the layout
+    in_use: tuple[Group, ...] = ()  # tp and pp groups of the layout
     is_placed: bool = False  # ranks stand
     topology: Topology = Topology()
 
@@ -57,7 +57,7 @@ def empty(version: int) -> Wiring:
 
 def rewired(wiring: Wiring, slots: Sequence[Slot], layout: Layout, config: ControllerConfig, now_s: float) -> Wiring:
     """The wiring for what is known now; the same object where nothing follows from it."""
-    if not config.degrees:
+    if not config.is_elastic:
         return wiring
     topology = _topology(wiring.topology, slots, config)
     rounds = _rounds(wiring, slots, config, now_s)
@@ -66,7 +66,7 @@ def rewired(wiring: Wiring, slots: Sequence[Slot], layout: Layout, config: Contr
         for slot in slots
         if (answer := slot.ready) is not None and answer.peer_endpoint
     )
-    in_use = tuple(group for group in layout.groups if group.kind is GroupKind.TP)
+    in_use = tuple(group for group in layout.groups if group.kind is not GroupKind.DP)
     is_placed = wiring.is_placed or _is_placed(slots, now_s)
     is_same = topology is wiring.topology and rounds is wiring.rounds and in_use == wiring.in_use
     if is_same and is_placed == wiring.is_placed and peers == wiring.directory.peers:
@@ -102,7 +102,8 @@ def _topology(before: Topology, slots: Sequence[Slot], config: ControllerConfig)
         return before
     ranks = ranks_of(slots)
     nodes = {slot.key.instance_id: slot.device.node_id for slot in slots if slot.device.pid or slot.device.node_id}
-    return Topology(devices=devices, ranks=ranks, groups=groups_for(ranks, nodes, config.degrees))
+    groups = groups_for(ranks, nodes, config.degrees) + pipelines_for(ranks, nodes, config.drop.max_stages)
+    return Topology(devices=devices, ranks=ranks, groups=groups)
 
 
 def ranks_of(slots: Iterable[Slot]) -> tuple[InstanceId, ...]:

@@ -3,8 +3,8 @@
 The instances are the truth. A switch is committed by its leader alone, and survivors of a broken group fall back to dp
 by themselves; so a layout that disagrees with its instances is the layout's mistake:
 
-    a member of a tp group is not READY, or runs something else     the group dissolves into dp groups
-    all members of a tp group say that they run it                  it is a group
+    a member of a group is not READY, or runs something else        the group dissolves into dp groups
+    all members of a tp or pp group say that they run it            it is a group
     an instance has committed an epoch above the layout's           the layout's next epoch is above that
 
 Answers from before a switch say nothing about after it (`Slot.lane` is empty then), and while a switch is under way

@@ -163,7 +163,7 @@ class Controller:
         self._news.set()
 
     def auto_layout(self) -> None:
-        """Lets the merge planner decide about the layout again."""
+        """Lets the planners decide about the layout again."""
         self._log.append([self._steering.release()])
         self._coordinator.forgive()
         self._news.set()
@@ -305,7 +305,7 @@ class Controller:
         directory = state.wiring.directory
         ready = [slot.key for slot in state.slots if slot.ready is not None]
         self._told = {key: version for key in ready if (version := self._told.get(key, -1)) >= 0}
-        if not self.config.degrees or state.closing:
+        if not self.config.is_elastic or state.closing:
             return
 
         async def tell(key: InstanceKey) -> int:
@@ -318,9 +318,10 @@ class Controller:
 
     def _steer(self) -> None:
         """Begins the next switch of the layout, where one is due and none is under way."""
-        if not self.config.degrees or self._ready_state().closing or not self._coordinator.can_begin:
+        if not self.config.is_elastic or self._ready_state().closing or not self._coordinator.can_begin:
             return
-        plan = self._steering.next_switch(self.snapshot())
+        plan, news = self._steering.next_switch(self.snapshot())
+        self._log.append(news)
         if plan is not None:
             self._coordinator.begin(plan)
 

@@ -39,7 +39,8 @@ def table(
     """The next routing table.
 
     `widest` are the groups that the hardware allows. The longest request never falls: a cluster that lost an instance
-    forms its widest shape again once the slot is filled, and a request may wait for that.
+    forms its widest shape again once the slot is filled, and a request may wait for that. Only tp groups count: a
+    pipeline is formed where memory is short, and for no request that is too long.
     """
     routes = []
     for group in layout.groups:
@@ -71,7 +72,7 @@ def table(
 def _wide(parts: Sequence[Part | None], groups: Sequence[Group]) -> list[int]:
     """The longest requests that groups can hold, of those whose members all have the lane."""
     lengths = []
-    for group in groups:
+    for group in (g for g in groups if g.kind is GroupKind.TP):
         of_members = [_max_model_len(p, group.shape) if p is not None else 0 for p in _of(parts, group.members)]
         lengths.append(min(of_members))
     return lengths

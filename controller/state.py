@@ -255,13 +255,12 @@ def snapshot(state: ClusterState, *, time_s: float, started_s: float, now_s: flo
 
 def what(plan: SwitchPlan) -> str:
     """E.g. "merge tp2@(0,1) (carry)"."""
-    return f"{'merge' if plan.is_merge else 'split'} {plan.group} ({plan.strategy})"
+    return f"{plan.verb} {plan.group} ({plan.strategy})"
 
 
 def _kind_of(plan: SwitchPlan) -> dict[str, Any]:
     """What all events of a switch say of it, for people and for metrics."""
-    kind = "merge" if plan.is_merge else "split"
-    return {"what": what(plan), "switch": kind, "shape": plan.group.shape, "strategy": plan.strategy.value}
+    return {"what": what(plan), "switch": plan.verb, "shape": plan.group.shape, "strategy": plan.strategy.value}
 
 
 def switch_span(plan: SwitchPlan) -> str:
@@ -274,7 +273,7 @@ def switch_span(plan: SwitchPlan) -> str:
 
 def _followed(state: ClusterState, before: ClusterState, changes: list[Change], now_s: float) -> Transition:
     """The state with the layout that its instances have, and all that follows from that."""
-    if not state.closing and state.config.degrees:
+    if not state.closing and state.config.is_elastic:
         busy = state.switch.group.members if state.switch is not None else ()
         layout, why = layouts.follow(state.layout, state.slots, busy)
         if layout is not state.layout:

@@ -1,13 +1,15 @@
-"""What the layout should become: the merge planner decides from load and demand, or somebody's wish stands."""
+"""What the layout should become: the planners decide from load, demand and memory, or somebody's wish stands."""
 
 import logging
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from pengserve.controller.events import Change
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete
-from pengserve.planners.merge import LoadHistory, plan_switch, plan_towards
+from pengserve.planners.selector import AT_REST, Action, Decision, Option, SelectorHistory, select
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.events import Event, EventKind
@@ -19,6 +21,7 @@ from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, LayoutPol
 logger = logging.getLogger(__name__)
 
 DEMAND_LIFETIME_S = 10.0  # an ingress that says nothing for so long wants nothing any more
+SHORTAGE_PERIOD_S = 10.0  # between two events that tell of missing instances
 _SHOWN_GROUPS = 8
 
 
@@ -35,7 +38,9 @@ class Steering:
         self._config, self._clock = config, clock
         self._target: LayoutTarget | None = None
         self._is_auto = config.merge.is_auto
-        self._history = LoadHistory()
+        self._history = SelectorHistory()
+        self._decision = AT_REST
+        self._short_s = -math.inf  # when it was last told that instances are missing
         self._heard: dict[str, _Heard] = {}
         self._refused: tuple[str, ...] = ()  # the newest refusal, which is logged once
 
@@ -58,19 +63,19 @@ class Steering:
         return _wishes(demand) and (before is None or _wishes(before.demand) != _wishes(demand))
 
     def pin(self, target: LayoutTarget, snapshot: ClusterSnapshot, possible: Iterable[Group]) -> Change:
-        """Lets `target` stand until it is asked otherwise. `possible` are the tp groups that the hardware allows.
+        """Lets `target` stand until it is asked otherwise. `possible` are the groups that the hardware allows.
 
         Raises:
             PlanError: this cluster can never be laid out so; says what it can.
         """
         groups = _valid(target.groups, snapshot, tuple(possible))
         self._target, self._is_auto = LayoutTarget(groups=groups, strategy=target.strategy), False
-        text = " ".join(str(group) for group in groups if group.kind is GroupKind.TP) or "dp"
+        text = " ".join(str(group) for group in groups if group.kind is not GroupKind.DP) or "dp"
         data = {"is_auto": False, "groups": text, "strategy": target.strategy.value}
         return Change(kind=EventKind.POLICY_CHANGED, why=f"asked to keep {text}", data=data)
 
     def release(self) -> Change:
-        """Lets the planner decide again."""
+        """Lets the planners decide again."""
         self._target, self._is_auto = None, True
         return Change(kind=EventKind.POLICY_CHANGED, why="asked to follow the load", data={"is_auto": True})
 
@@ -88,21 +93,47 @@ class Steering:
             groups = complete(groups, [InstanceId(i) for i in range(self._config.num_instances)])
             self._target = LayoutTarget(groups=groups, strategy=SwitchStrategy(data["strategy"]))
 
-    def next_switch(self, snapshot: ClusterSnapshot) -> SwitchPlan | None:
-        """The next switch to carry out, which breaks no law on `snapshot`; None where all is as it should be."""
-        if self._is_auto:
-            plan, self._history = plan_switch(snapshot, self._config.merge, self._history)
-        elif self._target is not None:
-            plan = plan_towards(snapshot, self._target.groups, self._target.strategy, "asked for")
-        else:
-            plan = None
+    def next_switch(self, snapshot: ClusterSnapshot) -> tuple[SwitchPlan | None, tuple[Change, ...]]:
+        """The next switch to carry out, which breaks no law on `snapshot`, or None; and a new decision, for the log."""
+        strategy = self._target.strategy if self._target is not None else SwitchStrategy.CARRY
+        merge, drop = self._config.merge, self._config.drop
+        plan, self._history, decision = select(snapshot, merge, drop, self._history, strategy)
+        news = self._news(decision)
         if plan is None:
-            return None
+            return None, news
         violations = check_switch(plan, snapshot)
         if violations and violations != self._refused:
             logger.warning("plan %s was refused: %s", plan.plan_id, "; ".join(violations))
         self._refused = violations
-        return None if violations else plan
+        return (None if violations else plan), news
+
+    def _news(self, decision: Decision) -> tuple[Change, ...]:
+        """The event of a decision that is another one than the last, and more than to rest.
+
+        Memory may be short at every other look: that instances are missing is told once in a while.
+        """
+        before, self._decision = self._decision, decision
+        if self._config.drop.max_stages <= 1 or decision.is_rest or decision.is_same(before):
+            return ()
+        if decision.chosen.action is Action.KEEP:
+            now_s = self._clock()
+            if now_s - self._short_s < SHORTAGE_PERIOD_S:
+                self._decision = AT_REST  # it is told later, if it lasts
+                return ()
+            self._short_s = now_s
+        return (decided(decision),)
+
+
+def decided(decision: Decision) -> Change:
+    """The event of a decision."""
+    options = [_shown(option) for option in decision.options]
+    data = {**_shown(decision.chosen), "needs_instances": decision.needs_instances, "options": options}
+    return Change(kind=EventKind.PLAN_DECIDED, why=decision.chosen.why, data=data)
+
+
+def _shown(option: Option) -> dict[str, Any]:
+    group = "" if option.group is None else str(option.group)
+    return {"action": option.action.value, "group": group, "price_s": round(option.price_s, 3), "why": option.why}
 
 
 def _wishes(demand: Demand) -> tuple[int, tuple[tuple[int, int], ...], int]:

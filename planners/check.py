@@ -2,19 +2,21 @@
 
 from collections.abc import Iterable
 
-from pengserve.planners.load import lane_capacity
+from pengserve.planners.load import fits_alone, lane_capacity
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind, Layout
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState
 
+_END = {GroupKind.TP: "split", GroupKind.PP: "restore"}  # what must happen before its members are alone
+
 
 def check_switch(plan: SwitchPlan, snapshot: ClusterSnapshot) -> tuple[str, ...]:
     """All laws that `plan` breaks on `snapshot`.
 
-    A plan is for the layout's epoch, and its members are the READY lives of their slots. A merge takes dp groups
-    whose lanes and communicators are ready; a split ends a group of the layout, none of whose requests is too long
-    for one instance.
+    A plan is for the layout's epoch, and its members are the READY lives of their slots. A merge or drop takes dp
+    groups whose lanes and communicators are ready. A split or restore ends a group of the layout, none of whose
+    requests is too long for one instance; on a restore, all of them together must fit too.
     """
     found: list[str] = []
     if plan.epoch != snapshot.epoch:
@@ -58,7 +60,7 @@ def _check_merge(plan: SwitchPlan, snapshot: ClusterSnapshot, by_id: dict[Instan
         if group is None:
             found.append(f"instance {member} is in no group of the layout")
         elif group.kind is not GroupKind.DP:
-            found.append(f"instance {member} is in {group}: split that first")
+            found.append(f"instance {member} is in {group}: {_END[group.kind]} that first")
         instance = by_id.get(member)
         if instance is not None and lane_capacity(instance, plan.group.shape) is None:
             found.append(f"instance {member} has no {plan.group.shape} lane")
@@ -80,6 +82,11 @@ def _check_split(plan: SwitchPlan, snapshot: ClusterSnapshot, by_id: dict[Instan
                 f"a request of {longest} tokens runs in {plan.group}, and instance {member} alone holds "
                 f"{lane.max_model_len}: wait until it has ended"
             )
+    if plan.group.kind is GroupKind.PP and not found and leader is not None and not fits_alone(plan.group, by_id):
+        found.append(
+            f"{plan.group} holds {leader.stats.kv_blocks_used} blocks, for which its members may not have room: "
+            "wait until requests have ended"
+        )
     return found
 
 

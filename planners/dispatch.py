@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.layout import degree_of
+from pengserve.planners.types.layout import tensor_degree_of
 
 _FULL = 1.0  # virtual load from which requests wait
 
@@ -60,8 +60,8 @@ class Candidate:
 
     @property
     def degree(self) -> int:
-        """How many instances serve it together."""
-        return degree_of(self.shape)
+        """How many instances compute a layer together: a pipeline computes what dp does, on more memory."""
+        return tensor_degree_of(self.shape)
 
     def holds(self, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` could ever be there, with nothing else running."""

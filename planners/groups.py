@@ -1,6 +1,7 @@
-"""Which groups of instances may cooperate: aligned runs of ranks inside one node (Flying Serving section 4.1).
+"""Which groups of instances may cooperate, and how people name a layout of them.
 
-And how people name a layout of them.
+Tensor-parallel groups are aligned runs of ranks inside one node (Flying Serving section 4.1). Pipelines are aligned
+runs of ranks that may span nodes: what their stages exchange is small (KunServe section 3).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,9 +11,12 @@ from pengserve.planners.types.layout import Group, GroupKind, parse_groups
 
 
 def groups_for(
-    ranks: Sequence[InstanceId], nodes: Mapping[InstanceId, str], degrees: Iterable[int]
+    ranks: Sequence[InstanceId],
+    nodes: Mapping[InstanceId, str],
+    degrees: Iterable[int],
+    kind: GroupKind = GroupKind.TP,
 ) -> tuple[Group, ...]:
-    """Every tp group that may be formed: for each node and degree p, runs of p neighbours from a multiple of p on.
+    """Every group that may be formed: for each node and degree p, runs of p neighbours from a multiple of p on.
 
     Groups of powers of two nest or are disjoint, so that any group can be split into halves. N instances have fewer
     than N of them. A node's remainder that is narrower than p is in no group of degree p.
@@ -23,6 +27,7 @@ def groups_for(
         nodes: the node, or NVLink domain, of each. An instance that is not listed is in no group;
             the empty name is a node like any other (plain processes of one machine).
         degrees: the degrees wanted; 1 and below are left out.
+        kind: of the groups.
 
     Returns:
         Groups by degree, then by rank.
@@ -32,28 +37,40 @@ def groups_for(
         if (node := nodes.get(instance_id)) is not None:
             by_node.setdefault(node, []).append(instance_id)
     return tuple(
-        Group(kind=GroupKind.TP, members=tuple(members[start : start + degree]))
+        Group(kind=kind, members=tuple(members[start : start + degree]))
         for degree in sorted({degree for degree in degrees if degree > 1})
         for members in by_node.values()
         for start in range(0, len(members) - degree + 1, degree)
     )
 
 
+def pipelines_for(ranks: Sequence[InstanceId], placed: Iterable[InstanceId], max_stages: int) -> tuple[Group, ...]:
+    """Every pp group of at most `max_stages` that may be formed, of the instances whose place is known.
+
+    As `groups_for`, as if all `placed` were on one node.
+    """
+    stages = (1 << power for power in range(1, max_stages.bit_length()))
+    return groups_for(ranks, dict.fromkeys(placed, ""), stages, GroupKind.PP)
+
+
 def expand(text: str, groups: Sequence[Group], ranks: Sequence[InstanceId] = ()) -> tuple[Group, ...]:
-    """The layout that `text` asks for, of tp groups among `groups` and dp groups.
+    """The layout that `text` asks for, of tp and pp groups among `groups` and dp groups.
 
     "dp" is every instance alone; "tp2" every aligned pair, and the rest alone; "tp" the same with the widest degree
-    there is; "tp2@(0,1) dp@(2)" names groups, and instances it does not name are alone. `ranks` are the instances
-    to lay out; without it, those that `groups` name.
+    there is; "pp2" and "pp" are pipelines likewise; "tp2@(0,1) dp@(2)" names groups, and instances it does not name
+    are alone. `ranks` are the instances to lay out; without it, those that `groups` name.
 
     Raises:
         ValueError: the text has another form, or names what is not possible; the sentence lists what is.
     """
     known = tuple(dict.fromkeys(ranks)) or tuple(sorted({member for group in groups for member in group.members}))
-    possible = {g.shape: [h for h in groups if h.shape == g.shape] for g in groups if g.kind is GroupKind.TP}
+    possible: dict[str, list[Group]] = {}
+    for group in groups:
+        possible.setdefault(group.shape, []).append(group)
     wish = text.strip().lower()
-    if wish == "tp" and possible:
-        wish = max(possible, key=lambda shape: possible[shape][0].degree)
+    of_kind = [shape for shape, same in possible.items() if same[0].kind == wish]
+    if of_kind:
+        wish = max(of_kind, key=lambda shape: possible[shape][0].degree)
     if wish == GroupKind.DP:
         wanted: tuple[Group, ...] = ()
     elif wish in possible:
@@ -79,7 +96,7 @@ def complete(groups: Iterable[Group], ranks: Sequence[InstanceId]) -> tuple[Grou
 def _choices(possible: Mapping[str, Sequence[Group]], most: int = 8) -> str:
     """E.g. "choose dp, tp2, or groups of tp2@(0,1) tp2@(2,3)"."""
     if not possible:
-        return "choose dp; no tensor-parallel group is ready"
+        return "choose dp; no group of several instances is ready"
     named = [str(group) for groups in possible.values() for group in groups]
     more = f" and {len(named) - most} more" if len(named) > most else ""
     return f"choose {', '.join(['dp', *possible])}, or groups of {' '.join(named[:most])}{more}"

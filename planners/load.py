@@ -9,7 +9,12 @@ from dataclasses import dataclass
 
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState, KvCapacity
+from pengserve.planners.types.snapshot import (
+    ClusterSnapshot,
+    InstanceSnapshot,
+    InstanceState,
+    KvCapacity,
+)
 from pengserve.planners.types.units import blocks_for
 
 OVERLOAD = 1.0  # from this load on, requests wait or will
@@ -41,7 +46,8 @@ class ClusterView:
     instances: Mapping[InstanceId, InstanceSnapshot]  # READY ones
     group_of: Mapping[InstanceId, Group]  # of instances in groups whose members are all READY
     loads: Mapping[InstanceId, GroupLoad]  # of those groups, by leader
-    formable: frozenset[tuple[InstanceId, ...]]  # members of tp groups that could be formed now
+    tp_groups: tuple[Group, ...]  # that could be formed now, and those that stand
+    formable: Mapping[GroupKind, frozenset[tuple[InstanceId, ...]]]  # members of such groups of each kind
     busy_requests: int
 
     @classmethod
@@ -57,14 +63,20 @@ class ClusterView:
                     group_of[member] = group
                 leader = group.members[0]
                 loads[leader] = _load(instances[leader], group, busy_requests, leader in standing)
+        by_kind = {k: tuple(g for g in snapshot.groups if g.kind is k) for k in (GroupKind.TP, GroupKind.PP)}
         return cls(
             snapshot=snapshot,
             instances=instances,
             group_of=group_of,
             loads=loads,
-            formable=frozenset(group.members for group in snapshot.groups),
+            tp_groups=by_kind[GroupKind.TP],
+            formable={kind: frozenset(g.members for g in groups) for kind, groups in by_kind.items()},
             busy_requests=max(1, busy_requests),
         )
+
+    def can_form(self, group: Group) -> bool:
+        """Whether the lanes and communicators for `group` are ready."""
+        return group.members in self.formable[group.kind]
 
     def load(self, group: Group) -> GroupLoad:
         """Load of a group that is in the layout, with all members READY."""
@@ -80,9 +92,9 @@ class ClusterView:
         return tuple({group.members[0]: group for group in groups}.values())
 
     def projected(self, group: Group) -> GroupLoad | None:
-        """Load that `group` would have if it were formed now of all that its members run.
+        """Load that the tp `group` would have if it were formed now of all that its members run.
 
-        None where its members also cooperate with others, or it cannot be built.
+        None where its members also cooperate with others, or as a pipeline, or it cannot be built.
         """
         lane = lane_capacity(self.instances.get(group.members[0]), group.shape)
         if lane is None:
@@ -92,7 +104,7 @@ class ClusterView:
         kv_share, is_known, is_queue = 0.0, True, False
         while start < degree:
             part = self.group_of.get(members[start])
-            if part is None or part.members != members[start : start + len(part.members)]:
+            if part is None or part.kind is GroupKind.PP or part.members != members[start : start + part.degree]:
                 return None
             load, width = self.loads[members[start]], len(part.members)
             num_requests += load.num_requests
@@ -141,6 +153,32 @@ def lane_capacity(instance: InstanceSnapshot | None, shape: str) -> KvCapacity |
         if lane.shape == shape:
             return lane.capacity
     return instance.capacity if shape == GroupKind.DP else None
+
+
+def fits_alone(
+    group: Group,
+    instances: Mapping[InstanceId, InstanceSnapshot],
+    num_blocks: int | None = None,
+    fill: float = 1.0,
+) -> bool:
+    """Whether what runs in the pipeline `group` surely fits into its members' dp lanes, whatever the lengths.
+
+    Of requests of at most L blocks, given one after the other to the member with most room, one finds none only where
+    each member has less than L left. False where a member is missing, or the leader's stats are of another shape.
+
+    Args:
+        num_blocks: what must fit, where that is not what running requests hold.
+        fill: share of a dp lane that may be used.
+    """
+    leader = instances.get(group.leader)
+    lanes = [lane_capacity(instances.get(member), GroupKind.DP) for member in group.members]
+    room = [int(fill * lane.num_blocks) for lane in lanes if lane is not None]
+    if leader is None or len(room) < len(lanes) or leader.stats.shape != group.shape:
+        return False
+    block_size = leader.stats.block_size or min(lane.block_size for lane in lanes if lane is not None)
+    longest = blocks_for(leader.stats.longest_tokens, max(1, block_size))
+    needed = leader.stats.kv_blocks_used if num_blocks is None else num_blocks
+    return longest <= min(room) and needed <= sum(room) - (len(room) - 1) * longest
 
 
 def _load(leader: InstanceSnapshot, group: Group, busy_requests: int, is_queue: bool) -> GroupLoad:

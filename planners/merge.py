@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from pengserve.planners.load import OVERLOAD, ClusterView
-from pengserve.planners.steps import can_merge, can_split, is_backing_off, make_plan, next_step, split_first
+from pengserve.planners.steps import can_split, is_backing_off, make_plan, next_step, split_first
 from pengserve.planners.types.config import MergeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
@@ -103,16 +103,33 @@ class _Look:
         return [group for group in self.history.standing if group.leader in self.view.loads]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proposal:
+    """What the merge planner would do next, and which instances it counts on."""
+
+    plan: SwitchPlan | None = None
+    reason: Reason | None = None  # of the plan
+    claimed: frozenset[InstanceId] = frozenset()  # for long and urgent requests: leave their groups alone
+    history: LoadHistory = field(default_factory=LoadHistory)  # for the next call, where the plan is not followed
+    followed: LoadHistory = field(default_factory=LoadHistory)  # ... and where it is
+
+
 def plan_switch(
     snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory
 ) -> tuple[SwitchPlan | None, LoadHistory]:
-    """The next merge or split, or None where the layout should stay; and what to remember for the next call.
+    """The next merge or split, or None where the layout should stay; and what to remember for the next call."""
+    proposal = propose(snapshot, config, history)
+    return proposal.plan, proposal.followed
+
+
+def propose(snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory) -> Proposal:
+    """The next merge or split, for somebody who may prefer something else.
 
     A function of its arguments alone. It must see the cluster regularly, also while nothing happens: the history
     measures how long things last. After a gap of more than `quiet_s` the measuring begins anew.
     """
     if not snapshot.policy.is_auto:
-        return None, history
+        return Proposal(history=history, followed=history)
     if history.seen_s is not None and snapshot.time_s - history.seen_s > config.quiet_s:
         history = replace(history, low_since_s={}, queue_since_s={})  # nobody knows what was in between
     queues = _queues(snapshot, history)
@@ -121,37 +138,17 @@ def plan_switch(
     history = _observe(view, config, replace(history, queue_since_s=queues, seen_s=snapshot.time_s))
     look = _Look(view=view, config=config, history=history, claimed={})
     step = _for_long_context(look) or _for_wishes(look) or _for_load(look)
-    history = look.history
+    history, claimed = look.history, frozenset(look.claimed)
     if step is None or is_backing_off(snapshot):
-        return None, history
-    plan = make_plan(view, step.group, step.is_merge, SwitchStrategy(step.strategy), f"{step.reason}: {step.why}")
+        return Proposal(claimed=claimed, history=history, followed=history)
+    strategy, why = SwitchStrategy(step.strategy), f"{step.reason}: {step.why}"
+    plan = make_plan(snapshot, view.instances, step.group, step.is_merge, strategy, why)
+    followed = history
     if step.is_merge:
-        history = replace(history, planned=(step.group, step.reason))
+        followed = replace(history, planned=(step.group, step.reason))
     elif step.reason is Reason.LOAD and view.load(step.group).load > config.split_above:
-        history = replace(history, relieved_s=snapshot.time_s)
-    return plan, history
-
-
-def plan_towards(
-    snapshot: ClusterSnapshot, target: tuple[Group, ...], strategy: SwitchStrategy, why: str
-) -> SwitchPlan | None:
-    """The next merge or split on the way to `target`, splits first; None when there, or while a step must wait.
-
-    What `target` does not name is alone. A split waits for a request that is too long for one instance, and a merge
-    for communicators and for paused requests to go on.
-    """
-    if is_backing_off(snapshot):
-        return None
-    view = ClusterView.of(snapshot, busy_requests=1)
-    wanted = {group for group in target if group.kind is GroupKind.TP}
-    standing = [g for g in snapshot.layout.groups if g.kind is GroupKind.TP and g.leader in view.loads]
-    for group in standing:
-        if group not in wanted and can_split(view, group):
-            return make_plan(view, group, False, strategy, why)
-    for group in sorted(wanted.difference(standing), key=lambda g: g.members):
-        if can_merge(view, group):
-            return make_plan(view, group, True, strategy, why)
-    return None
+        followed = replace(history, relieved_s=snapshot.time_s)
+    return Proposal(plan=plan, reason=step.reason, claimed=claimed, history=history, followed=followed)
 
 
 # What is remembered
@@ -189,7 +186,7 @@ def _standing(group: Group, snapshot: ClusterSnapshot, history: LoadHistory) -> 
 
 def _low(view: ClusterView, config: MergeConfig, before: Mapping[Group, float]) -> Iterable[tuple[Group, float]]:
     """Groups whose load would be below `merge_below`. Where stats are stale, what was known stands."""
-    for group in view.snapshot.groups:
+    for group in view.tp_groups:
         if 1 < group.degree <= config.max_degree:
             load = view.projected(group)
             if load is None:
@@ -246,9 +243,7 @@ def _claim_narrowest(look: _Look, num_tokens: int) -> None:
 
 def _narrowest(look: _Look, num_tokens: int) -> Group | None:
     """The narrowest group that holds `num_tokens`, on the least loaded members; free of others' claims."""
-    able = [
-        g for g in look.view.snapshot.groups if look.view.max_tokens(g, g.shape) >= num_tokens and _is_possible(look, g)
-    ]
+    able = [g for g in look.view.tp_groups if look.view.max_tokens(g, g.shape) >= num_tokens and _is_possible(look, g)]
     return min(able, key=lambda g: (g.degree, *_cost(look, g)), default=None)
 
 
@@ -272,12 +267,14 @@ def _for_wishes(look: _Look) -> _Step | None:
 def _claim_standing(look: _Look, degrees: set[int]) -> bool:
     """Claims a group of the layout for wishes; the widest, and rather one that stands for a wish."""
     standing = look.history.standing
-    able = [g for g in look.view.groups() if g.degree in degrees and not _is_needed_by_all(look, g)]
+    able = [g for g in look.view.groups() if g.tensor_degree in degrees and not _is_needed_by_all(look, g)]
     if not able:
         return False
-    look.claim(
-        min(able, key=lambda g: (g in standing and standing[g].reason is not Reason.PRIORITY, -g.degree, g.members))
-    )
+    for_others = [g.kind is GroupKind.TP and standing[g].reason is not Reason.PRIORITY for g in able]
+    ranked = zip(for_others, able, strict=True)
+    _, found = min(ranked, key=lambda pair: (pair[0], -pair[1].tensor_degree, pair[1].degree, pair[1].members))
+    if found.kind is not GroupKind.PP:  # one that is restored serves a wish for dp all the more
+        look.claim(found)
     return True
 
 
@@ -286,7 +283,7 @@ def _is_needed_by_all(look: _Look, group: Group) -> bool:
     if not _takes_all(look, group):
         return False
     is_choice = look.history.standing[group].reason is Reason.LOAD and any(
-        g.degree < group.degree for g in look.view.snapshot.groups
+        g.degree < group.degree for g in look.view.tp_groups
     )
     load = look.view.load(group)
     return load.load >= OVERLOAD or (is_choice and load.load > look.config.split_above)
@@ -294,7 +291,7 @@ def _is_needed_by_all(look: _Look, group: Group) -> bool:
 
 def _priority_degrees(look: _Look) -> list[int]:
     """The degree of a group for urgent requests: the widest that leaves half of the instances, else the narrowest."""
-    degrees = sorted({g.degree for g in look.view.snapshot.groups if g.degree <= look.config.max_degree})
+    degrees = sorted({g.degree for g in look.view.tp_groups if g.degree <= look.config.max_degree})
     halves = [d for d in degrees if 2 * d <= len(look.view.instances)]
     return halves[-1:] or degrees[:1]
 
@@ -310,9 +307,7 @@ def _dp_for_wish(look: _Look) -> _Step | None:
 
 def _tp_for_wish(look: _Look, degree: int) -> _Step | None:
     able = [
-        g
-        for g in look.view.snapshot.groups
-        if g.degree == degree and _is_possible(look, g) and not _starves_others(look, g)
+        g for g in look.view.tp_groups if g.degree == degree and _is_possible(look, g) and not _starves_others(look, g)
     ]
     if not able:
         return None
@@ -339,7 +334,7 @@ def _starves_others(look: _Look, goal: Group) -> bool:
 
 def _takes_all(look: _Look, group: Group) -> bool:
     """Whether best effort runs, and claims and `group` leave no instance to it."""
-    is_all = group.degree > 1 and all(i in look.claimed or i in group.members for i in look.view.instances)
+    is_all = group.tensor_degree > 1 and all(i in look.claimed or i in group.members for i in look.view.instances)
     return is_all and _has_best_effort(look)
 
 

@@ -1,11 +1,13 @@
-"""From a wanted group to the one merge or split that comes next."""
+"""From a wanted group to the one switch that comes next."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from pengserve.planners.load import ClusterView, lane_capacity
+from pengserve.planners.load import ClusterView, fits_alone, lane_capacity
+from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
-from pengserve.planners.types.snapshot import ClusterSnapshot
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot
 
 BACK_OFF_S = 1.0  # after a switch that was aborted
 
@@ -15,25 +17,33 @@ def can_merge(view: ClusterView, group: Group) -> bool:
     alone = all(m in view.group_of and view.group_of[m].kind is GroupKind.DP for m in group.members)
     return (
         alone
-        and group.members in view.formable
+        and view.can_form(group)
         and not view.num_paused(group)
         and all(lane_capacity(view.instances[m], group.shape) is not None for m in group.members)
     )
 
 
 def can_split(view: ClusterView, group: Group) -> bool:
-    """Whether `group`, of the layout, can end now: each of its requests fits into any of its members alone."""
+    """Whether `group`, of the layout, can end now: each of its requests fits into any of its members alone.
+
+    A pipeline holds more than its members do, so there all of its requests together must fit too.
+    """
     dp_tokens = view.max_tokens(group, GroupKind.DP)
-    return dp_tokens > 0 and view.longest_tokens(group) <= dp_tokens
+    if dp_tokens <= 0 or view.longest_tokens(group) > dp_tokens:
+        return False
+    return group.kind is not GroupKind.PP or fits_alone(group, view.instances)
 
 
 def split_first(view: ClusterView, goal: Group) -> tuple[Group, ...]:
-    """Groups of the layout that must end before `goal` can be formed."""
+    """Tp groups of the layout that must end before `goal` can be formed."""
     return tuple(g for g in view.groups_over(goal.members) if g.kind is GroupKind.TP and g != goal)
 
 
 def next_step(view: ClusterView, goal: Group, may_split: Callable[[Group], bool]) -> tuple[Group, bool] | None:
-    """The group to merge (True) or split (False) next, to get to `goal`; None when there, or while it must wait."""
+    """The group to merge (True) or split (False) next, to get to `goal`; None when there, or while it must wait.
+
+    A pipeline in the way is waited for: it stands because memory is short, and ends when that is over.
+    """
     in_the_way = split_first(view, goal)
     for group in in_the_way:
         if may_split(group):
@@ -49,23 +59,30 @@ def is_backing_off(snapshot: ClusterSnapshot) -> bool:
     return snapshot.time_s - (last.started_s + last.seconds) < BACK_OFF_S
 
 
-def make_plan(view: ClusterView, group: Group, is_merge: bool, strategy: SwitchStrategy, why: str) -> SwitchPlan:
-    """The plan for one step on the view's snapshot.
+def make_plan(
+    snapshot: ClusterSnapshot,
+    instances: Mapping[InstanceId, InstanceSnapshot],
+    group: Group,
+    is_merge: bool,
+    strategy: SwitchStrategy,
+    why: str,
+) -> SwitchPlan:
+    """The plan for one step on `snapshot`, of whose `instances` it needs the members.
 
     Its id tells epoch, step and group; after an aborted switch of the same epoch also the layout's age, so that a
     second try has an id of its own.
     """
-    snapshot = view.snapshot
-    plan_id = f"{snapshot.epoch}:{'merge' if is_merge else 'split'}:{group}"
-    last = snapshot.last_switch
-    if last is not None and last.plan_id.startswith(f"{snapshot.epoch}:"):
-        plan_id += f"+{snapshot.time_s - snapshot.layout_since_s:.3f}s"
-    return SwitchPlan(
-        plan_id=plan_id,
+    plan = SwitchPlan(
+        plan_id="",
         epoch=snapshot.epoch,
         group=group,
-        members=tuple(view.instances[m].key for m in group.members),
+        members=tuple(instances[m].key for m in group.members),
         is_merge=is_merge,
         strategy=strategy,
         why=why,
     )
+    plan_id = f"{snapshot.epoch}:{plan.verb}:{group}"
+    last = snapshot.last_switch
+    if last is not None and last.plan_id.startswith(f"{snapshot.epoch}:"):
+        plan_id += f"+{snapshot.time_s - snapshot.layout_since_s:.3f}s"
+    return replace(plan, plan_id=plan_id)

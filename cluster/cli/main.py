@@ -182,6 +182,7 @@ def layout_set(
     - `pengserve layout set 'tp2@(0,1)'`: this pair, and all others alone; quote it, for the shell knows brackets too
     - `pengserve layout set 'tp4@(0..3) tp2@(4,5)'`: several groups
     - `pengserve layout set tp`: the widest groups there are
+    - `pengserve layout set pp2`: every aligned pair becomes a pipeline, which has more room for KV; `pp` is the widest
     - `pengserve layout set dp`: every instance alone
 
     What becomes of running requests:
@@ -198,7 +199,7 @@ def layout_set(
 
 @layout_app.command("auto")
 def layout_auto(url: Url = DEFAULT_URL, admin_key: AdminKey = None) -> None:
-    """Let the cluster choose its layout again, from load, priorities and long requests.
+    """Let the cluster choose its layout again, from load, priorities, long requests and memory.
 
     - `pengserve layout auto`
     """

@@ -9,7 +9,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.load import lane_capacity
+from pengserve.planners.types.layout import Group, GroupKind, degree_of
 from pengserve.planners.types.plans import SwitchReport
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, LayoutPolicy, LayoutView, SwitchRecord
 from pengserve.planners.types.units import format_bytes
@@ -83,6 +84,15 @@ def describe_phases(data: Mapping[str, Any]) -> str:
     return "; ".join(part for part in (", ".join(phases), ", ".join(counts)) if part)
 
 
+def describe_decision(data: Mapping[str, Any]) -> str:
+    """What a decision chose, then what it left, with what requests stall: "drop pp2@(0,1): 0.3 s; keep: 9 s"."""
+    chosen = (data.get("action"), data.get("group"))
+    options = sorted(data.get("options", ()), key=lambda o: (o["action"], o["group"]) != chosen)
+    told = [f"{o['action']} {o['group']}".strip() + f": {o['price_s']:.3g} s" for o in options[:SHOWN_GROUPS]]
+    more = ["more instances would help"] if data.get("needs_instances") else []
+    return "; ".join(told + more)
+
+
 def switch_line(record: SwitchRecord | None, time_s: float) -> Text:
     """The newest switch: what, how it goes or went, its phases, and why."""
     if record is None:
@@ -128,6 +138,19 @@ def kv_tokens(instance: InstanceSnapshot) -> tuple[int, int, int]:
         return 0, 0, 0
     size = stats.block_size or capacity.block_size
     return stats.kv_blocks_used * size, stats.queued_tokens, (stats.kv_blocks_total or capacity.num_blocks) * size
+
+
+def memory_parts(instance: InstanceSnapshot, leader: InstanceSnapshot) -> tuple[int, int, int]:
+    """Bytes of an instance: (weights, KV that can be, KV that is). A stage of a pipeline has its share of each."""
+    capacity, shape = instance.capacity, leader.stats.shape
+    if capacity is None:
+        return 0, 0, 0
+    lane, stages = capacity, 1
+    if shape.startswith(GroupKind.PP):
+        lane, stages = lane_capacity(instance, shape) or capacity, degree_of(shape)
+    used_bytes = leader.stats.kv_blocks_used * capacity.bytes_per_block
+    kv_bytes = lane.num_blocks * capacity.bytes_per_block
+    return capacity.weight_bytes // stages, kv_bytes // stages, used_bytes // stages
 
 
 def leader_of(

@@ -12,11 +12,13 @@ from rich.text import Text
 
 from pengserve.cluster.cli.shape_views import (
     by_group,
+    describe_decision,
     describe_groups,
     describe_phases,
     describe_policy,
     kv_tokens,
     leader_of,
+    memory_parts,
     role,
     switch_line,
 )
@@ -157,6 +159,8 @@ def _told(event: Event) -> str:
     """What happened, and why."""
     if event.kind is EventKind.TRANSITION_END:
         what = describe_phases(event.data)
+    elif event.kind is EventKind.PLAN_DECIDED:
+        what = describe_decision(event.data)
     elif event.kind is EventKind.LAYOUT_CHANGED:
         what = str(event.data.get("groups", ""))
     else:
@@ -215,12 +219,10 @@ def _kv_bar(instance: InstanceSnapshot) -> Text:
 
 
 def _memory_bar(instance: InstanceSnapshot, leader: InstanceSnapshot) -> Text:
-    """A follower holds as many bytes of its leader's requests as the leader does: its heads of each block."""
-    capacity = instance.capacity
-    if capacity is None:
+    """A follower holds as many bytes of its leader's requests as the leader does: its heads or layers of each block."""
+    if instance.capacity is None:
         return Text("-", "dim")
-    kv_bytes = capacity.num_blocks * capacity.bytes_per_block
-    used_bytes = leader.stats.kv_blocks_used * capacity.bytes_per_block
-    whole = max(capacity.weight_bytes + kv_bytes, 1)
-    text = bar([(capacity.weight_bytes / whole, "█", "blue"), (used_bytes / whole, "▓", "green")])
-    return text.append(f" {format_bytes(capacity.weight_bytes)} + {format_bytes(kv_bytes)}")
+    weight_bytes, kv_bytes, used_bytes = memory_parts(instance, leader)
+    whole = max(weight_bytes + kv_bytes, 1)
+    text = bar([(weight_bytes / whole, "█", "blue"), (used_bytes / whole, "▓", "green")])
+    return text.append(f" {format_bytes(weight_bytes)} + {format_bytes(kv_bytes)}")

@@ -10,7 +10,7 @@ from pengserve.cluster.ingress.asking import CONTROLLER_TIMEOUT_S, asking_contro
 from pengserve.cluster.ingress.body import parse_object
 from pengserve.cluster.ingress.errors import RequestRefused
 from pengserve.cluster.ingress.routes import RoutingSource
-from pengserve.planners.groups import complete, expand, groups_for
+from pengserve.planners.groups import complete, expand, groups_for, pipelines_for
 from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.layout import Group, GroupKind, degree_of, parse_groups
@@ -18,7 +18,7 @@ from pengserve.planners.types.plans import LayoutTarget, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, LayoutView
 
 AUTO = "auto"
-WIDEST = "tp"
+WIDEST = (GroupKind.TP.value, GroupKind.PP.value)
 MAX_LAYOUT_CHARS = 16384  # names of some thousand groups
 
 
@@ -78,12 +78,14 @@ def _target(text: str, strategy: SwitchStrategy, snapshot: ClusterSnapshot) -> L
 def _possible(wish: str, snapshot: ClusterSnapshot) -> tuple[Group, ...]:
     """The groups that a short name stands for. One whose member is being replaced counts: it forms when it is back."""
     lanes = [lane for instance in snapshot.instances for lane in instance.lanes if lane.shape != GroupKind.DP]
-    cannot = {lane.shape for lane in lanes if lane.capacity is None} if wish == WIDEST else set()
-    degrees = {degree_of(lane.shape) for lane in lanes if lane.shape not in cannot}
+    cannot = {lane.shape for lane in lanes if lane.capacity is None} if wish in WIDEST else set()
+    shapes = {lane.shape for lane in lanes} - cannot
+    degrees = {degree_of(shape) for shape in shapes if shape.startswith(GroupKind.TP)}
+    stages = [degree_of(shape) for shape in shapes if shape.startswith(GroupKind.PP)]
     places = {i.instance_id: i.device.node_id for i in snapshot.instances if i.device.pid or i.device.node_id}
     if len(places) < len(snapshot.ranks):
         return snapshot.groups
-    return groups_for(snapshot.ranks, places, degrees)
+    return groups_for(snapshot.ranks, places, degrees) + pipelines_for(snapshot.ranks, places, max(stages, default=1))
 
 
 def _refused(error: Exception) -> RequestRefused:

@@ -253,7 +253,9 @@ PREFIX_HITS = _counter(
 )
 
 # Shape: how the instances are grouped, and the switches between shapes; every ingress counts all of them.
-GROUPS = _gauge("pengserve_groups", _SHAPE, "groups", "Groups of the layout, by shape: `dp`, `tp2`, ...", "shape")
+GROUPS = _gauge(
+    "pengserve_groups", _SHAPE, "groups", "Groups of the layout, by shape: `dp`, `tp2`, `pp2`, ...", "shape"
+)
 GROUP_SIZE = _gauge(
     "pengserve_instance_group_size",
     _SHAPE,
@@ -275,7 +277,7 @@ SWITCHES = _counter(
     "pengserve_switches_total",
     _SHAPE,
     "switches",
-    "Switches that ended, by kind (`merge`, `split`), strategy, and outcome (`done`, `aborted`).",
+    "Switches that ended, by kind (`merge`, `split`, `drop`, `restore`), strategy, and outcome (`done`, `aborted`).",
     "kind",
     "strategy",
     "outcome",

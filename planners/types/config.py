@@ -48,7 +48,7 @@ class DropConfig:
     Loads are memory demand as a share of KV capacity; demand may exceed 1.
     """
 
-    is_auto: bool = True
+    is_auto: bool = True  # False: nothing is dropped by itself; what was dropped by hand comes back all the same
     max_stages: int = 1  # of a pipeline; 1: parameters are never dropped
     drop_above: float = 0.95  # demand of a group, as a share of what it holds now, above which memory is short
     target: float = 0.8  # share that the demand should be of what there is after a drop
@@ -56,6 +56,7 @@ class DropConfig:
     horizon_s: float = 1.0  # demand is predicted for so long ahead
     quiet_s: float = 1.0  # demand must have been below `restore_below` for so long
     min_dwell_s: float = 2.0  # between a drop and the restore that undoes it
+    link_bytes_per_s: float = 1e9  # from instance to instance; for prices alone, which people see
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,3 +80,8 @@ class ControllerConfig:
     prepare_timeout_s: float = 3.0
     commit_timeout_s: float = 20.0  # beyond a plan's own drain_timeout_s
     event_log_path: str = ""  # JSONL; empty keeps events in memory alone
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether instances can ever form groups."""
+        return bool(self.degrees) or self.drop.max_stages > 1

@@ -23,6 +23,7 @@ class EventKind(StrEnum):
     ROUTING_CHANGED = "routing_changed"
     LAYOUT_CHANGED = "layout_changed"
     POLICY_CHANGED = "policy_changed"  # who decides about the layout
+    PLAN_DECIDED = "plan_decided"  # what the arbiter of the layout chose, and what else was possible
     TRANSITION_START = "transition_start"
     TRANSITION_END = "transition_end"
     TRANSITION_ERROR = "transition_error"

@@ -49,6 +49,11 @@ class Group:
         """How many instances cooperate; 1 for `dp`."""
         return len(self.members)
 
+    @property
+    def tensor_degree(self) -> int:
+        """How many instances compute each layer together; 1 for `dp` and `pp`."""
+        return len(self.members) if self.kind is GroupKind.TP else 1
+
     def __str__(self) -> str:
         return f"{self.shape}@({','.join(map(str, self.members))})"
 
@@ -78,6 +83,16 @@ def degree_of(shape: str) -> int:
     if found is None:
         raise ValueError(f'"{shape}" is no shape: write dp, tp2, tp4, ...')
     return int(found[1] or 1)
+
+
+def tensor_degree_of(shape: str) -> int:
+    """How many instances compute each layer of `shape` together: `"tp4" -> 4`, `"dp" -> 1`, `"pp2" -> 1`.
+
+    Raises:
+        ValueError: no such shape.
+    """
+    degree = degree_of(shape)
+    return degree if shape.startswith(GroupKind.TP) else 1
 
 
 def parse_groups(text: str) -> tuple[Group, ...]:

@@ -78,8 +78,10 @@ class DeviceInfo:
 class LaneInfo:
     """A shape that an instance can run, alone or with others."""
 
-    shape: str  # "dp", "tp2", ...
-    capacity: KvCapacity | None  # of one member's lane, in the shape's own blocks; None where it cannot be built
+    shape: str  # "dp", "tp2", "pp2", ...
+    # In the shape's own blocks; None where it cannot be built. Of one member's lane; of a pipeline, where each request
+    # holds its blocks at every member, the blocks that a group of such members has.
+    capacity: KvCapacity | None
     why_not: str = ""  # why it cannot be built; one sentence for people
 
 
@@ -160,7 +162,7 @@ class ClusterSnapshot:
     routing_version: int = 0
     controller_started_s: float = 0.0
     ranks: tuple[InstanceId, ...] = ()  # slots by node and device; a topology-valid group is a run of these
-    groups: tuple[Group, ...] = ()  # tp groups whose members are all READY with lanes and communicators: can be formed
+    groups: tuple[Group, ...] = ()  # of all kinds whose members are all READY with lanes and communicators
     demands: tuple[Demand, ...] = ()  # of the ingresses heard of lately
     policy: LayoutPolicy = LayoutPolicy()
     layout_since_s: float = 0.0  # seconds since the Unix epoch; when the layout last changed
@@ -184,7 +186,7 @@ class LayoutView:
     layout: Layout
     layout_since_s: float  # seconds since the Unix epoch
     policy: LayoutPolicy
-    formable: tuple[Group, ...]  # tp groups that could run now, those that do included
+    formable: tuple[Group, ...]  # tp and pp groups that could run now, those that do included
     cannot: tuple[LaneInfo, ...]  # shapes that an instance was asked to be able to run and is not, each once
     last_switch: SwitchRecord | None = None
 

@@ -6,13 +6,13 @@ import pytest
 
 from pengserve.cluster.settings import (
     Settings,
-    Strategy,
     load_settings,
     parse_settings,
     refuse_unsafe_environment,
     unsafe_environment,
 )
-from pengserve.planners.types.config import InstanceConfig, MergeConfig
+from pengserve.cluster.shape_settings import Strategy
+from pengserve.planners.types.config import DropConfig, InstanceConfig, MergeConfig
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.plans import SwitchStrategy
 
@@ -114,6 +114,17 @@ def test_variables_that_kubernetes_and_the_command_line_set_are_left_alone(monke
         ({"shape": {"merge_below": 0.5, "split_above": 0.5}}, ["split_above (0.5) must be above merge_below (0.5)"]),
         ({"shape": {"load_strategy": "quick"}}, ["shape.load_strategy", "'carry'", "'quick'"]),
         ({"shape": {"strategy": "carry"}}, ["unknown key", "did you mean"]),
+        ({"shape": {"drop": {"max_stages": 3}}}, ["shape.drop.max_stages", "a power of two", "got 3"]),
+        ({"shape": {"drop": {"max_stages": 0}}}, ["shape.drop.max_stages", "greater than or equal to 1"]),
+        ({"shape": {"drop": {"max_stages": 4}}}, ["shape.drop.max_stages", "a pipeline of 4", "count is 2"]),
+        ({"shape": {"drop": {"max_stages": 2}}}, ["shape.drop.max_stages of 2 needs instances.memory_bytes"]),
+        ({"shape": {"drop": {"target": 0.99}}}, ["shape.drop", "target (0.99) must not be above drop_above (0.95)"]),
+        ({"shape": {"drop": {"restore_below": 0.95}}}, ["restore_below (0.95) must be below drop_above (0.95)"]),
+        ({"shape": {"drop": {"drop_above": 2}}}, ["shape.drop.drop_above", "less than or equal to 1"]),
+        ({"shape": {"drop": {"restore_above": 0.5}}}, ["unknown key", "did you mean"]),
+        ({"instances": {"chunk_bytes": 5000}}, ["instances.chunk_bytes", "a multiple of 4096", "5000"]),
+        ({"instances": {"memory_bytes": 4096}}, ["instances", "memory_bytes (4096)", "chunk_bytes (2097152)"]),
+        ({"instances": {"memory_bytes": "2 GiB"}}, ["instances.memory_bytes", "integer", "'2 GiB'"]),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_with_its_key_and_what_is_accepted(data, words):
@@ -254,6 +265,28 @@ def test_the_shape_is_set_by_file_and_by_environment(yaml_file, monkeypatch):
         assert load_settings(path).degrees == degrees
     monkeypatch.setenv("PENGSERVE_SHAPE__AUTO", "true")
     assert load_settings(path).controller_config().merge.is_auto
+
+
+def test_defaults_of_drops_are_the_planners_own_and_off():
+    settings = load_settings(None, model="m")
+    assert settings.controller_config().drop == DropConfig()
+    instance, plain = settings.instance_config(""), InstanceConfig(app="a", model="m")
+    assert (instance.max_stages, instance.memory_bytes, instance.chunk_bytes) == (1, 0, plain.chunk_bytes)
+
+
+def test_drops_are_set_by_file_and_by_environment_alike_for_instances_and_controller(yaml_file, monkeypatch):
+    path = yaml_file(
+        "model: m\ninstances: {count: 4, memory_bytes: 1073741824, chunk_bytes: 65536}\n"
+        "shape: {drop: {max_stages: 4, auto: false, drop_above: 0.9}}"
+    )
+    settings = load_settings(path)
+    instance, drop = settings.instance_config(""), settings.controller_config().drop
+    assert (instance.max_stages, instance.memory_bytes, instance.chunk_bytes) == (4, 1 << 30, 1 << 16)
+    assert drop == DropConfig(max_stages=4, is_auto=False, drop_above=0.9)
+    assert Settings.model_validate(settings.to_args()) == settings
+    monkeypatch.setenv("PENGSERVE_SHAPE__DROP__MAX_STAGES", "2")
+    settings = load_settings(path)
+    assert settings.instance_config("").max_stages == settings.controller_config().drop.max_stages == 2
 
 
 def test_strategies_are_those_that_switches_have():

@@ -9,7 +9,14 @@ from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, FenceError, StepError
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
-from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, KvCapacity, LaneInfo
+from pengserve.planners.types.snapshot import (
+    DeviceInfo,
+    InstanceSnapshot,
+    InstanceState,
+    InstanceStats,
+    KvCapacity,
+    LaneInfo,
+)
 
 CAPACITY = KvCapacity(
     num_blocks=64, block_size=32, bytes_per_block=4096, max_model_len=1024, max_num_seqs=8, weight_bytes=1 << 20
@@ -21,15 +28,29 @@ def life(instance_id: int, incarnation: int = 1) -> InstanceKey:
     return InstanceKey(instance_id=InstanceId(instance_id), incarnation=incarnation)
 
 
-def lanes(degrees: Sequence[int]) -> tuple[LaneInfo, ...]:
-    """The shapes an instance can run; a tp group holds requests that are longer by its degree."""
+def lanes(degrees: Sequence[int], max_stages: int = 1) -> tuple[LaneInfo, ...]:
+    """The shapes an instance can run; a tp group holds requests that are longer by its degree, a pipeline has room."""
     wide = [replace(CAPACITY, block_size=32 * p, max_model_len=1024 * p) for p in (1, *degrees)]
-    return tuple(LaneInfo(shape="dp" if c == CAPACITY else f"tp{c.block_size // 32}", capacity=c) for c in wide)
+    tp = tuple(LaneInfo(shape="dp" if c == CAPACITY else f"tp{c.block_size // 32}", capacity=c) for c in wide)
+    weight_blocks = CAPACITY.weight_bytes // CAPACITY.bytes_per_block
+    stages = [s for s in (2, 4, 8) if s <= max_stages]
+    blocks = [s * CAPACITY.num_blocks + (s - 1) * weight_blocks for s in stages]
+    return tp + tuple(
+        LaneInfo(shape=f"pp{s}", capacity=replace(CAPACITY, num_blocks=n, max_model_len=32 * n))
+        for s, n in zip(stages, blocks, strict=True)
+    )
 
 
-def answer(key: InstanceKey, state: InstanceState, failure: str = "", degrees: Sequence[int] = ()) -> InstanceSnapshot:
+def answer(
+    key: InstanceKey,
+    state: InstanceState,
+    failure: str = "",
+    degrees: Sequence[int] = (),
+    max_stages: int = 1,
+) -> InstanceSnapshot:
     """What an instance in `state` says of itself."""
     serving = state in (InstanceState.READY, InstanceState.DRAINING)
+    is_elastic = bool(degrees) or max_stages > 1
     return InstanceSnapshot(
         key=key,
         state=state,
@@ -37,8 +58,8 @@ def answer(key: InstanceKey, state: InstanceState, failure: str = "", degrees: S
         device=DeviceInfo(node_id="n0", device=f"cuda:{key.instance_id}"),
         capacity=CAPACITY if serving else None,
         failure=failure,
-        lanes=lanes(degrees) if serving and degrees else (),
-        peer_endpoint=f"127.0.0.1:{30000 + 1000 * key.instance_id + key.incarnation}" if serving and degrees else "",
+        lanes=lanes(degrees, max_stages) if serving and is_elastic else (),
+        peer_endpoint=f"127.0.0.1:{30000 + 1000 * key.instance_id + key.incarnation}" if serving and is_elastic else "",
     )
 
 
@@ -69,8 +90,8 @@ class FakeInstance:
 class FakePort:
     """`ReplicaPort` over a dictionary; outlives controllers as a cluster does. Switches happen as they should."""
 
-    def __init__(self, degrees: Sequence[int] = ()) -> None:
-        self.degrees = degrees
+    def __init__(self, degrees: Sequence[int] = (), max_stages: int = 1) -> None:
+        self.degrees, self.max_stages = degrees, max_stages
         self.instances: dict[InstanceKey, FakeInstance] = {}
         self.reserved: set[InstanceKey] = set()  # as placement groups: freed by a kill alone
         self.refusal = ""  # why nothing can be created
@@ -91,7 +112,7 @@ class FakePort:
         others = [k for k in self.instances if k.instance_id == key.instance_id]
         assert not others, f"slot {key.instance_id} would have two lives: {others} and {key}"
         state = InstanceState.READY if self.starts_ready else InstanceState.STARTING
-        self.instances[key] = FakeInstance(answer(key, state, degrees=self.degrees))
+        self.instances[key] = FakeInstance(answer(key, state, degrees=self.degrees, max_stages=self.max_stages))
         self.reserved.add(key)
         self.created.append(key)
 
@@ -152,6 +173,24 @@ class FakePort:
             instance.prepared = None
             lane = str(plan.group) if plan.is_merge else "dp"
             instance.said = replace(instance.said, lane=lane, epoch=Epoch(plan.epoch + 1))
+
+    def carry(self, key: InstanceKey, num_blocks: int) -> None:
+        """A leader holds so many blocks of KV now, and what is beyond its shape waits."""
+        instance = self.instances[key]
+        shape = instance.said.lane.partition("@")[0]
+        lane = next(lane.capacity for lane in instance.said.lanes if lane.shape == shape)
+        assert lane is not None
+        used = min(num_blocks, lane.num_blocks)
+        stats = InstanceStats(
+            shape=shape,
+            num_running=4,
+            num_waiting=4 * (used < num_blocks),
+            kv_blocks_used=used,
+            kv_blocks_total=lane.num_blocks,
+            block_size=lane.block_size,
+            queued_tokens=(num_blocks - used) * lane.block_size,
+        )
+        instance.said = replace(instance.said, stats=stats)
 
     def fall_back(self, key: InstanceKey) -> None:
         """A survivor of a broken group goes on alone."""

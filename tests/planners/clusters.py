@@ -1,14 +1,14 @@
 """Snapshots to plan on, and a cluster in virtual time that follows the plans."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from pengserve.planners.check import check_layout, check_switch
-from pengserve.planners.groups import complete, groups_for
+from pengserve.planners.groups import complete, groups_for, pipelines_for
 from pengserve.planners.merge import LoadHistory, plan_switch
 from pengserve.planners.types.config import MergeConfig
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
-from pengserve.planners.types.layout import Group, GroupKind, Layout
+from pengserve.planners.types.layout import Group, GroupKind, Layout, degree_of
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import (
     ClusterSnapshot,
@@ -22,6 +22,8 @@ from pengserve.planners.types.snapshot import (
 
 BLOCK_SIZE = 32
 NUM_BLOCKS = 64  # of one instance
+WEIGHT_BLOCKS = 32  # as many would fit where its parameters are
+BLOCK_BYTES = 1 << 20
 DP_TOKENS = BLOCK_SIZE * NUM_BLOCKS  # most tokens of a request on one instance
 SLOTS = 32
 T0_S = 1000.0
@@ -32,21 +34,28 @@ def capacity(degree: int = 1, slots: int = SLOTS) -> KvCapacity:
     return KvCapacity(
         num_blocks=NUM_BLOCKS,
         block_size=BLOCK_SIZE * degree,
-        bytes_per_block=1 << 20,
+        bytes_per_block=BLOCK_BYTES,
         max_model_len=DP_TOKENS * degree,
         max_num_seqs=slots,
-        weight_bytes=1 << 30,
+        weight_bytes=WEIGHT_BLOCKS * BLOCK_BYTES,
     )
+
+
+def pipeline_capacity(stages: int) -> KvCapacity:
+    """A pipeline of `stages`: all blocks of its members, and those where all copies of the parameters but one were."""
+    num_blocks = stages * NUM_BLOCKS + (stages - 1) * WEIGHT_BLOCKS
+    return replace(capacity(), num_blocks=num_blocks, max_model_len=num_blocks * BLOCK_SIZE)
 
 
 def stats(shape: str = "dp", requests: int = 0, waiting: int = 0, blocks: int = 0, **more: int) -> InstanceStats:
     """Load of an instance that runs `shape`; `requests` run."""
+    num_blocks = pipeline_capacity(degree_of(shape)).num_blocks if shape.startswith("pp") else NUM_BLOCKS
     return InstanceStats(
         shape=shape,
         num_running=requests,
         num_waiting=waiting,
         kv_blocks_used=blocks,
-        kv_blocks_total=NUM_BLOCKS,
+        kv_blocks_total=num_blocks,
         **more,
     )
 
@@ -56,9 +65,11 @@ def instance(
     load: InstanceStats | None = None,
     degrees: Sequence[int] = (2, 4),
     state: InstanceState = InstanceState.READY,
+    max_stages: int = 1,
 ) -> InstanceSnapshot:
     lanes = [LaneInfo(shape="dp", capacity=capacity())]
     lanes += [LaneInfo(shape=f"tp{degree}", capacity=capacity(degree)) for degree in degrees]
+    lanes += [LaneInfo(shape=f"pp{s}", capacity=pipeline_capacity(s)) for s in (2, 4, 8) if s <= max_stages]
     return InstanceSnapshot(
         key=InstanceKey(instance_id=InstanceId(instance_id), incarnation=1),
         state=state,
@@ -79,8 +90,9 @@ def snapshot(
     degrees: Sequence[int] = (2, 4),
     epoch: int = 7,
     without: Sequence[InstanceId] = (),
+    max_stages: int = 1,
 ) -> ClusterSnapshot:
-    """`layout` names the tp groups; instances without stats in `loads` are idle in their shape."""
+    """`layout` names the tp and pp groups; instances without stats in `loads` are idle in their shape."""
     ranks = tuple(map(InstanceId, range(num_instances)))
     named = [Group.parse(word) for word in layout.split()] if isinstance(layout, str) else list(layout)
     groups = complete(named, ranks)
@@ -96,12 +108,15 @@ def snapshot(
                 given.get(i, stats(shape[i])),
                 degrees,
                 InstanceState.DEAD if i in without else InstanceState.READY,
+                max_stages,
             )
             for i in ranks
         ),
         ranks=ranks,
         groups=tuple(
-            g for g in groups_for(ranks, dict.fromkeys(ranks, "n"), degrees) if not set(g.members) & set(without)
+            g
+            for g in (*groups_for(ranks, dict.fromkeys(ranks, "n"), degrees), *pipelines_for(ranks, ranks, max_stages))
+            if not set(g.members) & set(without)
         ),
         demands=tuple(demands),
         layout_since_s=since_s,

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from pengserve.planners.check import check_layout, check_switch
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
-from pengserve.planners.types.layout import Group, Layout
+from pengserve.planners.types.layout import Group, GroupKind, Layout
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState, LaneInfo
-from tests.planners.clusters import DP_TOKENS, snapshot, stats
+from tests.planners.clusters import BLOCK_SIZE, DP_TOKENS, NUM_BLOCKS, snapshot, stats
 
 
 def switch(text: str, *, is_merge: bool, epoch: int = 7) -> SwitchPlan:
@@ -28,13 +28,22 @@ def changed(
 
 
 MERGE, SPLIT = switch("tp2@(0,1)", is_merge=True), switch("tp2@(0,1)", is_merge=False)
-APART, TOGETHER = snapshot(4), snapshot(4, "tp2@(0,1)")
+DROP, RESTORE = switch("pp2@(0,1)", is_merge=True), switch("pp2@(0,1)", is_merge=False)
+APART, TOGETHER = snapshot(4, max_stages=2), snapshot(4, "tp2@(0,1)", max_stages=2)
+PIPED = snapshot(4, "pp2@(0,1)", max_stages=2)
 
 
 def test_a_sound_merge_and_a_sound_split_break_no_law() -> None:
     assert check_switch(MERGE, APART) == ()
     assert check_switch(SPLIT, TOGETHER) == ()
     assert check_switch(switch("tp2@(2,3)", is_merge=True), TOGETHER) == ()
+
+
+def test_a_sound_drop_and_a_sound_restore_break_no_law() -> None:
+    assert check_switch(DROP, APART) == ()
+    assert check_switch(RESTORE, PIPED) == ()
+    assert check_switch(switch("pp2@(2,3)", is_merge=True), PIPED) == ()
+    assert check_switch(switch("pp2@(2,3)", is_merge=True), TOGETHER) == ()
 
 
 @pytest.mark.parametrize("plan", [MERGE, SPLIT])
@@ -88,3 +97,43 @@ def test_a_plan_and_its_inverse_lead_back() -> None:
     assert MERGE.inverse.epoch == MERGE.epoch + 1
     after = replace(TOGETHER, layout=replace(TOGETHER.layout, epoch=MERGE.inverse.epoch))
     assert check_switch(MERGE.inverse, after) == ()
+
+
+def test_a_drop_needs_communicators_and_lanes_of_its_own() -> None:
+    tp_alone = replace(APART, groups=tuple(g for g in APART.groups if g.kind is GroupKind.TP))
+    assert check_switch(DROP, tp_alone) == ("pp2@(0,1) cannot be formed now: its communicators are not ready",)
+    no_lane = LaneInfo(shape="pp2", capacity=None, why_not="one layer")
+    without = changed(APART, 1, lambda i: replace(i, lanes=(i.lanes[0], no_lane)))
+    assert check_switch(DROP, without) == ("instance 1 has no pp2 lane",)
+
+
+def test_each_kind_of_group_must_end_before_its_members_begin_another() -> None:
+    assert check_switch(DROP, TOGETHER)[0] == "instance 0 is in tp2@(0,1): split that first"
+    assert check_switch(MERGE, PIPED)[0] == "instance 0 is in pp2@(0,1): restore that first"
+    assert check_switch(RESTORE, TOGETHER) == ("pp2@(0,1) is not in the layout",)
+    assert check_switch(SPLIT, PIPED) == ("tp2@(0,1) is not in the layout",)
+
+
+@given(st.integers(0, 2 * DP_TOKENS))
+def test_a_restore_waits_for_a_request_that_fits_nowhere_else(longest: int) -> None:
+    seen = snapshot(4, "pp2@(0,1)", {0: stats("pp2", 1, longest_tokens=longest)}, max_stages=2)
+    assert bool(check_switch(RESTORE, seen)) == (longest > DP_TOKENS)
+
+
+@given(st.lists(st.integers(1, NUM_BLOCKS), max_size=20))
+def test_what_may_be_restored_has_room_in_the_members(blocks: list[int]) -> None:
+    """Given to the member with most room, whatever the order, none is left over."""
+    longest = max(blocks, default=0) * BLOCK_SIZE
+    load = stats("pp2", len(blocks), blocks=sum(blocks), longest_tokens=longest)
+    if not check_switch(RESTORE, snapshot(4, "pp2@(0,1)", {0: load}, max_stages=2)):
+        left = [NUM_BLOCKS, NUM_BLOCKS]
+        for wanted in blocks:
+            left[left.index(max(left))] -= wanted
+        assert min(left) >= 0
+
+
+def test_a_restore_waits_for_requests_that_do_not_all_fit_and_for_stats_of_the_pipeline() -> None:
+    full = snapshot(4, "pp2@(0,1)", {0: stats("pp2", 9, blocks=2 * NUM_BLOCKS + 1)}, max_stages=2)
+    assert "holds 129 blocks" in check_switch(RESTORE, full)[0]
+    stale = snapshot(4, "pp2@(0,1)", {0: stats("dp")}, max_stages=2)
+    assert len(check_switch(RESTORE, stale)) == 1

@@ -1,5 +1,7 @@
 """Laws of the dispatch and admission planners."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -163,3 +165,32 @@ def test_a_refusal_says_when_to_come_back(load: IngressLoad, num_sequences: int)
 def test_who_was_refused_is_refused_with_more_in_flight(load: IngressLoad, num_sequences: int) -> None:
     if admit(load, num_sequences).refusal is Refusal.OVERLOAD:
         assert admit(load, num_sequences + 1).refusal is Refusal.OVERLOAD
+
+
+def at(shape: str, instance_id: int, load: int = 0) -> Candidate:
+    return Candidate(
+        key=InstanceKey(instance_id=InstanceId(instance_id), incarnation=0),
+        resident_tokens=load,
+        queued_tokens=0,
+        unseen_tokens=0,
+        capacity_tokens=100,
+        num_requests=0,
+        shape=shape,
+    )
+
+
+def test_a_pipeline_serves_who_asks_for_dp_and_nobody_who_asks_for_tp() -> None:
+    pp, tp = at("pp2", 0), at("tp2", 1)
+    assert choose([pp, tp], 1, Wish(degree=1)) == pp.key
+    assert choose([pp, tp], 1, Wish(degree=2)) == tp.key
+    assert choose([pp], 1, Wish(degree=2)) is None
+
+
+def test_an_urgent_request_prefers_a_tp_group_to_a_wider_pipeline() -> None:
+    assert choose([at("pp4", 0), at("tp2", 1, 50), at("dp", 2)], 1, Wish(is_priority=True)) == at("tp2", 1).key
+
+
+def test_a_pipeline_with_urgent_requests_is_left_to_nobody() -> None:
+    """It may be all there is while memory is short."""
+    busy = replace(at("pp2", 0, 10), num_priority=1)
+    assert choose([busy, at("dp", 1, 50)], 1) == busy.key

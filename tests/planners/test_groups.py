@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pengserve.planners.groups import expand, groups_for
+from pengserve.planners.groups import expand, groups_for, pipelines_for
 from pengserve.planners.types.ids import Epoch, InstanceId
-from pengserve.planners.types.layout import Group, Layout, degree_of, parse_groups
+from pengserve.planners.types.layout import Group, GroupKind, Layout, degree_of, parse_groups, tensor_degree_of
 
 DEGREES = (2, 4, 8, 16)
 
@@ -74,6 +74,26 @@ def test_every_instance_with_enough_neighbours_is_in_a_group(
         assert len(grouped) == len(set(grouped)) == sum(size // degree * degree for size in sizes)
 
 
+@given(clusters(), st.sampled_from([1, 2, 3, 4, 8]))
+def test_pipelines_are_aligned_runs_of_all_ranks_over_nodes_too(
+    cluster: tuple[tuple[InstanceId, ...], dict[InstanceId, str]], max_stages: int
+) -> None:
+    ranks, _ = cluster
+    groups = pipelines_for(ranks, ranks, max_stages)
+    expected = {ranks[i : i + s] for s in (2, 4, 8) if s <= max_stages for i in range(0, len(ranks) - s + 1, s)}
+    assert {group.members for group in groups} == expected
+    assert len(groups) == len(expected) and all(group.kind is GroupKind.PP for group in groups)
+
+
+@given(clusters(), st.sets(st.integers(0, 99)))
+def test_an_instance_without_a_place_is_in_no_pipeline(
+    cluster: tuple[tuple[InstanceId, ...], dict[InstanceId, str]], lost: set[int]
+) -> None:
+    ranks, _ = cluster
+    groups = pipelines_for(ranks, [i for i in ranks if i not in lost], 4)
+    assert not {member for group in groups for member in group.members} & lost
+
+
 FIVE = tuple(map(InstanceId, range(5)))
 GROUPS = groups_for(FIVE, dict.fromkeys(FIVE, ""), (2, 4))
 
@@ -91,6 +111,34 @@ GROUPS = groups_for(FIVE, dict.fromkeys(FIVE, ""), (2, 4))
 )
 def test_a_text_names_a_layout(text: str, layout: str) -> None:
     assert " ".join(map(str, expand(text, GROUPS, FIVE))) == layout
+
+
+BOTH = GROUPS + pipelines_for(FIVE, FIVE, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        ("pp2", "pp2@(0,1) pp2@(2,3) dp@(4)"),
+        ("pp", "pp4@(0,1,2,3) dp@(4)"),
+        ("tp", "tp4@(0,1,2,3) dp@(4)"),
+        ("tp2@(0,1) pp2@(2,3)", "tp2@(0,1) pp2@(2,3) dp@(4)"),
+        ("PP4@(0..3)", "pp4@(0,1,2,3) dp@(4)"),
+    ],
+)
+def test_a_text_names_pipelines_as_it_names_tp_groups(text: str, layout: str) -> None:
+    assert " ".join(map(str, expand(text, BOTH, FIVE))) == layout
+
+
+@pytest.mark.parametrize("text", ["pp8", "pp2@(1,2)", "pp2@(0,1) tp2@(0,1)"])
+def test_a_pipeline_that_is_not_possible_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"choose dp, tp2, tp4, pp2, pp4, or groups of tp2@\(0,1\)|twice"):
+        expand(text, BOTH, FIVE)
+
+
+def test_without_pipelines_none_is_named() -> None:
+    with pytest.raises(ValueError, match="choose dp, tp2, tp4, or"):
+        expand("pp", GROUPS, FIVE)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +171,14 @@ def test_a_group_reads_back_and_its_shape_tells_its_degree(
     for group in groups_for(*cluster, DEGREES):
         assert Group.parse(str(group)) == group
         assert degree_of(group.shape) == group.degree
+
+
+@pytest.mark.parametrize(("shape", "degree"), [("dp", 1), ("tp2", 2), ("tp8", 8), ("pp2", 1), ("pp8", 1)])
+def test_only_tensor_parallelism_shares_a_layer(shape: str, degree: int) -> None:
+    assert tensor_degree_of(shape) == degree
+    size = degree_of(shape)
+    group = Group.parse(f"{shape}@({','.join(map(str, range(size)))})")
+    assert (group.tensor_degree, group.degree) == (degree, size)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete, expand
-from pengserve.planners.merge import LoadHistory, Reason, Standing, plan_switch, plan_towards
+from pengserve.planners.merge import LoadHistory, Reason, Standing, plan_switch
+from pengserve.planners.towards import plan_towards
 from pengserve.planners.types.config import MergeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
@@ -36,6 +37,7 @@ def standing(text: str, reason: Reason, since_s: float = T0_S - 50) -> LoadHisto
 # Random clusters
 
 LAYOUTS = ["", "tp2@(0,1)", "tp2@(2,3)", "tp2@(0,1) tp2@(2,3)", "tp4@(0..3)", "tp4@(4..7)", "tp2@(0,1) tp4@(4..7)"]
+LAYOUTS += ["pp2@(0,1)", "pp2@(0,1) tp2@(2,3)", "tp2@(0,1) pp4@(4..7)"]
 SMALL = [layout for layout in LAYOUTS if "4.." not in layout]
 DEMANDS = st.builds(
     Demand,
@@ -71,6 +73,7 @@ def snapshots(draw: st.DrawFn, num_instances: int = 0, time_s: float = T0_S) -> 
         since_s=time_s - draw(st.sampled_from([0.0, 0.5, 3.0, 100.0])),
         degrees=(2, 4, 8),
         without=[InstanceId(i) for i in without],
+        max_stages=4,
     )
 
 
@@ -94,6 +97,7 @@ def test_a_plan_breaks_no_law_and_is_the_same_again(seen: list[ClusterSnapshot],
         if found is not None:
             assert check_switch(found, look) == ()
             assert found.why
+            assert found.group.kind is GroupKind.TP, "pipelines are formed and ended for memory alone"
             if found.is_merge:
                 assert not any(i.stats.num_paused for i in look.instances if i.instance_id in found.group.members)
 
@@ -114,9 +118,13 @@ def test_a_request_too_long_for_one_instance_keeps_its_group(seen: list[ClusterS
 def test_towards_a_target_every_step_is_lawful_and_it_arrives(seen: ClusterSnapshot, data: st.DataObject) -> None:
     ranks = seen.ranks
     target = expand(data.draw(st.sampled_from(["dp", *map(str, seen.groups)])), seen.groups, ranks)
+    shape = {member: group.shape for group in seen.layout.groups for member in group.members}
+    still = {"longest_tokens": 0, "num_paused": 0}
     quiet = replace(
         seen,
-        instances=tuple(replace(i, stats=replace(i.stats, longest_tokens=0, num_paused=0)) for i in seen.instances),
+        instances=tuple(
+            replace(i, stats=replace(i.stats, shape=shape[i.instance_id], **still)) for i in seen.instances
+        ),
     )
     for look in (seen, quiet):
         was_merge = False
@@ -125,7 +133,8 @@ def test_towards_a_target_every_step_is_lawful_and_it_arrives(seen: ClusterSnaps
             if found is None:
                 break
             assert check_switch(found, look) == ()
-            assert found.strategy is SwitchStrategy.SOFT
+            is_tp = found.group.kind is GroupKind.TP
+            assert found.strategy is (SwitchStrategy.SOFT if is_tp else SwitchStrategy.CARRY)
             assert not (was_merge and not found.is_merge)  # splits come first
             was_merge = found.is_merge
             rest = [g for g in look.layout.groups if not set(g.members) & set(found.group.members)]
@@ -207,7 +216,7 @@ def test_priority_never_takes_all_instances_from_best_effort(seen: ClusterSnapsh
     found = plan(seen)
     if found is not None and found.is_merge and len(seen.instances) > found.group.degree:
         alone = [g for g in seen.layout.groups if g.kind is GroupKind.DP and g.leader not in found.group.members]
-        others = [g for g in seen.layout.groups if g.kind is GroupKind.TP]
+        others = [g for g in seen.layout.groups if g.kind is not GroupKind.DP]
         assert alone or others
 
 
@@ -265,6 +274,66 @@ def test_best_effort_overload_wins_over_a_priority_request_in_a_group_of_all() -
     seen = snapshot(4, "tp4@(0..3)", loads, demands=[Demand(num_priority=1)])
     for reason in (Reason.LOAD, Reason.PRIORITY):
         assert what(plan(seen, standing("tp4@(0..3)", reason))) == "split tp4@(0,1,2,3)"
+
+
+# Pipelines
+
+
+def test_a_pipeline_that_could_be_formed_leads_to_no_merge() -> None:
+    demands = [Demand(num_priority=1, wanted_degrees=((2, 3), (4, 1)), longest_waiting_tokens=2 * DP_TOKENS)]
+    seen = snapshot(4, "", demands=demands, degrees=(), max_stages=4)
+    assert {g.kind for g in seen.groups} == {GroupKind.PP}
+    history = LoadHistory()
+    for i in range(40):
+        found, history = plan_switch(replace(seen, time_s=T0_S + i * 0.5, demands=demands[: i % 2]), CONFIG, history)
+        assert found is None
+
+
+@pytest.mark.parametrize(
+    "demand",
+    [
+        Demand(num_priority=1),
+        Demand(wanted_degrees=((2, 1),)),
+        Demand(wanted_degrees=((4, 1),)),
+        Demand(wanted_degrees=((1, 1),)),
+        Demand(longest_waiting_tokens=4 * DP_TOKENS),
+        Demand(),
+    ],
+)
+def test_a_pipeline_of_the_layout_is_left_alone(demand: Demand) -> None:
+    """Whoever wants its members waits until memory is plenty again."""
+    seen = snapshot(4, "pp2@(0,1) pp2@(2,3)", demands=[demand], max_stages=2)
+    history = LoadHistory()
+    for i in range(40):
+        found, history = plan_switch(replace(seen, time_s=T0_S + i * 0.5), CONFIG, history)
+        assert found is None
+
+
+def test_low_load_is_measured_from_the_restore_on() -> None:
+    seen = snapshot(4, "pp2@(0,1)", max_stages=2)
+    _, history = plan_switch(seen, CONFIG, LoadHistory())
+    assert {str(group) for group in history.low_since_s} == {"tp2@(2,3)"}
+
+
+def test_a_busy_pipeline_of_all_instances_serves_a_wish_for_dp() -> None:
+    seen = snapshot(2, "pp2@(0,1)", {0: stats("pp2", 9)}, demands=[Demand(wanted_degrees=((1, 1),))], max_stages=2)
+    assert plan(seen) is None
+
+
+def test_a_long_request_goes_around_a_pipeline() -> None:
+    demands = [Demand(longest_waiting_tokens=2 * DP_TOKENS)]
+    assert what(plan(snapshot(4, "", demands=demands, max_stages=2))) == "merge tp2@(0,1)"
+    narrow = snapshot(4, "pp2@(0,1)", demands=demands, max_stages=2)
+    assert plan(narrow) is None, "the pipeline holds it"
+    demands = [Demand(longest_waiting_tokens=6 * DP_TOKENS)]
+    seen = snapshot(16, "pp2@(0,1)", demands=demands, degrees=(2, 4, 8), max_stages=2)
+    assert what(plan(seen)) == "merge tp8@(8,9,10,11,12,13,14,15)"
+
+
+def test_a_wish_for_dp_is_met_by_a_pipeline() -> None:
+    wish = [Demand(wanted_degrees=((1, 1),))]
+    assert plan(snapshot(4, "tp2@(0,1) pp2@(2,3)", demands=wish, max_stages=2)) is None
+    assert what(plan(snapshot(4, "tp2@(0,1) tp2@(2,3)", demands=wish, max_stages=2))) == "split tp2@(0,1)"
 
 
 # Load

@@ -103,6 +103,48 @@ def test_members_of_a_group_stand_together_the_leader_first(view):
     assert "layout tp2@(2,0), 1 dp   auto   epoch 4" in lines[0]
 
 
+def piped() -> ClusterSnapshot:
+    """The same instances as `merged`; the two are stages of a pipeline that holds 200 blocks."""
+    pp2 = LaneInfo(shape="pp2", capacity=replace(CAPACITY, num_blocks=200))
+    leading = InstanceStats(shape="pp2", num_running=3, kv_blocks_used=50, block_size=32, kv_blocks_total=200)
+    now = merged()
+    first, alone, leader = (replace(i, lanes=(*i.lanes, pp2)) for i in now.instances)
+    return replace(
+        now,
+        instances=(
+            replace(first, stats=replace(first.stats, shape="pp2")),
+            alone,
+            replace(leader, stats=leading),
+        ),
+        layout=Layout(epoch=Epoch(5), groups=parse_groups("dp@(1) pp2@(2,0)")),
+    )
+
+
+def test_a_pipeline_shows_as_a_group_whose_members_have_half_of_the_parameters():
+    lines = drawn(status_view(piped()))
+    assert any("pp2 leads" in line for line in lines) and any("pp2 with 2" in line for line in lines)
+    assert "1,600 / 6,400" in "\n".join(lines), "50 and 200 blocks of 32 tokens"
+    first, alone, leader = piped().instances
+    weights, kv, used = shape_views.memory_parts(leader, leader)
+    assert (weights, kv) == (CAPACITY.weight_bytes // 2, 100 * CAPACITY.bytes_per_block)
+    assert used == 25 * CAPACITY.bytes_per_block
+    assert shape_views.memory_parts(first, leader) == (weights, kv, used)
+    whole = (CAPACITY.weight_bytes, CAPACITY.num_blocks * CAPACITY.bytes_per_block, 0)
+    assert shape_views.memory_parts(alone, alone) == whole
+
+
+def test_a_decision_tells_what_was_chosen_first_and_what_the_others_cost():
+    options = [
+        {"action": "keep", "group": "", "price_s": 33.6, "why": "nothing is due"},
+        {"action": "drop", "group": "pp2@(0,1)", "price_s": 0.3358, "why": "memory"},
+    ]
+    data = {**options[1], "options": options, "needs_instances": False}
+    event = Event(seq=1, time_s=0.0, kind=EventKind.PLAN_DECIDED, why="memory", data=data)
+    assert event_line(event).plain.endswith("drop pp2@(0,1): 0.336 s; keep: 33.6 s   why: memory")
+    short = {**options[0], "options": options[:1], "needs_instances": True}
+    assert shape_views.describe_decision(short) == "keep: 33.6 s; more instances would help"
+
+
 def test_kv_is_counted_in_the_blocks_of_the_shape():
     lines = "\n".join(drawn(status_view(merged())))
     assert "1,280 / 5,120" in lines  # 20 and 80 blocks of 64 tokens

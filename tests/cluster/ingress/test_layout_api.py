@@ -26,6 +26,7 @@ pytestmark = pytest.mark.slow  # the error handlers import vLLM
 CAPACITY = KvCapacity(num_blocks=8, block_size=32, bytes_per_block=1, max_model_len=64, max_num_seqs=4, weight_bytes=1)
 IDS = tuple(InstanceId(i) for i in range(4))
 TP2 = LaneInfo(shape="tp2", capacity=CAPACITY)
+PP2 = LaneInfo(shape="pp2", capacity=CAPACITY)
 TP4 = LaneInfo(shape="tp4", capacity=None, why_not="3 heads do not split over 4 ranks")
 
 
@@ -38,7 +39,7 @@ class Controller:
                 key=InstanceKey(instance_id=i, incarnation=0),
                 state=InstanceState.READY,
                 device=DeviceInfo(node_id="n", pid=100 + i),
-                lanes=(LaneInfo(shape="dp", capacity=CAPACITY), TP2, TP4),
+                lanes=(LaneInfo(shape="dp", capacity=CAPACITY), TP2, TP4, PP2),
             )
             for i in IDS
         )
@@ -99,6 +100,9 @@ async def test_the_layout_is_shown_as_the_view_of_the_snapshot(http, controller)
         ("tp2", "tp2@(0,1) tp2@(2,3)"),  # the second pair cannot run yet: the controller waits for it
         ("TP", "tp2@(0,1) tp2@(2,3)"),  # the widest that every instance can build
         (" tp2@(2,3) ", "dp@(0) dp@(1) tp2@(2,3)"),
+        ("PP2", "pp2@(0,1) pp2@(2,3)"),
+        ("pp", "pp2@(0,1) pp2@(2,3)"),
+        ("pp2@(2,3) tp2@(0,1)", "tp2@(0,1) pp2@(2,3)"),
     ],
 )
 async def test_a_layout_reaches_the_controller_whole(http, controller, text, groups):

@@ -1,0 +1,82 @@
+"""What a change of the layout costs: seconds that requests stall, added up over all requests.
+
+    moving    requests that run in a group stall while their KV goes from member to member
+    waiting   requests that find no memory wait until the layout is judged anew, `min_dwell_s` at least
+
+A price is that of the cluster with the change: what it stalls, and what waits all the same. Both are estimates from
+counts of blocks; they rank options, and predict no latency.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from pengserve.planners.drop import Pipeline
+from pengserve.planners.overload import GroupDemand, group_demand
+from pengserve.planners.types.config import DropConfig
+from pengserve.planners.types.ids import InstanceId
+from pengserve.planners.types.layout import Group
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Prices for one look."""
+
+    config: DropConfig
+    by_member: Mapping[InstanceId, GroupDemand] = field(default_factory=dict)
+    overloaded: tuple[GroupDemand, ...] = ()
+
+    @property
+    def keep_s(self) -> float:
+        """Of leaving the layout as it is: requests wait where memory is short."""
+        return sum(self._waiting_s([part], part.capacity_blocks) for part in self.overloaded)
+
+    def switch_s(self, group: Group) -> float:
+        """Of a merge, split or restore of `group`: its requests move, and those that wait elsewhere go on waiting.
+
+        Parameters that come back in a restore stall nobody: they come beside serving.
+        """
+        return self.keep_s + self._moving_s(group)
+
+    def drop_s(self, pipeline: Pipeline) -> float:
+        """Of a drop: as `switch_s`, and fewer wait, since its members have more memory."""
+        parts = self._parts(pipeline.group)
+        before_s = sum(self._waiting_s([part], part.capacity_blocks) for part in self.overloaded if part in parts)
+        return self.switch_s(pipeline.group) - before_s + self._waiting_s(parts, pipeline.capacity_blocks)
+
+    def _parts(self, group: Group) -> list[GroupDemand]:
+        """The layout's groups over the members of `group`."""
+        found = [self.by_member[member] for member in group.members if member in self.by_member]
+        return list({part.group.members: part for part in found}.values())
+
+    def _moving_s(self, group: Group) -> float:
+        """All members send at once: each has 1/p of the KV, and sends the (p - 1)/p of it that others go on with."""
+        parts = self._parts(group)
+        kv_bytes = sum(part.resident_blocks * part.bytes_per_block for part in parts)
+        share = (group.degree - 1) / group.degree**2
+        return sum(part.num_running for part in parts) * kv_bytes * share / self.config.link_bytes_per_s
+
+    def _waiting_s(self, parts: Iterable[GroupDemand], capacity_blocks: int) -> float:
+        """Requests of `parts` that find no memory in `capacity_blocks`, as long as the others are, wait for a dwell."""
+        parts = list(parts)
+        num_requests = max(1, sum(part.num_running + part.num_waiting for part in parts))
+        demand_blocks = sum(part.demand_blocks for part in parts)
+        excess_blocks = max(0.0, demand_blocks - self.config.drop_above * capacity_blocks)
+        return num_requests * excess_blocks / max(1, demand_blocks) * self.config.min_dwell_s
+
+
+def demands_over(snapshot: ClusterSnapshot, group: Group) -> dict[InstanceId, GroupDemand]:
+    """The demand of the layout's groups over the members of `group`, by member, where nobody has predicted it."""
+    groups = [g for g in snapshot.layout.groups if not set(g.members).isdisjoint(group.members)]
+    members = {member for g in groups for member in g.members}
+    instances = {
+        i.key.instance_id: i
+        for i in snapshot.instances
+        if i.key.instance_id in members and i.state is InstanceState.READY
+    }
+    return {
+        member: group_demand(g, instances)
+        for g in groups
+        if all(member in instances for member in g.members)
+        for member in g.members
+    }
