@@ -104,6 +104,14 @@ def test_no_microbatch_is_empty_or_beyond_the_limits(work: list[Work], most: Lim
         assert len({item.request_id for item in batch.work}) == len(batch.work)
 
 
+def test_a_decode_that_does_not_fit_waits_for_the_next_microbatch() -> None:
+    drafts = [replace(decode(f"r{i}", 100), num_tokens=3) for i in range(4)]
+    most = Limits(max_tokens=5, max_requests=9)
+    for batches in (form_by_tokens(drafts, MODEL, most), form_microbatches(drafts, MODEL, most, 1)):
+        assert [batch.num_tokens for batch in batches] == [3, 3, 3, 3]
+    assert next_by_tokens(drafts, MODEL, most) == next_budget(drafts, [], MODEL, most, stages=1) == {"r0": 3}
+
+
 @settings(deadline=None)
 @given(works(), limits, formers)
 def test_a_microbatch_tells_its_cost(work: list[Work], most: Limits, form: Former) -> None:
