@@ -47,7 +47,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cost_model", description=__doc__)
     parser.add_argument("--model", type=Path, default=ROOT / ".pengserve" / "demo-model", help="model directory")
     parser.add_argument("--batches", type=int, default=150, help="different batches to time")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tiny", action="store_true", help="few batches, once: to see that it works")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     return parser.parse_args()

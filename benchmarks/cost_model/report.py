@@ -69,8 +69,8 @@ def markdown(plan: Plan, result: Result, date: str) -> str:
         f"# Cost model and lookahead, {date}",
         "",
         f"`make bench-cost-model`: model {plan.model.name}, one engine, {len(result.samples)} batches of random "
-        f"prefixes, new tokens and decodes. A batch's time is the median over {plan.rounds} rounds of the median of "
-        f"{plan.repetitions} steps. Fitted on {fitted} batches, tested on the {len(result.held_back)} others.",
+        f"prefixes, new tokens and decodes. A batch's time is the median of {plan.repetitions} steps, in the "
+        f"fastest of {plan.rounds} rounds. Fitted on {fitted} batches, tested on the {len(result.held_back)} others.",
         f"Engine flags: `{json.dumps(dict(plan.engine))}`.",
         "",
         "; ".join(f"{key}: {value}" for key, value in (machine() | versions()).items()),
