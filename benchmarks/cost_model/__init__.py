@@ -1,0 +1,1 @@
+"""What the cost model of steps is worth here, and lookahead batches with it: `make bench-cost-model`."""

@@ -1,0 +1,250 @@
+"""Times steps of one engine, fits both models on a part of them, and runs both ways to form microbatches with ours."""
+
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.overhead.plan import MIB
+from pengserve.planners.cost_model import CostModel, Sample, fit, fit_token_count, relative_errors
+from pengserve.planners.lookahead import Limits, Work, form_by_tokens, form_microbatches, next_budget, next_by_tokens
+from pengserve.planners.pipeline import Bubble, Former, Job, serve, simulate
+from pengserve.planners.types.codec import from_data, to_data
+from pengserve.planners.types.config import InstanceConfig
+from pengserve.replicas.environment import process_environment
+
+KINDS = ("decodes", "prefill", "both")
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
+MARK = "SAMPLE"
+MAX_MODEL_LEN = 8192
+NUM_PLANNED = 1000
+PLANNINGS = 9
+
+
+def _engine_flags() -> dict[str, Any]:
+    return {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "async_scheduling": False,
+        "kv_cache_memory_bytes": 256 * MIB,
+        "block_size": 32,
+        # Beyond what the model was trained for: how long a step takes does not depend on what the tokens say.
+        "hf_overrides": {"max_position_embeddings": MAX_MODEL_LEN},
+        "max_model_len": MAX_MODEL_LEN,
+        "max_num_seqs": 64,
+        "max_num_batched_tokens": 2048,
+    }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """A burst of requests of very different lengths, for the pipeline in virtual time."""
+
+    num_requests: int = 300
+    least_tokens: int = 16  # of a prompt; lengths are spread evenly over their logarithm
+    most_tokens: int = 8000
+    output_tokens: tuple[int, int] = (8, 64)
+    over_s: float = 0.0  # arrivals are spread over so long; 0: all at once
+    max_tokens: int = 512  # of a microbatch, however it is formed
+    max_requests: int = 64
+    min_tokens: int = 32
+    max_running: int = 64  # requests at a time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One benchmark run."""
+
+    model: Path
+    num_batches: int = 150
+    repetitions: int = 3  # steps of a batch in one round
+    rounds: int = 4
+    held_back: float = 0.3
+    stages: tuple[int, ...] = (2, 4)
+    load: Load = field(default_factory=Load)
+    seed: int = 7
+    engine: Mapping[str, Any] = field(default_factory=_engine_flags)
+
+    def limits(self) -> Limits:
+        """What a microbatch can hold."""
+        load = self.load
+        return Limits(max_tokens=load.max_tokens, max_requests=load.max_requests, min_tokens=load.min_tokens)
+
+    def jobs(self) -> list[Job]:
+        """The requests of the load."""
+        source, load = random.Random(self.seed), self.load
+        return [
+            Job(
+                request_id=f"r{index}",
+                prompt_tokens=round(load.least_tokens * (load.most_tokens / load.least_tokens) ** source.random()),
+                output_tokens=source.randint(*load.output_tokens),
+                arrival_s=load.over_s * index / load.num_requests,
+            )
+            for index in range(load.num_requests)
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Errors:
+    """Relative errors of one model on held-back batches of one kind."""
+
+    model: str
+    kind: str
+    count: int
+    mean: float
+    worst: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Formation:
+    """One way to form microbatches, in a pipeline of so many stages."""
+
+    name: str
+    stages: int
+    prompts: Bubble  # all prompts at once, as one list of microbatches
+    queued: Bubble  # served to the end: while prompts wait
+    whole: Bubble
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """What was found."""
+
+    samples: tuple[Sample, ...]
+    held_back: tuple[int, ...]  # indices of samples that no model was fitted on
+    ours: CostModel
+    tokens_only: CostModel
+    errors: tuple[Errors, ...]
+    formations: tuple[Formation, ...]
+    plan_next_s: float  # to choose the next microbatch out of `NUM_PLANNED` requests
+    plan_all_s: float  # to form all microbatches of them
+    num_planned: int  # microbatches that were formed
+
+
+def measure(plan: Plan, on_step: Callable[[], None]) -> list[Sample]:
+    """Times every batch in a process of its own: the median of its steps in a round, and of the rounds the least, as
+    whatever else runs on the machine only ever adds to it.
+
+    Raises:
+        RuntimeError: the engine failed; with its last words.
+    """
+    config = InstanceConfig(app="bench", model=str(plan.model), degrees=(2,), engine=dict(plan.engine))
+    wishes = {name: getattr(plan, name) for name in ("num_batches", "seed", "repetitions", "rounds")}
+    command = [sys.executable, "-m", "benchmarks.cost_model.engine", json.dumps(to_data(config)), json.dumps(wishes)]
+    environment = {**os.environ, **OFFLINE, **process_environment(config)}
+    found: dict[int, list[Sample]] = {}
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(MARK):
+                data = json.loads(line.removeprefix(MARK))
+                found.setdefault(data["batch"], []).append(from_data(Sample, data["sample"]))
+                on_step()
+    if process.returncode or len(found) != plan.num_batches:
+        raise RuntimeError(f"the engine ended with status {process.returncode} after {len(found)} batches")
+    return [
+        Sample(chunks=same[0].chunks, seconds=min(sample.seconds for sample in same))
+        for _, same in sorted(found.items())
+    ]
+
+
+def evaluate(plan: Plan, samples: Sequence[Sample]) -> Result:
+    """Fits, compares and simulates."""
+    order = list(range(len(samples)))
+    random.Random(plan.seed).shuffle(order)
+    held_back = sorted(order[: round(plan.held_back * len(order))])
+    fitted = [samples[index] for index in sorted(set(order) - set(held_back))]
+    ours, tokens_only = fit(fitted), fit_token_count(fitted)
+    tested = [samples[index] for index in held_back]
+    errors = [
+        _errors(name, kind, model, [s for s in tested if kind in ("all", kind_of(s))])
+        for kind in ("all", *KINDS)
+        for name, model in (("with attention", ours), ("tokens alone", tokens_only))
+        if kind == "all" or any(kind_of(s) == kind for s in tested)
+    ]
+    formations = [formation for stages in plan.stages for formation in formations_of(plan, ours, stages)]
+    plan_next_s, plan_all_s, num_planned = planning(plan, ours)
+    return Result(
+        samples=tuple(samples),
+        held_back=tuple(held_back),
+        ours=ours,
+        tokens_only=tokens_only,
+        errors=tuple(errors),
+        formations=tuple(formations),
+        plan_next_s=plan_next_s,
+        plan_all_s=plan_all_s,
+        num_planned=num_planned,
+    )
+
+
+def kind_of(sample: Sample) -> str:
+    """Which of `KINDS` a batch is."""
+    has_decodes = any(chunk.num_tokens == 1 for chunk in sample.chunks)
+    has_prefill = any(chunk.num_tokens > 1 for chunk in sample.chunks)
+    return "both" if has_decodes and has_prefill else "decodes" if has_decodes else "prefill"
+
+
+def formations_of(plan: Plan, model: CostModel, stages: int) -> list[Formation]:
+    """Token counting and lookahead on the same load."""
+    jobs, load, limits = plan.jobs(), plan.load, plan.limits()
+    prompts = prompts_of(jobs)
+
+    def by_tokens(ready: Sequence[Work], in_flight_s: Sequence[float]) -> Mapping[str, int]:
+        return next_by_tokens(ready, model, limits)
+
+    lookahead: Former = partial(next_budget, model=model, limits=limits, stages=stages)
+    found = []
+    for name, batches, former in (
+        ("token count", form_by_tokens(prompts, model, limits), by_tokens),
+        ("lookahead", form_microbatches(prompts, model, limits, stages), lookahead),
+    ):
+        queued, whole = serve(jobs, former, stages, model, load.max_running)
+        static = simulate(batches, stages, model)
+        found.append(Formation(name=name, stages=stages, prompts=static, queued=queued, whole=whole))
+    return found
+
+
+def planning(plan: Plan, model: CostModel) -> tuple[float, float, int]:
+    """Median seconds of choosing the next microbatch, and of forming all, of a long queue; and how many those are."""
+    prompts = prompts_of(replace(plan, load=replace(plan.load, num_requests=NUM_PLANNED)).jobs())
+    limits, stages = plan.limits(), max(plan.stages, default=2)
+    found: list[list[float]] = [[], []]
+    num_planned = 0
+    for _ in range(PLANNINGS):
+        started_s = time.perf_counter()
+        next_budget(prompts, [1.0], model, limits, stages=stages)
+        chosen_s = time.perf_counter()
+        num_planned = len(form_microbatches(prompts, model, limits, stages))
+        found[0].append(chosen_s - started_s)
+        found[1].append(time.perf_counter() - chosen_s)
+    return statistics.median(found[0]), statistics.median(found[1]), num_planned
+
+
+def prompts_of(jobs: Sequence[Job]) -> list[Work]:
+    """All prompts, waiting."""
+    return [
+        Work(request_id=job.request_id, prefix_tokens=0, num_tokens=job.prompt_tokens, is_prefill=True) for job in jobs
+    ]
+
+
+def as_data(result: Result) -> dict[str, Any]:
+    """A result as JSON; a chunk as `[prefix, new]`."""
+    data = asdict(result)
+    data["samples"] = [
+        {"seconds": s.seconds, "chunks": [[chunk.prefix_tokens, chunk.num_tokens] for chunk in s.chunks]}
+        for s in result.samples
+    ]
+    return data
+
+
+def _errors(name: str, kind: str, model: CostModel, samples: Sequence[Sample]) -> Errors:
+    errors = relative_errors(model, samples)
+    return Errors(model=name, kind=kind, count=len(samples), mean=float(errors.mean()), worst=float(errors.max()))

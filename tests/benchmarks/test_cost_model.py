@@ -1,0 +1,91 @@
+"""Laws of the cost model benchmark's figures, and one small run of it."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.cost_model import report
+from benchmarks.cost_model.measure import Load, Plan, Result, evaluate, kind_of, measure
+from pengserve.planners.cost_model import Chunk, CostModel, Sample
+from tests.support.models import tiny_model
+
+PLAN = Plan(model=Path("model"), load=Load(num_requests=30, max_running=16), stages=(2,))
+TRUE = CostModel(prefix_attention_s=5e-8, self_attention_s=3e-8, kv_read_s=5e-7, ffn_s=7e-5, other_s=8e-5, load_s=4e-3)
+
+
+def samples(count: int = 60) -> list[Sample]:
+    """Decodes, prefill and both, as the true model has them."""
+    source, found = random.Random(1), []
+    for index in range(count):
+        decodes = [(source.randrange(4000), 1) for _ in range(source.randrange(1, 32))]
+        prefill = [(source.choice([0, 3000]), source.randrange(2, 900))]
+        pairs = (decodes, prefill, decodes + prefill)[index % 3]
+        chunks = tuple(Chunk(prefix_tokens=prefix, num_tokens=num) for prefix, num in pairs)
+        found.append(Sample(chunks=chunks, seconds=TRUE.batch_s(chunks)))
+    return found
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    return evaluate(PLAN, samples())
+
+
+def test_errors_are_those_of_batches_that_were_held_back(result: Result) -> None:
+    assert len(result.held_back) == 18
+    tested = [kind_of(result.samples[index]) for index in result.held_back]
+    counts = {(e.kind, e.model): e.count for e in result.errors}
+    assert all(counts[kind, "with attention"] == tested.count(kind) for kind in set(tested))
+    assert counts["all", "tokens alone"] == 18
+    # A wrong time in a batch that was held back changes no model.
+    spoiled = list(result.samples)
+    index = result.held_back[0]
+    spoiled[index] = replace(spoiled[index], seconds=9.0)
+    again = evaluate(replace(PLAN, stages=()), spoiled)
+    assert again.ours == result.ours
+    assert again.errors[0].mean > result.errors[0].mean
+
+
+def test_ours_is_exact_where_the_model_is_true_and_tokens_alone_are_not(result: Result) -> None:
+    by_model = {e.model: e for e in result.errors if e.kind == "all"}
+    assert by_model["with attention"].worst < 1e-6 < 0.1 < by_model["tokens alone"].mean
+
+
+def test_aims_are_judged_by_all_figures(result: Result) -> None:
+    assert report.is_met(result)
+    assert all(": met" in sentence for sentence in report.aims(result))
+    baseline, lookahead = result.formations
+    worse = replace(result, formations=(baseline, replace(lookahead, queued=baseline.queued)))
+    assert not report.is_met(worse) and "not met" in report.aims(worse)[1]
+    off = replace(result, errors=tuple(replace(e, mean=e.mean + 0.06) for e in result.errors))
+    assert not report.is_met(off) and "not met" in report.aims(off)[0]
+
+
+def test_a_result_is_written_with_all_that_was_measured(result: Result, tmp_path: Path) -> None:
+    json_path, text_path = report.write(tmp_path, PLAN, result, "2000-01-01")
+    record = json.loads(json_path.read_text())["result"]
+    assert len(record["samples"]) == 60 and record["held_back"] == list(result.held_back)
+    chunk = result.samples[0].chunks[0]
+    assert record["samples"][0]["chunks"][0] == [chunk.prefix_tokens, chunk.num_tokens]
+    text = text_path.read_text()
+    assert "token count" in text and "lookahead" in text and "kv_read_s" in text
+    assert all(len(row) == len(report.ERROR_HEADING) for row in report.error_rows(result))
+    assert all(len(row) == len(report.BUBBLE_HEADING) for row in report.bubble_rows(result))
+
+
+@pytest.mark.slow
+def test_a_small_run_times_every_batch() -> None:
+    plan = replace(PLAN, model=tiny_model(), num_batches=24, rounds=2, repetitions=1)
+    steps = 0
+
+    def on_step() -> None:
+        nonlocal steps
+        steps += 1
+
+    timed = measure(plan, on_step)
+    assert (len(timed), steps) == (24, 48)
+    assert all(sample.seconds > 0 for sample in timed)
+    assert {kind_of(sample) for sample in timed} == {"decodes", "prefill", "both"}
+    assert evaluate(plan, timed).errors[0].mean < 1.0

@@ -1,0 +1,81 @@
+"""An engine that is profiled: `python -m tests.support.profiled_engine MODEL ENGINE_JSON` prints one JSON line."""
+
+import json
+import os
+import sys
+import time
+
+from vllm import SamplingParams
+
+from pengserve.planners.cost_model import Chunk
+from pengserve.planners.types.codec import to_data
+from pengserve.planners.types.config import InstanceConfig
+from pengserve.planners.types.errors import EngineError
+from pengserve.replicas.engine.dp_lane import DpLane
+from pengserve.replicas.engine.profiling import choose_batches, profile
+from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
+
+
+def generate(lane: DpLane, tag: str) -> list[list[int]]:
+    """Greedy answers to three prompts."""
+    answers: dict[str, list[int]] = {}
+    for index in range(3):
+        request = EngineCoreRequest(
+            request_id=f"{tag}{index}",
+            prompt_token_ids=[10 + index] * (40 + 30 * index),
+            mm_features=None,
+            sampling_params=SamplingParams(max_tokens=8, temperature=0, ignore_eos=True),
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        lane.prepare(request, [], lane.add)
+        answers[request.request_id] = []
+    while lane.has_work():
+        for outputs in lane.step().values():
+            for output in outputs.outputs:
+                answers[output.request_id] += output.new_token_ids
+    return list(answers.values())
+
+
+def refusal(lane: DpLane, *chunks: Chunk) -> str:
+    """What profiling a batch that cannot be says."""
+    try:
+        list(profile(lane, [chunks], 1))
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+def main() -> None:
+    """Answers, profiles, is asked for what cannot be, answers again."""
+    engine = json.loads(sys.argv[2])
+    lane = DpLane(InstanceConfig(app="tests", model=sys.argv[1], engine=engine))
+    before, free = generate(lane, "a"), lane.num_free()
+    batches = choose_batches(lane.capacity, engine["max_num_batched_tokens"], 9, repetitions=3)
+    samples = list(profile(lane, batches, 3))
+    held = lane.num_requests()
+    wide = [Chunk(prefix_tokens=0, num_tokens=engine["max_num_batched_tokens"])] * 2
+    long = Chunk(prefix_tokens=lane.capacity.max_model_len - 8, num_tokens=2)
+    refusals = [refusal(lane, *wide), refusal(lane, *[long] * (lane.capacity.num_tokens // long.prefix_tokens + 1))]
+    left = lane.num_requests()
+    after, free_after = generate(lane, "b"), lane.num_free()
+    request_ids = [request.request_id for request in lane.requests()]
+    result = {
+        "before": before,
+        "after": after,
+        "free": [free, free_after],
+        "held": [held, left, len(request_ids)],
+        "batches": to_data(batches),
+        "samples": to_data(samples),
+        "refusals": refusals,
+    }
+    sys.stdout.write("RESULT" + json.dumps(result) + "\n")
+    sys.stdout.flush()
+    os._exit(0)  # vLLM's threads would only slow the end
+
+
+if __name__ == "__main__":
+    main()
