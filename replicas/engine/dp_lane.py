@@ -4,12 +4,14 @@ import contextlib
 import copy
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import ConfigError, UnsupportedShapeError
 from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.replicas.engine.base_memory import OPTIONS, BaseMemory, MemoryOptions
 from pengserve.replicas.engine.lane import Lane, lend, take_back
 from pengserve.replicas.engine.shared_model import plain_weights
 from pengserve.replicas.engine.vllm_seam import (
@@ -43,6 +45,10 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
         raise ConfigError(f"engine.{unknown[0]} is no vLLM engine argument; see `vllm serve --help` for their names")
     if Path(config.model).is_absolute() and not Path(config.model).is_dir():
         raise ConfigError(f"the model directory {config.model} does not exist on this machine")
+    if config.memory_bytes and "kv_cache_memory_bytes" in config.engine:
+        raise ConfigError("memory_bytes already says what KV may have: leave engine.kv_cache_memory_bytes out")
+    if config.max_stages > 1 and not config.memory_bytes:
+        raise ConfigError("dropping parameters needs a budget of memory: set memory_bytes, or leave max_stages at 1")
     defaults: dict[str, Any] = {
         "async_scheduling": False,
         "enable_prefix_caching": True,
@@ -52,7 +58,15 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
         defaults |= {"enforce_eager": True}
         if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(config.engine):
             defaults["kv_cache_memory_bytes"] = 256 << 20
-    return defaults | dict(config.engine) | {"model": config.model}
+    own_arguments: dict[str, Any] = {"model": config.model}
+    if config.memory_bytes:
+        options = MemoryOptions(
+            memory_bytes=config.memory_bytes, chunk_bytes=config.chunk_bytes, max_stages=config.max_stages
+        )
+        given = dict(config.engine.get("additional_config") or {})
+        own_arguments["additional_config"] = given | {OPTIONS: asdict(options)}
+        own_arguments["kv_cache_memory_bytes"] = config.memory_bytes  # the worker knows better, once it has the weights
+    return defaults | dict(config.engine) | own_arguments
 
 
 class DpLane(Lane):
@@ -69,12 +83,13 @@ class DpLane(Lane):
         """
         arguments = AsyncEngineArgs(**engine_arguments(config), worker_cls=worker_class_name(config.device))
         vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        self.pristine_config: Any = copy.deepcopy(vllm_config) if config.degrees else None  # before it holds a model
-        if config.degrees:
+        is_elastic = bool(config.degrees) or config.max_stages > 1
+        self.pristine_config: Any = copy.deepcopy(vllm_config) if is_elastic else None  # before it holds a model
+        if is_elastic:
             # What one instance cannot hold, a group may: the dp lane takes as much context as fits its memory.
             vllm_config.model_config.original_max_model_len = -1
         self.log_stats = not arguments.disable_log_stats
-        with plain_weights() if config.degrees else contextlib.nullcontext():
+        with plain_weights() if is_elastic or config.memory_bytes else contextlib.nullcontext():
             self.core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=self.log_stats)
         self._step_core = self.core.step_fn
         scheduler: Any = self.core.scheduler
@@ -105,6 +120,12 @@ class DpLane(Lane):
         if not hasattr(self.core.model_executor, "driver_worker"):
             raise UnsupportedShapeError("lanes need vLLM's worker in the instance's process; leave its executor alone")
         return self.core.model_executor.driver_worker.worker
+
+    @property
+    def memory(self) -> BaseMemory | None:
+        """Where weights and KV share memory; None where they do not."""
+        memory: BaseMemory | None = getattr(self.worker, "memory", None)
+        return memory
 
     @property
     def num_held(self) -> int:

@@ -4,18 +4,21 @@ vLLM picks the class by `worker_cls`. Requests taken over in mid-decode and gene
 """
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from vllm import SamplingParams
 from vllm.sampling_params import SamplingType
 
+from pengserve.replicas.engine.base_memory import OPTIONS, BaseMemory, MemoryOptions, block_bytes_of
 from pengserve.replicas.engine.vllm_seam import (
     CachedRequestState,
     GPUWorker,
     Request,
     SchedulerOutput,
+    bind_kv_cache,
     initialize_model,
     set_current_vllm_config,
     set_default_torch_dtype,
@@ -57,6 +60,24 @@ class LaneWorkerMixin:
     model_runner: Any
     vllm_config: Any
     device: torch.device
+    memory: BaseMemory | None = None  # where weights and KV share memory
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """As vLLM does; then weights move into the arena, where memory may change hands."""
+        super().load_model(*args, **kwargs)  # type: ignore[misc]
+        options = self.vllm_config.additional_config.get(OPTIONS)
+        if options is not None:
+            runner = self.model_runner
+            options = MemoryOptions(**options)
+            self.memory = BaseMemory(runner.get_model(), self.device, options, block_bytes_of(runner))
+            runner.initialize_kv_cache_tensors = partial(bind_kv, runner, self.memory)
+
+    def determine_available_memory(self) -> int:
+        """Bytes of KV: what the weights leave of the arena, where there is one."""
+        if self.memory is None:
+            return int(super().determine_available_memory())  # type: ignore[misc]
+        layers = self.memory.layers
+        return layers.base_blocks * layers.sizes.block_bytes * layers.sizes.num_layers
 
     def adopt_request(self, request: Request, num_kv_groups: int) -> None:
         """Makes the runner know a half-decoded request as one that it had preempted itself.
@@ -88,6 +109,19 @@ class LaneWorkerMixin:
             return initialize_model(config)
 
 
+def bind_kv(runner: Any, memory: BaseMemory, kv_cache_config: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """In place of `GPUModelRunner.initialize_kv_cache_tensors`: binds the arena's ranges instead of allocating."""
+    tensors = memory.kv_tensors(kv_cache_config)
+    bind_kv_cache(
+        tensors,
+        runner.compilation_config.static_forward_context,
+        runner.kv_caches,
+        1,
+        kv_cache_groups=kv_cache_config.kv_cache_groups,
+    )
+    return tensors
+
+
 def adopt_request(runner: Any, request: Request, num_kv_groups: int) -> None:
     """Makes `runner` know a half-decoded request as one that it had preempted itself.
 
@@ -117,6 +151,18 @@ def forget_requests(runner: Any, request_ids: Iterable[str]) -> None:
     nothing = SchedulerOutput.make_empty()
     nothing.finished_req_ids = set(request_ids)
     runner.execute_model(nothing)
+
+
+def place_blocks(runner: Any, moved: Mapping[int, int]) -> None:
+    """Tells `runner` that the content of KV blocks is elsewhere: {where it was: where it is}."""
+    if not moved:
+        return
+    batch = runner.input_batch
+    for request_id, state in runner.requests.items():
+        if any(block_id in moved for block_id in state.block_ids[0]):
+            state.block_ids = ([moved.get(block_id, block_id) for block_id in state.block_ids[0]],)
+            if request_id in batch.req_id_to_index:
+                batch.block_table.add_row(state.block_ids, batch.req_id_to_index[request_id])
 
 
 def _generator(runner: Any, sampling_params: SamplingParams, output_token_ids: list[int]) -> torch.Generator | None:

@@ -38,6 +38,10 @@ class BlockLedger:
         """Blocks that `lane` holds, used or not."""
         return self._counts.get(lane, 0)
 
+    def leased(self, lane: str) -> list[int]:
+        """The blocks that `lane` holds, ascending."""
+        return [block_id for block_id, owner in enumerate(self._owners) if owner == lane and block_id != NULL_BLOCK]
+
     def check(self) -> tuple[str, ...]:
         """What is wrong, in sentences; empty when every block but the null block has exactly one owner."""
         counted: dict[str, int] = {}

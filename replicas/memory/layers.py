@@ -1,0 +1,177 @@
+"""Weights and KV of a model's layers over one arena, and how many blocks that makes (KunServe section 4.1).
+
+Layers are `[0, L)`. Of each, the weights are one address range and the KV is another; neither ever moves. What backs
+them does:
+
+    dp              weights of all layers      KV of blocks [0, B) in every layer
+    stage [a, b)    weights of [a, b) alone    KV of blocks [0, G) in layers [a, b), and none in others; G > B
+
+Blocks of a stage are the cheaper the fewer layers it has: what the other layers had backs the tails of its own. Both
+counts include vLLM's null block 0.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from pengserve.planners.types.errors import ConfigError
+from pengserve.planners.types.units import format_bytes
+from pengserve.replicas.memory.arena.arena import Arena
+
+LayerRange = tuple[int, int]
+"""Half-open range of layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerSizes:
+    """What there is to hold, and in what units. Pure arithmetic."""
+
+    num_chunks: int
+    chunk_bytes: int
+    weight_bytes: tuple[int, ...]  # by layer
+    block_bytes: int  # of one block in one layer
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model."""
+        return len(self.weight_bytes)
+
+    @property
+    def all_layers(self) -> LayerRange:
+        """What a `dp` lane has."""
+        return (0, self.num_layers)
+
+    def weight_chunks(self, layer: int) -> int:
+        """Chunks that back the weights of `layer`."""
+        return -(-self.weight_bytes[layer] // self.chunk_bytes)
+
+    def kv_chunks(self, num_blocks: int) -> int:
+        """Chunks that back `num_blocks` of one layer."""
+        return -(-num_blocks * self.block_bytes // self.chunk_bytes)
+
+    def num_blocks(self, layers: LayerRange) -> int:
+        """Blocks that fit beside the weights of `layers`, where there are no others; the null block is one of them."""
+        first, stop = layers
+        left = self.num_chunks - sum(self.weight_chunks(layer) for layer in range(first, stop))
+        return max(0, left // (stop - first)) * self.chunk_bytes // self.block_bytes
+
+    def num_blocks_beside_all_weights(self, layers: LayerRange) -> int:
+        """Blocks of `layers` that fit beside the weights of all layers: what a stage keeps while a restore begins."""
+        first, stop = layers
+        left = self.num_chunks - sum(map(self.weight_chunks, range(self.num_layers)))
+        return max(0, left // (stop - first)) * self.chunk_bytes // self.block_bytes
+
+
+class LayerMemory:
+    """Which layers are here, and how much KV of each. Mechanism alone: it knows no request and no peer."""
+
+    def __init__(self, arena: Arena, sizes: LayerSizes, fewest_layers: int) -> None:
+        """Reserves all ranges and maps what `dp` has.
+
+        Args:
+            fewest_layers: of any stage; KV ranges are as long as that one needs.
+
+        Raises:
+            ConfigError: the arena does not hold the weights and two blocks.
+        """
+        self.sizes, self._arena = sizes, arena
+        self.base_blocks = sizes.num_blocks(sizes.all_layers)
+        if self.base_blocks < 2:
+            weights = sum(sizes.weight_chunks(layer) for layer in range(sizes.num_layers)) * sizes.chunk_bytes
+            raise ConfigError(
+                f"{format_bytes(sizes.num_chunks * sizes.chunk_bytes)} do not hold {format_bytes(weights)} of weights"
+                " and KV beside them; raise memory_bytes"
+            )
+        self.max_blocks = max(
+            sizes.num_blocks((first, first + fewest_layers)) for first in range(sizes.num_layers - fewest_layers + 1)
+        )
+        layers = range(sizes.num_layers)
+        self._weights = [arena.reserve(sizes.weight_bytes[i], f"weights {i}") for i in layers]
+        kv_bytes = self.max_blocks * sizes.block_bytes
+        self._kv = [arena.reserve(kv_bytes, f"kv {i}") for i in layers]
+        self._blocks = [0] * sizes.num_layers
+        for layer in layers:
+            self.bring_weights(layer)
+            self.resize_kv(layer, self.base_blocks)
+
+    # Addresses --------------------------------------------------------------------------------------------------------
+
+    def weights(self, layer: int) -> torch.Tensor:
+        """Bytes of the weights of `layer`: uint8 `[weight_bytes]`. Only to be touched while they are here."""
+        return self._weights[layer].tensor(torch.uint8)[: self.sizes.weight_bytes[layer]]
+
+    def kv(self, layer: int) -> torch.Tensor:
+        """KV of `layer`, `[max_blocks, block_bytes]` uint8. Only blocks that are here may be touched."""
+        flat = self._kv[layer].tensor(torch.uint8)[: self.max_blocks * self.sizes.block_bytes]
+        return flat.view(self.max_blocks, self.sizes.block_bytes)
+
+    # What is here -----------------------------------------------------------------------------------------------------
+
+    def has_weights(self, layer: int) -> bool:
+        """Whether the weights of `layer` are here."""
+        return bool(self._weights[layer].mapped)
+
+    def num_blocks(self, layer: int) -> int:
+        """Blocks `[0, n)` of `layer` that are here."""
+        return self._blocks[layer]
+
+    def is_whole(self) -> bool:
+        """Whether all is as `dp` needs it."""
+        return all(
+            self.has_weights(layer) and self._blocks[layer] == self.base_blocks
+            for layer in range(self.sizes.num_layers)
+        )
+
+    @property
+    def num_free_chunks(self) -> int:
+        """Chunks behind nothing."""
+        return self._arena.num_free
+
+    def room(self, layer: int, num_blocks: int) -> bool:
+        """Whether `resize_kv` would find the chunks it needs."""
+        return self.sizes.kv_chunks(num_blocks) - self.sizes.kv_chunks(self._blocks[layer]) <= self._arena.num_free
+
+    # Changes ----------------------------------------------------------------------------------------------------------
+
+    def drop_weights(self, layer: int) -> None:
+        """Frees the memory of the weights of `layer`; their bytes are gone."""
+        if self.has_weights(layer):
+            self._arena.unmap(self._weights[layer], 0, self.sizes.weight_chunks(layer))
+
+    def bring_weights(self, layer: int) -> None:
+        """Makes room for the weights of `layer`; the caller fills it.
+
+        Raises:
+            StepError: there is no memory for it.
+        """
+        if not self.has_weights(layer):
+            self._arena.map(self._weights[layer], 0, self.sizes.weight_chunks(layer))
+
+    def resize_kv(self, layer: int, num_blocks: int) -> None:
+        """Makes blocks `[0, num_blocks)` of `layer` be here; the bytes of those that stay are kept.
+
+        Raises:
+            StepError: there is no memory for more.
+        """
+        before, after = self.sizes.kv_chunks(self._blocks[layer]), self.sizes.kv_chunks(num_blocks)
+        if after > before:
+            self._arena.map(self._kv[layer], before, after)
+        elif after < before:
+            self._arena.unmap(self._kv[layer], after, before)
+        self._blocks[layer] = num_blocks
+
+    def check_chunks(self) -> tuple[str, ...]:
+        """Laws that hold at any time, as sentences where one is broken: each chunk is owned once."""
+        return self._arena.check()
+
+    def check(self, layers: LayerRange, num_blocks: int) -> tuple[str, ...]:
+        """Laws that are broken, as sentences: chunks are owned once, and exactly `layers` are here."""
+        wrong = list(self._arena.check())
+        for layer in range(self.sizes.num_layers):
+            is_kept = layers[0] <= layer < layers[1]
+            if self.has_weights(layer) != is_kept:
+                wrong.append(f"the weights of layer {layer} are {'missing' if is_kept else 'here, and were dropped'}")
+            due = num_blocks if is_kept else 0
+            if self._blocks[layer] != due:
+                wrong.append(f"layer {layer} has {self._blocks[layer]} blocks of KV, not {due}")
+        return tuple(wrong)
