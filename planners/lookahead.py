@@ -22,6 +22,7 @@ from pengserve.planners.types.errors import PlanError
 SNAP = 0.01  # a cut between two requests is taken if it is off by no more than this share of the smaller side
 REST = 0.1  # what would be left behind goes along if it is no more than this share of a microbatch
 CLIMB = 1.02  # from one microbatch to the next; less loses more to loading weights than it saves in bubbles
+FLOOR = 8.0  # microbatches that cost no more than so many times what any one costs may differ: they are small anyway
 WINDOW = 16  # microbatches that a plan for the next one looks ahead
 MAX_MORE = 2.0  # balance makes at most so many times the microbatches that the limits make anyway
 
@@ -96,7 +97,7 @@ def next_budget(
     """What enters a pipeline of `stages` next: `{request id: new tokens}`, decodes first, the longest ready before all.
 
     It costs the mean of all that is ready and in flight, over as many microbatches as the limits ask for and at least
-    `stages`; but hardly more than the dearest in flight, as a pipeline pays for every jump with a bubble. So a long
+    `stages`; but where it is not small, hardly more than the dearest in flight: every jump costs a bubble. So a long
     queue gives microbatches alike, what is left of it is shared out among the stages, and prompts that come while all
     decode are computed bit by bit beside them.
 
@@ -114,7 +115,7 @@ def next_budget(
     ready_s, flight_s = line.cost_s(0, line.stop), [cost_s - model.load_s for cost_s in in_flight_s]
     target_s = (ready_s + sum(flight_s)) / (num_parts + len(flight_s))
     if flight_s:
-        target_s = min(target_s, max(CLIMB * max(flight_s), model.load_s))
+        target_s = min(target_s, max(CLIMB * max(flight_s), FLOOR * model.load_s))
     stop = line.stop if ready_s <= (1.0 + REST) * target_s else line.reach(target_s)
     return {part.request_id: part.num_tokens for part in line.work(0, min(stop, line.fill(0, limits)))}
 

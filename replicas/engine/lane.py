@@ -16,6 +16,7 @@ from pengserve.replicas.engine.vllm_seam import (
 )
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
+_TOTALS = ("_steps", "_resumed", "_generated", "_prompted", "_preempted", "_prefix_queries", "_prefix_hits")
 
 
 class Lane(ABC):
@@ -119,6 +120,12 @@ class Lane(ABC):
 
         The scheduler will go on with it once it is `settle`d; its KV must be in the blocks by then.
         """
+        block_ids = self._make_room(request, num_computed_tokens)
+        if block_ids is not None:
+            self._scheduler._enqueue_waiting_request(request)
+        return block_ids
+
+    def _make_room(self, request: Request, num_computed_tokens: int) -> list[int] | None:
         self.rehash(request)
         manager = self._scheduler.kv_cache_manager
         # One token more than computed, so that its next step can never wait for a block.
@@ -128,8 +135,7 @@ class Lane(ABC):
             return None
         request.num_computed_tokens = num_computed_tokens
         self._scheduler.requests[request.request_id] = request
-        self._scheduler._enqueue_waiting_request(request)
-        return list(manager.get_block_ids(request.request_id)[0])
+        return self.block_ids(request.request_id)
 
     def blocks_needed(self, num_computed_tokens: int) -> int:
         """Blocks that `admit` takes for so many computed tokens, at most."""
@@ -201,8 +207,13 @@ class Lane(ABC):
 
     def count_on_from(self, other: "Lane") -> None:
         """Takes over the totals of the lane that this one replaces."""
-        for name in ("_steps", "_resumed", "_generated", "_prompted", "_preempted", "_prefix_queries", "_prefix_hits"):
+        for name in _TOTALS:
             setattr(self, name, getattr(other, name))
+
+    def forget_totals(self) -> None:
+        """Begins to count anew: what has run so far was nobody's."""
+        for name in _TOTALS:
+            setattr(self, name, 0)
 
     def _queued_tokens(self, num_waiting: int) -> int:
         """Tokens that waiting requests have; counted again only when the queue has changed."""

@@ -1,4 +1,4 @@
-"""Which process group vLLM's code sees. A lane is active while vLLM's `_TP` points to its group."""
+"""Which process groups vLLM's code sees. A lane is active while vLLM's `_TP` or `_PP` points to its group."""
 
 from typing import Protocol
 
@@ -19,13 +19,14 @@ class Collectives(Protocol):
 
 
 class LaneGroup:
-    """Stands where vLLM expects a `GroupCoordinator`, for one tensor-parallel group whose communicator comes later.
+    """Stands where vLLM expects a `GroupCoordinator`, for one group ("tp" or "pp") whose communicator comes later.
 
     vLLM builds its groups from one world that a death would break; this one has its own, and it can be exchanged.
     """
 
-    def __init__(self, name: str, rank: int, size: int) -> None:
-        self.unique_name = name
+    def __init__(self, kind: str, name: str, rank: int, size: int) -> None:
+        """`rank` is vLLM's: of a pipeline, the stage."""
+        self.kind, self.unique_name = kind, name
         self.rank = self.rank_in_group = self.local_rank = rank
         self.world_size = size
         self.ranks = list(range(size))
@@ -72,14 +73,15 @@ class LaneGroup:
 
 
 class ActiveGroup:
-    """vLLM's `_TP`: the instance's own group of one, or a lane's."""
+    """vLLM's `_TP` and `_PP`: the instance's own groups of one, or a lane's in place of one of them."""
 
     def __init__(self) -> None:
-        self._own = parallel_state._TP
+        self._own = {"tp": parallel_state._TP, "pp": parallel_state._PP}
         self._active: LaneGroup | None = None
 
     def activate(self, group: LaneGroup | None) -> LaneGroup | None:
         """Points vLLM at `group`, or at the instance's own where it is None; returns what was active before."""
         before, self._active = self._active, group
-        parallel_state._TP = self._own if group is None else group
+        groups = self._own if group is None else {**self._own, group.kind: group}
+        parallel_state._TP, parallel_state._PP = groups["tp"], groups["pp"]
         return before

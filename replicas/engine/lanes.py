@@ -1,26 +1,34 @@
 """All lanes of one instance, and which of them runs (docs/architecture.md: changing the shape).
 
     DP         the instance's own engine
-    LEADING    a tp lane whose scheduler is here; the others' `dp` requests wait, where a switch left some
-    FOLLOWING  a tp lane that another instance schedules: steps come as messages, there is no work of one's own
+    LEADING    a group's lane whose scheduler is here; `dp` requests wait, where a switch left some
+    FOLLOWING  a group's lane that another instance schedules: steps come as messages, there is no work of one's own
 
-Blocks belong to the `dp` lane and are leased to others; the ledger knows of every one.
+Blocks belong to the `dp` lane and are leased to others; the ledger knows of every one. A pipeline lane has them all,
+and those beyond them that dropped parameters made room for.
 """
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
+from pengserve.planners.cost_model import CostModel, fit
 from pengserve.planners.types.config import InstanceConfig
-from pengserve.planners.types.errors import PengServeError, StepError, UnsupportedShapeError
-from pengserve.planners.types.layout import Group
+from pengserve.planners.types.errors import EngineError, PengServeError, StepError, UnsupportedShapeError
+from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.snapshot import InstanceStats, LaneInfo
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.dp_lane import DpLane
+from pengserve.replicas.engine.group_lane import GroupLane
 from pengserve.replicas.engine.lane import Lane
 from pengserve.replicas.engine.lane_groups import ActiveGroup, Collectives
+from pengserve.replicas.engine.microbatches import FIRST_MODEL
+from pengserve.replicas.engine.pp_lane import PpLane
+from pengserve.replicas.engine.profiling import choose_batches, profile
 from pengserve.replicas.engine.tp_lane import TpLane, kv_view
 from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs, EngineCoreRequest, Request
 from pengserve.replicas.memory.kv_views import KvView
@@ -28,6 +36,10 @@ from pengserve.replicas.memory.ledger import BlockLedger
 from pengserve.replicas.memory.weight_views import Shard
 
 logger = logging.getLogger(__name__)
+
+NO_OUTPUTS: Mapping[int, EngineCoreOutputs] = MappingProxyType({})
+FIRST_STEP_S = 0.005
+PROFILED_BATCHES, PROFILED_STEPS = 18, 3
 
 
 class Lanes:
@@ -40,51 +52,100 @@ class Lanes:
             ConfigError: an engine argument is not usable.
         """
         self.dp = DpLane(config)
-        if config.degrees and self.dp.core.vllm_config.model_config.enforce_eager:
+        if (config.degrees or config.max_stages > 1) and self.dp.core.vllm_config.model_config.enforce_eager:
             # vLLM compiles the masking of a sharded embedding, also where eager execution is asked for: that would be
             # seconds within the first steps of a group.
             torch.compiler.set_stance("force_eager")
         self.capacity = self.dp.capacity
         self.ledger = BlockLedger(self.capacity.num_blocks + 1, "dp")
-        self.on_broken: Callable[[BaseException], None] = lambda error: None  # the running tp lane cannot go on
+        self.on_broken: Callable[[BaseException], None] = lambda error: None  # the group that runs cannot go on
+        self.chore: Callable[[float], bool] | None = None  # a piece of work beside each step; True: it has ended
         self._active = ActiveGroup()
-        self._tp: dict[Group, TpLane] = {}
-        self._why_not: dict[int, str] = {}
-        self._running: TpLane | None = None  # None: dp
+        self._lanes: dict[Group, GroupLane] = {}
+        self._why_not: dict[str, str] = {}  # by shape
+        self._running: GroupLane | None = None  # None: dp
         self._is_leading = False
         self._switches = 0
+        self._step_s = FIRST_STEP_S  # of the newest step of a group
         self._idle_totals: dict[str, int] = {}
         self._dp_view: KvView | None = None
+        self._cost_model = self._profile() if config.max_stages > 1 else FIRST_MODEL
+
+    def _profile(self) -> CostModel:
+        """Times some steps of `dp`, so that pipelines can be filled evenly from the first microbatch on."""
+        started_s = time.perf_counter()
+        max_tokens = self.dp.core.vllm_config.scheduler_config.max_num_batched_tokens
+        batches = choose_batches(self.capacity, max_tokens, PROFILED_BATCHES, repetitions=PROFILED_STEPS)
+        try:
+            model = fit(list(profile(self.dp, batches, PROFILED_STEPS)))
+        except PengServeError as error:
+            logger.warning("steps could not be profiled (%s): pipelines learn what they cost as they go", error)
+            return FIRST_MODEL
+        finally:
+            self.dp.reset_prefix_cache()
+            self.dp.forget_totals()
+        logger.info("profiled %d batches in %.1f s: %s", len(batches), time.perf_counter() - started_s, model)
+        return model
 
     # Lanes -----------------------------------------------------------------------------------------------------------
 
     def build(self, group: Group, rank: int) -> None:
         """Makes sure that there is a lane for `group`; a model that cannot be run in its shape is noted, not raised."""
-        degree = len(group.members)
-        if group in self._tp or degree in self._why_not:
+        if group in self._lanes or group.shape in self._why_not:
             return
         try:
-            self._tp[group] = TpLane(self.dp, self._active, str(group), Shard(rank, degree), self.lease)
+            self._lanes[group] = self._make(group, rank)
         except UnsupportedShapeError as error:
             logger.warning("no lane for %s: %s", group, error)
-            self._why_not[degree] = str(error)
+            self._why_not[group.shape] = str(error)
+
+    def _make(self, group: Group, rank: int) -> GroupLane:
+        if group.kind is GroupKind.TP:
+            return TpLane(self.dp, self._active, str(group), Shard(rank, group.degree), self.lease)
+        if self.dp.memory is None:
+            raise UnsupportedShapeError("parameters can be dropped where memory_bytes is set")
+        return PpLane(self.dp, self._active, str(group), rank, group.degree, self.dp.memory.layers, self._cost_model)
 
     def infos(self) -> tuple[LaneInfo, ...]:
         """The shapes that can run here, and those that cannot, with the reason."""
-        shapes = {lane.shape: LaneInfo(shape=lane.shape, capacity=lane.capacity) for lane in self._tp.values()}
-        for degree, why_not in self._why_not.items():
-            shapes[f"tp{degree}"] = LaneInfo(shape=f"tp{degree}", capacity=None, why_not=why_not)
+        shapes = {lane.shape: LaneInfo(shape=lane.shape, capacity=lane.capacity) for lane in self._lanes.values()}
+        for shape, why_not in self._why_not.items():
+            shapes[shape] = LaneInfo(shape=shape, capacity=None, why_not=why_not)
         return (LaneInfo(shape="dp", capacity=self.dp.capacity), *(shapes[shape] for shape in sorted(shapes)))
 
     def tp(self, group: Group) -> TpLane:
-        """The lane of `group`.
+        """The tensor-parallel lane of `group`.
 
         Raises:
             StepError: there is none here.
         """
-        if group not in self._tp:
-            raise StepError(self._why_not.get(len(group.members), f"this instance has no lane for {group} yet"))
-        return self._tp[group]
+        lane = self.require(group)
+        assert isinstance(lane, TpLane)
+        return lane
+
+    def pp(self, group: Group) -> PpLane:
+        """The pipeline lane of `group`.
+
+        Raises:
+            StepError: there is none here.
+        """
+        lane = self.require(group)
+        assert isinstance(lane, PpLane)
+        return lane
+
+    def find(self, group: Group | None) -> GroupLane | None:
+        """The lane of `group`, where there is one. From any thread."""
+        return self._lanes.get(group) if group is not None else None
+
+    def require(self, group: Group) -> GroupLane:
+        """The lane of `group`.
+
+        Raises:
+            StepError: there is none here, and why.
+        """
+        if group not in self._lanes:
+            raise StepError(self._why_not.get(group.shape, f"this instance has no lane for {group} yet"))
+        return self._lanes[group]
 
     def dp_view(self) -> KvView:
         """KV of the `dp` lane, by physical block."""
@@ -93,8 +154,8 @@ class Lanes:
         return self._dp_view
 
     @property
-    def running(self) -> TpLane | None:
-        """The tp lane that runs now; None in dp."""
+    def running(self) -> GroupLane | None:
+        """The group's lane that runs now; None in dp."""
         return self._running
 
     @property
@@ -107,26 +168,25 @@ class Lanes:
         """Whether another instance schedules what runs here."""
         return self._running is not None and not self._is_leading
 
-    def enter(self, lane: TpLane, seed: int, collectives: Collectives) -> None:
+    def enter(self, lane: GroupLane, seed: int, collectives: Collectives) -> None:
         """From the next step on, `lane` runs. Requests that are still in `dp` wait there."""
-        lane.group.collectives = collectives
-        self._is_leading = lane.shard.rank == 0
+        self._is_leading = lane.rank == 0
         self._running = lane
         self._switches += 1
         self._count_idle()
-        lane.enter(seed)
+        lane.enter(seed, collectives)
 
     def leave(self) -> None:
         """From the next step on, `dp` runs. The lane that ran has given up its requests and its blocks."""
         lane, self._running = self._running, None
         assert lane is not None
+        self.chore = None
         lane.leave()
-        lane.group.collectives = None
         self._switches += 1
         self._count_idle()
 
     def abandon(self) -> list[str]:
-        """Back to `dp` at once, whatever state the tp lane is in; ids of the requests that are lost with it."""
+        """Back to `dp` at once, whatever state the group's lane is in; ids of the requests that are lost with it."""
         lane = self._running
         assert lane is not None
         lost = [request.request_id for request in lane.requests()] if self._is_leading else []
@@ -134,12 +194,28 @@ class Lanes:
         self.discard(lane)
         return lost
 
-    def discard(self, lane: TpLane) -> None:
-        """Takes all blocks from a lane that does not run, and builds it anew: its scheduler may be in the middle."""
-        self.dp.take_back(self.withdraw(lane, lane.table.leased()))
-        group = next(group for group, other in self._tp.items() if other is lane)
-        self._tp[group] = TpLane(self.dp, self._active, lane.group.unique_name, lane.shard, self.lease)
-        self._tp[group].count_on_from(lane)
+    def discard(self, lane: GroupLane) -> None:
+        """Takes all blocks from a lane that does not run, and builds it anew: its scheduler may be in the middle.
+
+        Of a pipeline lane, also brings all memory back to where `dp` needs it, from this member's own copy.
+        """
+        if isinstance(lane, TpLane):
+            self.dp.take_back(self.withdraw(lane, lane.table.leased()))
+        else:
+            self.return_all(lane)
+            self._make_whole()
+        group = next(group for group, other in self._lanes.items() if other is lane)
+        self._lanes[group] = self._make(group, lane.rank)
+        self._lanes[group].count_on_from(lane)
+
+    def _make_whole(self) -> None:
+        """All memory is `dp`'s again. Where it was not, `dp` has cached nothing, and nobody may hold blocks."""
+        memory = self.dp.memory
+        assert memory is not None
+        if not memory.layers.is_whole():
+            memory.make_whole()
+            if not self.dp.reset_prefix_cache():
+                raise EngineError("requests held blocks of dp while its memory changed hands")
 
     # Blocks ----------------------------------------------------------------------------------------------------------
 
@@ -148,12 +224,23 @@ class Lanes:
         if logical_ids:
             physical_ids = self.dp.lend(len(logical_ids))
             lane.back(logical_ids, physical_ids)
-            self.ledger.move(physical_ids, "dp", lane.group.unique_name)
+            self.ledger.move(physical_ids, "dp", lane.name)
+
+    def lend_all(self, lane: GroupLane) -> None:
+        """All blocks of `dp` are the lane's; no request may hold any."""
+        physical_ids = self.dp.lend(self.dp.capacity.num_blocks)
+        self.ledger.move(physical_ids, "dp", lane.name)
+
+    def return_all(self, lane: GroupLane) -> None:
+        """Ends `lend_all`, where it was called."""
+        physical_ids = self.ledger.leased(lane.name)
+        self.ledger.move(physical_ids, lane.name, "dp")
+        self.dp.take_back(physical_ids)
 
     def withdraw(self, lane: TpLane, logical_ids: Sequence[int]) -> list[int]:
         """Ends the backing of logical blocks; the physical ids, which are nobody's until `dp` takes them back."""
         physical_ids = lane.table.release(logical_ids)
-        self.ledger.move(physical_ids, lane.group.unique_name, "dp")
+        self.ledger.move(physical_ids, lane.name, "dp")
         return physical_ids
 
     def reclaim(self, lane: TpLane, logical_ids: Sequence[int]) -> None:
@@ -163,10 +250,11 @@ class Lanes:
     def check(self) -> tuple[str, ...]:
         """Conservation laws, as sentences where one is broken: every block has one owner, lent and leased agree."""
         wrong = list(self.ledger.check())
-        leased = {lane.group.unique_name: len(lane.table.leased()) for lane in self._tp.values()}
-        for name, count in leased.items():
-            if self.ledger.num_leased(name) != count:
-                wrong.append(f"{name} has {count} blocks, but the ledger gave it {self.ledger.num_leased(name)}")
+        wrong += self._check_memory()
+        leased = {lane.name: self.ledger.num_leased(lane.name) for lane in self._lanes.values()}
+        for lane in self._lanes.values():
+            if isinstance(lane, TpLane) and leased[lane.name] != len(lane.table.leased()):
+                wrong.append(f"{lane.name} has {len(lane.table.leased())} blocks, the ledger says {leased[lane.name]}")
         if self.dp.capacity.num_blocks - self.dp.num_held != sum(leased.values()):
             wrong.append(f"dp lent {self.dp.capacity.num_blocks - self.dp.num_held} blocks, lanes have {leased}")
         wrong += [
@@ -174,8 +262,19 @@ class Lanes:
         ]
         return tuple(wrong)
 
+    def _check_memory(self) -> tuple[str, ...]:
+        if self.dp.memory is None:
+            return ()
+        layers = self.dp.memory.layers
+        if isinstance(self._running, PpLane):
+            if not self._running.is_settled:
+                return layers.check_chunks()
+            kept = self._running.layers
+            return layers.check(kept, layers.sizes.num_blocks(kept))
+        return layers.check(layers.sizes.all_layers, layers.base_blocks)
+
     def _is(self, name: str) -> bool:
-        return self._running is not None and self._running.group.unique_name == name
+        return self._running is not None and self._running.name == name
 
     # Requests --------------------------------------------------------------------------------------------------------
 
@@ -204,30 +303,42 @@ class Lanes:
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
+        return self.chore is not None or self._can_step()
+
+    def _can_step(self) -> bool:
         return not self.is_following and self.current.has_work()
 
     def step(self) -> Mapping[int, EngineCoreOutputs]:
-        """One step of the lane that runs. A tp lane that breaks costs its requests their KV, never the instance."""
+        """One step of the lane that runs. A group that breaks costs its requests their KV, never the instance."""
         if self._running is None:
             return self.dp.step()
         try:
-            return self._running.step()
+            outputs = self._running.step() if self._can_step() else NO_OUTPUTS
+            self._do_chore()
         except Exception as error:
             self._break(error)
-            return {}
+            return NO_OUTPUTS
+        return outputs
+
+    def _do_chore(self) -> None:
+        """A piece of what goes on beside the steps of a group, of about a step's length."""
+        if self.chore is not None and self.chore(self._step_s):
+            self.chore = None
 
     def follow(self, parts: Sequence[Buffer]) -> None:
         """Executes a step of the leader's."""
         assert self._running is not None
+        started_s = time.perf_counter()
         try:
             self._running.follow(parts)
+            self._step_s = time.perf_counter() - started_s
         except Exception as error:
             self._break(error)
 
     def _break(self, error: Exception) -> None:
-        """Whatever goes wrong in a tp lane, the `dp` lane is whole: the instance must not die of it."""
+        """Whatever goes wrong in a group's lane, the `dp` lane is whole: the instance must not die of it."""
         if not isinstance(error, PengServeError):
-            logger.exception("a step of %s failed", self._running.group.unique_name if self._running else "dp")
+            logger.exception("a step of %s failed", self._running.name if self._running else "dp")
         self.on_broken(error)
 
     def stats(self, last_step_s: float = 0.0) -> InstanceStats:
@@ -245,7 +356,7 @@ class Lanes:
 
     def _count_idle(self) -> None:
         """Totals of the lanes that do not run change only when another begins to: they are added up then."""
-        idle = [lane for lane in (self.dp, *self._tp.values()) if lane is not self.current]
+        idle = [lane for lane in (self.dp, *self._lanes.values()) if lane is not self.current]
         self._idle_totals = dict(sum((Counter(lane.totals()) for lane in idle), Counter()))
 
     def close(self) -> None:

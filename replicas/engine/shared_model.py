@@ -5,7 +5,7 @@ parameters are linear layers, embeddings and norms. Anything else raises `Unsupp
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from pengserve.replicas.engine.vllm_seam import (
     LinearBase,
     MergedColumnParallelLinear,
     ParallelLMHead,
+    PPMissingLayer,
     QKVParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
@@ -100,20 +101,30 @@ def share_weights(model: nn.Module, base: nn.Module, shard: Shard) -> None:
         UnsupportedShapeError: a weight of it does not split, or belongs to a kind of layer that has no view.
     """
     ours = dict(base.named_modules(remove_duplicate=False))
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        for child_name, child in list(module.named_children()):
-            if "rotary" in type(child).__name__.lower():  # holds tables, not weights, and is the same for all ranks
-                setattr(module, child_name, getattr(ours[name], child_name))
+    _share_rotary(model, ours)
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if isinstance(module, (LinearBase, *_EMBEDDINGS)) and not isinstance(module, ReplicatedLinear):
             _share_sharded(name, module, ours[name], shard)
         else:
             _share_whole(name, module, ours[name])
-    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
-    if left:
-        raise UnsupportedShapeError(f"{left[0]} has no view of the base model's weights")
+    _require_real(model)
     copied = new_bytes(viewed_tensors(model), [*base.parameters(), *base.buffers()])
     assert copied == 0, f"{copied} bytes of parameters were copied"
+    model.eval()
+
+
+def share_layers(model: nn.Module, base: nn.Module) -> None:
+    """Gives `model`, one stage of a pipeline built on `meta`, the parameters of `base` themselves.
+
+    Raises:
+        UnsupportedShapeError: it has something that `base` has not.
+    """
+    ours = dict(base.named_modules(remove_duplicate=False))
+    _share_rotary(model, ours)
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        if not isinstance(module, PPMissingLayer):
+            _share_whole(name, module, ours[name])
+    _require_real(model)
     model.eval()
 
 
@@ -125,6 +136,19 @@ def viewed_tensors(model: nn.Module) -> list[torch.Tensor]:
         if isinstance(method, ViewMethod):
             tensors += [*method.views, *(bias for bias in method.biases if bias is not None)]
     return tensors
+
+
+def _share_rotary(model: nn.Module, ours: Mapping[str, nn.Module]) -> None:
+    for name, module in list(model.named_modules(remove_duplicate=False)):
+        for child_name, child in list(module.named_children()):
+            if "rotary" in type(child).__name__.lower():  # holds tables, not weights, and is the same for all ranks
+                setattr(module, child_name, getattr(ours[name], child_name))
+
+
+def _require_real(model: nn.Module) -> None:
+    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if left:
+        raise UnsupportedShapeError(f"{left[0]} has no view of the base model's weights")
 
 
 def _share_whole(name: str, module: nn.Module, base: nn.Module) -> None:

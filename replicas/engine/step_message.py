@@ -1,4 +1,4 @@
-"""What a leader sends its followers for one step: vLLM's `SchedulerOutput`, as far as a tp lane uses it."""
+"""What a leader sends its followers for one step: vLLM's `SchedulerOutput`, as far as a group's lane uses it."""
 
 from collections.abc import Sequence
 
@@ -42,10 +42,11 @@ class StepMessage(msgspec.Struct, array_like=True):
     lease: list[int]  # blocks that join the lane before this step
     known: list[ResumedRequest]  # requests that join it before this step
     new: list[NewRequest]
-    req_ids: list[str]  # of requests that ran before; the next four lists go with it
+    req_ids: list[str]  # of requests that ran before; the next four or five lists go with it
     new_block_ids: list[list[int] | None]
     num_computed_tokens: list[int]
     num_output_tokens: list[int]
+    new_token_ids: list[list[int]]  # sampled since; only stages that do not sample need them
     resumed: list[str]
     num_scheduled_tokens: dict[str, int]
     finished: list[str]
@@ -89,6 +90,7 @@ class StepCodec:
                 new_block_ids=[None if ids is None else ids[0] for ids in cached.new_block_ids],
                 num_computed_tokens=cached.num_computed_tokens,
                 num_output_tokens=cached.num_output_tokens,
+                new_token_ids=cached.new_token_ids,
                 resumed=list(cached.resumed_req_ids),
                 num_scheduled_tokens=output.num_scheduled_tokens,
                 finished=list(output.finished_req_ids),
@@ -120,7 +122,7 @@ class StepCodec:
         output.scheduled_cached_reqs = CachedRequestData(
             req_ids=message.req_ids,
             resumed_req_ids=set(message.resumed),
-            new_token_ids=[],
+            new_token_ids=message.new_token_ids,
             all_token_ids={},
             new_block_ids=[None if ids is None else (ids,) for ids in message.new_block_ids],
             num_computed_tokens=message.num_computed_tokens,

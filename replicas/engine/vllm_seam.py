@@ -6,6 +6,7 @@ read or called on objects of these classes, so that a rename inside a class is s
 
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
+from vllm.distributed.utils import get_pp_indices
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
@@ -22,6 +23,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 from vllm.model_executor.model_loader.utils import initialize_model
+from vllm.model_executor.models.utils import PPMissingLayer
+from vllm.sequence import IntermediateTensors
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.utils.torch_utils import set_default_torch_dtype
@@ -68,12 +71,14 @@ __all__ = [
     "FinishReason",
     "GPUWorker",
     "GrammarOutput",
+    "IntermediateTensors",
     "KVCacheManager",
     "LinearBase",
     "MergedColumnParallelLinear",
     "MsgpackDecoder",
     "MsgpackEncoder",
     "NewRequestData",
+    "PPMissingLayer",
     "ParallelLMHead",
     "PauseState",
     "QKVParallelLinear",
@@ -92,6 +97,7 @@ __all__ = [
     "generate_scheduler_kv_cache_config",
     "get_hash_fn_by_name",
     "get_kv_cache_configs",
+    "get_pp_indices",
     "get_request_block_hasher",
     "initialize_model",
     "parallel_state",
@@ -131,9 +137,10 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "_init_mrope_positions",
         "initialize_kv_cache",
         "initialize_kv_cache_tensors",
+        "get_kv_cache_spec",
         "execute_model",
         "sample_tokens",
     ),
-    GPUWorker: ("init_device", "execute_model"),
+    GPUWorker: ("init_device", "execute_model", "load_model", "determine_available_memory"),
     InputBatch: ("add_request", "remove_request"),
 }

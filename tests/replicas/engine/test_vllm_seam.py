@@ -1,8 +1,11 @@
 """Every vLLM name that replicas stand on exists. A failure here names what an upgrade moved."""
 
+import inspect
+
 import pytest
 
 pytest.importorskip("vllm")
+from pengserve.planners.stages import stage_layers
 from pengserve.replicas.engine import vllm_seam
 
 pytestmark = pytest.mark.slow
@@ -18,6 +21,21 @@ def test_name_exists(name: str) -> None:
 )
 def test_attribute_exists(owner: type, attribute: str) -> None:
     assert hasattr(owner, attribute), f"vLLM renamed {owner.__name__}.{attribute}; see replicas/engine/vllm_seam.py"
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 4, 5])
+@pytest.mark.parametrize("num_layers", [5, 8, 13, 28])
+def test_stages_have_the_layers_that_vllm_builds_for_them(num_layers: int, num_stages: int) -> None:
+    vllm_ranges = [vllm_seam.get_pp_indices(num_layers, stage, num_stages) for stage in range(num_stages)]
+    assert stage_layers(num_layers, num_stages) == tuple(vllm_ranges)
+
+
+def test_a_request_can_be_passed_over_by_the_scheduler() -> None:
+    """`Microbatches` leaves requests out of a step by what vLLM keeps for pipelines."""
+    source = inspect.getsource(vllm_seam.Scheduler.schedule)
+    assert "self.current_step += 1" in source
+    assert "if self.current_step < request.next_decode_eligible_step:" in source
+    assert "token_budget = self.max_num_scheduled_tokens" in source
 
 
 def test_vllm_is_the_pinned_one() -> None:

@@ -1,0 +1,142 @@
+"""What tensor-parallel and pipeline lanes have in common: one leader schedules, and every member executes its steps.
+
+A lane has no memory of its own. Its block ids are logical; each member's table says which physical blocks they are.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.replicas.channel.frames import Buffer
+from pengserve.replicas.engine.dp_lane import DpLane
+from pengserve.replicas.engine.lane import Lane
+from pengserve.replicas.engine.lane_build import block_hasher
+from pengserve.replicas.engine.lane_groups import ActiveGroup, Collectives, LaneGroup
+from pengserve.replicas.engine.step_message import ResumedRequest, StepCodec
+from pengserve.replicas.engine.vllm_seam import (
+    Request,
+    RequestStatus,
+    SchedulerOutput,
+    VllmConfig,
+    set_current_vllm_config,
+)
+from pengserve.replicas.engine.worker import adopt_request, forget_requests
+from pengserve.replicas.memory.ledger import BlockTable
+
+
+class GroupLane(Lane):
+    """One member's part in a group. Rank 0 leads."""
+
+    def __init__(
+        self,
+        base: DpLane,
+        active: ActiveGroup,
+        group: LaneGroup,
+        *,
+        rank: int,
+        config: VllmConfig,
+        runner: Any,
+        scheduler: Any,
+        capacity: KvCapacity,
+    ) -> None:
+        self.base, self.group, self.rank, self.config, self.runner = base, group, rank, config, runner
+        self.table = BlockTable(capacity.num_blocks + 1)
+        self.on_step: Callable[[Sequence[Buffer]], None] = lambda parts: None  # sends a step to the followers
+        self.followers: tuple[InstanceKey, ...] = ()
+        self._active = active
+        self._codec = StepCodec()
+        self._known: list[ResumedRequest] = []
+        super().__init__(
+            shape=f"{group.kind}{group.world_size}",
+            scheduler=scheduler,
+            block_hasher=block_hasher(base, config),
+            capacity=capacity,
+        )
+
+    @property
+    def name(self) -> str:
+        """The group's, e.g. "tp2@(0,1)"."""
+        return self.group.unique_name
+
+    # Shape ------------------------------------------------------------------------------------------------------------
+
+    def enter(self, seed: int, collectives: Collectives) -> None:
+        """Makes this the lane that vLLM's code sees. `seed` is the same on all members."""
+        self.group.collectives = collectives
+        self._active.activate(self.group)
+        self._random_state = torch.get_rng_state()
+        torch.manual_seed(seed)
+
+    def leave(self) -> None:
+        """Gives vLLM's code back to the `dp` lane."""
+        self._active.activate(None)
+        self.group.collectives = None
+        torch.set_rng_state(self._random_state)
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def follow(self, parts: Sequence[Buffer]) -> None:
+        """Follower: executes a step of the leader's."""
+
+    def _learn(self, known: Iterable[ResumedRequest]) -> None:
+        """Follower: requests that came to the leader half decoded."""
+        for resumed in known:
+            request = Request(resumed.req_id, resumed.prompt_token_ids, resumed.sampling_params, None)
+            request.append_output_token_ids(resumed.output_token_ids)
+            self.adopt(request)
+
+    def _placed(self, output: SchedulerOutput) -> SchedulerOutput:
+        """The step with this member's physical blocks. The scheduler's own lists stay as they are."""
+        place = self.table.physical
+        cached = output.scheduled_cached_reqs
+        return replace(
+            output,
+            scheduled_new_reqs=[
+                replace(new, block_ids=(place(new.block_ids[0]),)) for new in output.scheduled_new_reqs
+            ],
+            scheduled_cached_reqs=replace(
+                cached, new_block_ids=[None if ids is None else (place(ids[0]),) for ids in cached.new_block_ids]
+            ),
+        )
+
+    def _recompute_if_stuck(self, output: SchedulerOutput) -> None:
+        """Requests that came with their KV can together leave no block for any of them: one gives up its own."""
+        holding = self._scheduler.kv_holding_waiting
+        if output.total_num_scheduled_tokens or not holding or self._scheduler.running:
+            return
+        request = holding.pop_request()
+        self._scheduler.kv_cache_manager.free(request)
+        request.num_computed_tokens = 0
+        self._scheduler.waiting.prepend_request(request)
+
+    def longest_tokens(self) -> int:
+        """See `Lane`: while it is more than one instance holds, the group cannot end."""
+        return max((request.num_tokens for request in self._scheduler.running), default=0)
+
+    # Requests that come and go ----------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """See `Lane`. Followers hear of a half-decoded request with the next step."""
+        if request.status is RequestStatus.PREEMPTED:
+            params, outputs = request.sampling_params, list(request.output_token_ids)
+            self._known.append(ResumedRequest(request.request_id, request.prompt_token_ids, params, outputs))
+        super().add(request)
+
+    def adopt(self, request: Request) -> None:
+        """See `Lane`; on this member's runner."""
+        adopt_request(self.runner, request, 1)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """See `Lane`; on this member's runner."""
+        with set_current_vllm_config(self.config):
+            forget_requests(self.runner, request_ids)
+
+    def known_ids(self) -> list[str]:
+        """Requests that this member's runner knows."""
+        return list(self.runner.requests)

@@ -1,0 +1,135 @@
+"""What a group's lane is built of: a config of its own, and a runner over weights and KV that exist already."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pengserve.planners.types.errors import UnsupportedShapeError
+from pengserve.replicas.engine.dp_lane import DpLane
+from pengserve.replicas.engine.shared_model import check_supported
+from pengserve.replicas.engine.vllm_seam import (
+    Scheduler,
+    VllmConfig,
+    bind_kv_cache,
+    generate_scheduler_kv_cache_config,
+    get_hash_fn_by_name,
+    get_kv_cache_configs,
+    get_request_block_hasher,
+    initialize_model,
+    set_default_torch_dtype,
+)
+from pengserve.replicas.engine.worker import replayable
+
+Share = Callable[[nn.Module, nn.Module], None]
+"""Gives a model that was built on `meta` (first) the storage of the base model (second)."""
+
+
+def group_config(base: DpLane, *, tp: int = 1, pp: int = 1, rank: int, block_size: int, num_blocks: int) -> VllmConfig:
+    """vLLM's config of one rank; a copy of the base's from before it held a model.
+
+    Args:
+        num_blocks: blocks that may be handed out, without vLLM's null block.
+    """
+    config = copy.deepcopy(base.pristine_config)
+    parallel, cache = config.parallel_config, config.cache_config
+    parallel.tensor_parallel_size, parallel.pipeline_parallel_size = tp, pp
+    parallel.world_size, parallel.rank = tp * pp, rank
+    parallel.disable_custom_all_reduce = True
+    cache.block_size = block_size
+    cache.num_gpu_blocks = num_blocks + 1
+    cache.kv_cache_layout = base.core.vllm_config.cache_config.kv_cache_layout
+    config.model_config.max_model_len = min(config.model_config.max_model_len, num_blocks * block_size)
+    config.compilation_config.static_forward_context = {}
+    return config
+
+
+def block_hasher(base: DpLane, config: VllmConfig) -> Any:
+    """As `EngineCore` makes its own, in this lane's block size; None where prefix caching is off."""
+    if base.core.request_block_hasher is None:
+        return None
+    return get_request_block_hasher(
+        config.cache_config.block_size, get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    )
+
+
+def build_scheduler(base: DpLane, config: VllmConfig, kv_config: Any) -> Any:
+    """A scheduler of vLLM's own."""
+    return Scheduler(
+        vllm_config=config,
+        kv_cache_config=generate_scheduler_kv_cache_config([kv_config]),
+        structured_output_manager=base.core.structured_output_manager,
+        log_stats=base.log_stats,
+        block_size=config.cache_config.block_size,
+    )
+
+
+def build_runner(base: DpLane, config: VllmConfig, share: Share, block_bytes: int) -> tuple[Any, Any]:
+    """A runner of the base runner's class whose model and KV are views; and its KV cache config.
+
+    Args:
+        block_bytes: of a block over all layers of this rank.
+
+    Raises:
+        UnsupportedShapeError: this model cannot be run so.
+    """
+    base_runner = base.worker.model_runner
+    base_model = base_runner.get_model()
+    check_supported(base_model)
+    _check_features(base)
+    runner = _runner_class(type(base_runner))(config, base.worker.device)
+    with set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+        runner.model = initialize_model(config)
+    share(runner.model, base_model)
+    if base.worker.device.type == "cpu":
+        runner._update_states = replayable(runner._update_states, runner)
+    specs = runner.get_kv_cache_spec()
+    kinds = {type(spec).__name__ for spec in specs.values()}
+    if kinds != {"FullAttentionSpec"} or len(base_runner.kv_cache_config.kv_cache_groups) != 1:
+        raise UnsupportedShapeError(f"KV caches of kind {', '.join(sorted(kinds))} cannot be shared by shapes yet")
+    page = next(iter(specs.values())).page_size_bytes
+    if page * len(specs) != block_bytes:
+        raise UnsupportedShapeError(f"a block would have {page * len(specs)} bytes, not {block_bytes}")
+    num_blocks = config.cache_config.num_gpu_blocks
+    kv_config = get_kv_cache_configs(config, [specs], [page * len(specs) * num_blocks])[0]
+    kv_config.kv_cache_layout = config.cache_config.kv_cache_layout
+    layers = base_runner.compilation_config.static_forward_context
+    runner.memory = {name: layers[name].kv_cache for name in specs}
+    runner.initialize_kv_cache(kv_config)
+    return runner, kv_config
+
+
+def _check_features(base: DpLane) -> None:
+    for feature, asked in (
+        ("speculative decoding", base.worker.vllm_config.speculative_config),
+        ("LoRA", base.worker.vllm_config.lora_config),
+        ("multi-modal input", base.worker.vllm_config.model_config.multimodal_config),
+    ):
+        if asked is not None:
+            raise UnsupportedShapeError(f"{feature} works in dp alone; leave it out, or leave out `degrees`")
+
+
+def _runner_class(base: type) -> type:
+    """`base` (vLLM's CPU or GPU runner) with KV in memory that exists already."""
+
+    class SharedKvRunner(base):
+        memory: dict[str, torch.Tensor]  # by layer, as another lane sees it
+
+        def initialize_kv_cache_tensors(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            """See vLLM: binds views of what is there instead of allocating, over all blocks that there may ever be."""
+            group = kv_cache_config.kv_cache_groups[0]
+            spec = group.kv_cache_spec
+            shape = (-1, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+            views = {name: self.memory[name].view(shape) for name in group.layer_names}
+            bind_kv_cache(
+                views,
+                self.compilation_config.static_forward_context,
+                self.kv_caches,
+                1,
+                kv_cache_groups=kv_cache_config.kv_cache_groups,
+            )
+            return views
+
+    return SharedKvRunner

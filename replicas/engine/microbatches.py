@@ -1,0 +1,92 @@
+"""Which requests go into the next microbatch of a pipeline (KunServe 4.3): the planner says, vLLM's scheduler does.
+
+vLLM alone puts all that runs into the first microbatch, and nothing is left for the others: a pipeline of s stages
+would work one stage at a time. What the planner wants is put to it in vLLM's own terms: requests that are to wait are
+passed over, as vLLM passes over those whose last token is on its way; the others come first, in the planner's order;
+and the step's token budget is what they need together, so that at most the last one, a prefill, is cut.
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pengserve.planners.cost_model import Chunk, CostModel, OnlineFit
+from pengserve.planners.lookahead import Limits, Work, next_budget
+from pengserve.replicas.engine.vllm_seam import Request, SchedulerOutput
+
+# What steps cost before any was timed: the demo model's on one core, of which only the relations count.
+FIRST_MODEL = CostModel(
+    prefix_attention_s=5e-8, self_attention_s=2.6e-8, kv_read_s=5e-7, ffn_s=7.5e-5, other_s=7e-5, load_s=4.5e-3
+)
+
+
+class Microbatches:
+    """Forms one microbatch after the other out of one scheduler's requests."""
+
+    def __init__(self, scheduler: Any, num_stages: int, model: CostModel = FIRST_MODEL) -> None:
+        self._scheduler, self._num_stages = scheduler, num_stages
+        config = scheduler.scheduler_config
+        self._limits = Limits(max_tokens=scheduler.max_num_scheduled_tokens, max_requests=config.max_num_seqs)
+        self._fit = OnlineFit(model)
+        self._clock = itertools.count(1)
+        self._since: dict[str, int] = {}  # request -> when it became ready, in steps of the clock
+
+    def schedule(self, in_flight: Sequence[SchedulerOutput]) -> SchedulerOutput:
+        """The next microbatch, while the others are under way."""
+        scheduler = self._scheduler
+        running: list[Request] = scheduler.running
+        waiting = (*scheduler.kv_holding_waiting, *scheduler.waiting)
+        ready = [request for request in (*running, *waiting) if request.num_tokens > request.num_computed_tokens]
+        budget = self._budget(ready, in_flight)
+        order = {request.request_id: index for index, request in enumerate(running)}
+        place = {request_id: index for index, request_id in enumerate(budget)}
+        passed = [request for request in running if request.request_id not in place]
+        # vLLM passes over a request until this step; `schedule` begins by counting the step.
+        for request in passed:
+            request.next_decode_eligible_step = scheduler.current_step + 2
+        running.sort(key=lambda request: place.get(request.request_id, len(place)))
+        scheduler.max_num_scheduled_tokens = max(1, sum(budget.values()))
+        try:
+            output: SchedulerOutput = scheduler.schedule()
+        finally:
+            scheduler.max_num_scheduled_tokens = self._limits.max_tokens
+            for request in passed:
+                request.next_decode_eligible_step = 0
+            scheduler.running.sort(key=lambda request: order.get(request.request_id, len(order)))
+        return output
+
+    def came_back(self, output: SchedulerOutput, chunks: Sequence[Chunk], seconds: float) -> None:
+        """Learns from a microbatch that took `seconds` in one stage, and when its requests became ready again."""
+        now = next(self._clock)
+        for request_id in output.num_scheduled_tokens:
+            self._since[request_id] = now
+        for request_id in output.finished_req_ids:
+            self._since.pop(request_id, None)
+        if chunks:
+            self._fit.observe(chunks, seconds * self._num_stages)
+
+    def _budget(self, ready: Sequence[Request], in_flight: Sequence[SchedulerOutput]) -> Mapping[str, int]:
+        work = [
+            Work(
+                request_id=request.request_id,
+                prefix_tokens=request.num_computed_tokens,
+                num_tokens=request.num_tokens - request.num_computed_tokens,
+                is_prefill=request.num_tokens > request.num_computed_tokens + 1,
+                since=self._since.get(request.request_id, 0),
+            )
+            for request in ready
+        ]
+        model = self._fit.model()
+        costs_s = [model.batch_s(chunks_of(output)) for output in in_flight]
+        return next_budget(work, costs_s, model, self._limits, stages=self._num_stages)
+
+
+def chunks_of(output: SchedulerOutput) -> list[Chunk]:
+    """What a step computes, as a cost model prices it."""
+    cached = output.scheduled_cached_reqs
+    prefixes = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    prefixes |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    return [
+        Chunk(prefix_tokens=prefixes[request_id], num_tokens=count)
+        for request_id, count in output.num_scheduled_tokens.items()
+    ]

@@ -1,0 +1,285 @@
+"""A pipeline lane: vLLM's model of one stage, over the layers that this member keeps (KunServe sections 3 and 4.3).
+
+The leader has the LAST stage, so that tokens are where the scheduler is:
+
+    rank 0, stage s-1   schedule k ........ schedule k+1 .... run its layers of k -> sample -> outputs
+    rank 1, stage 0        \\-> run layers of k -> run k+1 ...        /
+    rank r, stage r-1            \\-> run k ...   -----hidden------> /
+
+Up to s microbatches are in flight. A request is in one of them at a time, but for chunks of its prompt; stages run
+microbatches in the order in which the leader made them.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pengserve.planners.cost_model import CostModel
+from pengserve.planners.stages import stage_layers
+from pengserve.planners.types.errors import StepError, UnsupportedShapeError
+from pengserve.replicas.channel.frames import Buffer
+from pengserve.replicas.engine.dp_lane import DpLane
+from pengserve.replicas.engine.group_lane import GroupLane
+from pengserve.replicas.engine.hidden import HiddenCodec, HiddenInbox
+from pengserve.replicas.engine.lane import lend, take_back
+from pengserve.replicas.engine.lane_build import build_runner, build_scheduler, group_config
+from pengserve.replicas.engine.lane_groups import ActiveGroup, Collectives, LaneGroup
+from pengserve.replicas.engine.microbatches import FIRST_MODEL, Microbatches, chunks_of
+from pengserve.replicas.engine.shared_model import share_layers
+from pengserve.replicas.engine.vllm_seam import (
+    EngineCoreOutputs,
+    GrammarOutput,
+    IntermediateTensors,
+    Request,
+    SchedulerOutput,
+    set_current_vllm_config,
+)
+from pengserve.replicas.memory.layers import LayerMemory
+
+
+@dataclass(frozen=True, slots=True)
+class _Microbatch:
+    output: SchedulerOutput
+    grammar: GrammarOutput | None
+
+
+class PpLane(GroupLane):
+    """One stage of a pipeline. All of its blocks are there from the start; what backs them comes with the drop."""
+
+    def __init__(
+        self,
+        base: DpLane,
+        active: ActiveGroup,
+        name: str,
+        rank: int,
+        num_stages: int,
+        memory: LayerMemory,
+        cost_model: CostModel = FIRST_MODEL,
+    ) -> None:
+        """Builds the lane beside `base`; takes tens of milliseconds and allocates no weights and no KV.
+
+        Args:
+            cost_model: of steps of the whole model, to begin with.
+
+        Raises:
+            UnsupportedShapeError: this model cannot be cut into so many stages.
+        """
+        self.stage, self._memory = stage_of(rank, num_stages), memory
+        sizes = memory.sizes
+        ranges = stage_layers(sizes.num_layers, num_stages)
+        self.stages, self.layers = ranges, ranges[self.stage]
+        num_blocks = min(sizes.num_blocks(layers) for layers in ranges) - 1
+        group = LaneGroup("pp", name, self.stage, num_stages)
+        config = group_config(
+            base, pp=num_stages, rank=self.stage, block_size=base.capacity.block_size, num_blocks=num_blocks
+        )
+        before = active.activate(group)
+        try:
+            with set_current_vllm_config(config), torch.inference_mode():
+                num_layers = self.layers[1] - self.layers[0]
+                runner, kv_config = build_runner(base, config, share_layers, num_layers * sizes.block_bytes)
+                scheduler = build_scheduler(base, config, kv_config) if rank == 0 else None
+        finally:
+            active.activate(before)
+        if not hasattr(runner.model, "make_empty_intermediate_tensors"):
+            raise UnsupportedShapeError(f"{type(runner.model).__name__} cannot be cut into stages")
+        self.inbox = HiddenInbox()
+        self.stamp = b""  # of the group's communicators: what the stage before sends carries it
+        self.send_hidden: Callable[[int, Sequence[Buffer]], None] = lambda rank, parts: None
+        self.timeout_s = 0.0  # of a stage's silence
+        self._hidden = HiddenCodec(runner.model, base.worker.device)
+        self._in_flight: deque[_Microbatch] = deque()
+        self._stage_s = 0.0  # leader: of its stage, for the newest microbatch
+        self._is_held = False
+        self._arriving: dict[str, Request] = {}  # requests whose KV is on its way
+        self.is_settled = True  # whether this member has all of its memory, and its part of all KV
+        self.is_exchanging = False  # leader: whether some member waits for KV or memory since the drop
+        self._withheld: list[int] = []  # blocks without memory yet, in the order in which it comes
+        super().__init__(
+            base,
+            active,
+            group,
+            rank=rank,
+            config=config,
+            runner=runner,
+            scheduler=scheduler,
+            capacity=replace(
+                base.capacity,
+                num_blocks=num_blocks,
+                bytes_per_block=sizes.num_layers * sizes.block_bytes,
+                max_model_len=config.model_config.max_model_len,
+                max_num_seqs=config.scheduler_config.max_num_seqs,
+            ),
+        )
+        self._microbatches = Microbatches(scheduler, num_stages, cost_model) if scheduler is not None else None
+
+    @property
+    def num_stages(self) -> int:
+        """Stages, and the most microbatches in flight."""
+        return self.group.world_size
+
+    @property
+    def num_in_flight(self) -> int:
+        """Leader: microbatches whose tokens have not come back."""
+        return len(self._in_flight)
+
+    # Shape ------------------------------------------------------------------------------------------------------------
+
+    def enter(self, seed: int, collectives: Collectives) -> None:
+        """See `GroupLane`."""
+        super().enter(seed, collectives)
+        self._is_held = False
+        if self.stage > 0:
+            scheduler = self.config.scheduler_config
+            self.runner.intermediate_tensors = self.runner.model.make_empty_intermediate_tensors(
+                batch_size=scheduler.max_num_batched_tokens,
+                dtype=self.config.model_config.dtype,
+                device=self.base.worker.device,
+            )
+
+    def leave(self) -> None:
+        """See `GroupLane`. Microbatches in flight are forgotten, and cached prefixes: their bytes go."""
+        super().leave()
+        self._in_flight.clear()
+        self._arriving.clear()
+        self.runner.intermediate_tensors = None
+        if self._pool is not None:
+            self.offer_all()
+            take_back(self._pool, lend(self._pool, self.num_free()))
+
+    def hold(self, is_held: bool) -> None:
+        """Leader: while it is held no new microbatch begins, so that soon none is in flight."""
+        self._is_held = is_held
+
+    # Requests whose KV comes while others run ---------------------------------------------------------------------
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that have memory."""
+        return self.capacity.num_blocks - len(self._withheld)
+
+    def expect(self, request: Request, num_computed_tokens: int) -> list[int] | None:
+        """Leader: as `admit`, but the request is not scheduled before `arrived`."""
+        block_ids = self._make_room(request, num_computed_tokens)
+        if block_ids is not None:
+            self._arriving[request.request_id] = request
+        return block_ids
+
+    def withhold_free(self) -> list[int]:
+        """Leader: no free block may be handed out; their ids. `offer` gives them back, the first ones first."""
+        self._withheld = lend(self._pool, self.num_free())
+        return list(self._withheld)
+
+    def give_up_blocks(self) -> list[int]:
+        """Leader: withholds as many free blocks as a restore needs, so that all weights find room; their ids.
+
+        Raises:
+            StepError: too many are in use.
+        """
+        sizes = self._memory.sizes
+        left = min(sizes.num_blocks_beside_all_weights(layers) for layers in self.stages) - 1
+        count = max(0, self.capacity.num_blocks - left)
+        if count > self.num_free():
+            raise StepError(f"{count} blocks must be free to bring the weights back, {self.num_free()} are")
+        self._withheld = lend(self._pool, count)
+        return list(self._withheld)
+
+    def offer(self, count: int) -> None:
+        """Leader: `count` more of the withheld blocks have memory on all members."""
+        offered, self._withheld = self._withheld[:count], self._withheld[count:]
+        take_back(self._pool, offered)
+
+    def offer_all(self) -> None:
+        """Leader: all blocks have memory on all members."""
+        self.offer(len(self._withheld))
+
+    def arrived(self) -> None:
+        """Leader: all KV and all memory are there."""
+        self.offer_all()
+        for request in self._arriving.values():
+            self._scheduler._enqueue_waiting_request(request)
+            self.settle(request)
+        self._arriving = {}
+        self.is_exchanging = False
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """See `Lane`. The scheduler has not heard of those that are on their way."""
+        ids = list(request_ids)
+        for request_id in [i for i in ids if i in self._arriving]:
+            self._scheduler._enqueue_waiting_request(self._arriving.pop(request_id))
+        super().abort(ids)
+
+    def num_requests(self) -> int:
+        """See `Lane`."""
+        return super().num_requests() + len(self._arriving)
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        """See `Lane`."""
+        return bool(self._in_flight) or (not self._is_held and super().has_work())
+
+    def step(self) -> Mapping[int, EngineCoreOutputs]:
+        """Leader: keeps the pipeline full, and finishes the microbatch that has been in it for longest."""
+        while not self._is_held and len(self._in_flight) < self.num_stages and self._begin():
+            pass
+        if not self._in_flight:
+            return {}
+        microbatch = self._in_flight.popleft()
+        result = self._execute(microbatch.output, microbatch.grammar)
+        assert self._microbatches is not None
+        self._microbatches.came_back(microbatch.output, chunks_of(microbatch.output), self._stage_s)
+        outputs: Mapping[int, EngineCoreOutputs] = self._scheduler.update_from_output(microbatch.output, result)
+        self._count(outputs.values())
+        return outputs
+
+    def _begin(self) -> bool:
+        """Makes and sends the next microbatch; False where there is nothing for it."""
+        assert self._microbatches is not None
+        output = self._microbatches.schedule([microbatch.output for microbatch in self._in_flight])
+        if not self._in_flight:
+            self._recompute_if_stuck(output)
+        if not output.total_num_scheduled_tokens and not output.finished_req_ids and not self._known:
+            return False
+        grammar = self._scheduler.get_grammar_bitmask(output)
+        self.on_step(self._codec.encode(output, grammar, (), self._known))
+        self._known = []
+        self._in_flight.append(_Microbatch(output, grammar))
+        return True
+
+    def follow(self, parts: Sequence[Buffer]) -> None:
+        """Follower: runs its layers over a microbatch, and hands on what comes out."""
+        output, grammar, _, known = self._codec.decode(parts)
+        self._learn(known)
+        self._steps += 1
+        self._execute(output, grammar)
+
+    def _execute(self, output: SchedulerOutput, grammar: GrammarOutput | None) -> Any:
+        hidden: IntermediateTensors | None = None
+        num_tokens = output.total_num_scheduled_tokens
+        if num_tokens and self.stage > 0:
+            hidden = self._hidden.decode(self.inbox.get(self.stamp, self.timeout_s), num_tokens)
+        started_s = time.perf_counter()
+        with set_current_vllm_config(self.config), torch.inference_mode():
+            result = self.runner.execute_model(self._placed(output), hidden)
+            if result is None:
+                result = self.runner.sample_tokens(grammar)
+                self._stage_s = time.perf_counter() - started_s
+                return result
+            if num_tokens and self.stage < self.num_stages - 1:
+                self.send_hidden(rank_of(self.stage + 1, self.num_stages), self._hidden.encode(result))
+            return result
+
+
+def stage_of(rank: int, num_stages: int) -> int:
+    """The leader (rank 0) has the last stage, the others the stages before it in their order."""
+    return (rank - 1) % num_stages
+
+
+def rank_of(stage: int, num_stages: int) -> int:
+    """Inverse of `stage_of`."""
+    return (stage + 1) % num_stages
