@@ -137,7 +137,8 @@ class Coordinator:
                 raise StepError(f"instance {key} cannot take part: {_sentence(answer)}") from answer
 
     async def _commit(self, plan: SwitchPlan) -> SwitchReport:
-        timeout_s = self._config.commit_timeout_s + (plan.drain_timeout_s if plan.strategy in _DRAINING else 0.0)
+        waits = plan.strategy in _DRAINING or plan.verb == "restore"  # for requests to end, or for weights to come back
+        timeout_s = self._config.commit_timeout_s + (plan.drain_timeout_s if waits else 0.0)
         return await self._bounded(plan.leader, self._port.commit(plan.leader, plan), timeout_s)
 
     async def _abort(self, plan: SwitchPlan) -> None:

@@ -96,7 +96,7 @@ class Instance:
             capacity=lanes.capacity if lanes else None,
             stats=self._stats,
             lanes=lanes.infos() if lanes else (),
-            lane=running.group.unique_name if running else "dp",
+            lane=running.name if running else "dp",
             epoch=agent.epoch if agent else Epoch(0),
             peer_endpoint=agent.endpoint if agent else "",
             groups_ready=agent.groups_ready() if agent else (),
@@ -167,7 +167,7 @@ class Instance:
         started_s = time.perf_counter()
         self._codec, self._step_codec = Codec(), Codec()
         lanes = Lanes(self.config)
-        if self.config.degrees:
+        if self.config.degrees or self.config.max_stages > 1:
             self._agent = self._build_agent(lanes)
         logger.info("instance %s: engine built in %.1f s", self.key, time.perf_counter() - started_s)
         return lanes

@@ -212,7 +212,7 @@ class Link:
                     raise LinkLostError(f"a message of {total} bytes is outside [2, {MAX_MESSAGE_BYTES}]")
                 stop = start + 4 + total
                 if stop <= filled:
-                    deliver(*_parse(memoryview(bytes(view[start + 4 : stop]))))
+                    deliver(*_parse(memoryview(bytearray(view[start + 4 : stop]))))
                     start = stop
                 elif 4 + total > READ_BUFFER_BYTES:
                     body = memoryview(bytearray(total))

@@ -15,22 +15,31 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import replace
+from functools import partial
+from typing import cast
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, FenceError, LinkLostError, PengServeError, StepError
 from pengserve.planners.types.ids import Epoch, InstanceKey
+from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.comm.peers import PeerNetwork
 from pengserve.replicas.comm.pool import CommunicatorPool
+from pengserve.replicas.engine.exchange import DropExchange
 from pengserve.replicas.engine.lanes import Lanes
-from pengserve.replicas.switching.commit import Commit, drains
+from pengserve.replicas.engine.pp_lane import PpLane
+from pengserve.replicas.engine.tp_lane import TpLane
+from pengserve.replicas.switching.commit import Commit, drains, is_restore
 from pengserve.replicas.switching.draining import Drain
+from pengserve.replicas.switching.dropping import LeaderDrop, join_drop
 from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.member import SWITCH, Conversation, Member, RequestOwner
 from pengserve.replicas.switching.merging import LeaderMerge, check_merge, join_merge, travellers
 from pengserve.replicas.switching.messages import SwitchCodec, SwitchMessage, Word
+from pengserve.replicas.switching.pipeline import PipelineTraffic
+from pengserve.replicas.switching.restoring import LeaderRestore, join_restore
 from pengserve.replicas.switching.splitting import LeaderSplit, check_split, join_split
 from pengserve.replicas.switching.step_thread import StepThread, Submit
 from pengserve.replicas.switching.wiring import Wiring
@@ -59,6 +68,7 @@ class Agent:
         self.epoch = Epoch(0)
         self.group_name = ""  # of the running group's communicators
         self._mates: tuple[InstanceKey, ...] = ()  # its members, in rank order
+        self._pipeline = PipelineTraffic(member, self._wiring, submit, self._broken)
         member.lanes.on_broken = self._broken
         member.network.subscribe(STEP, self._on_step, self._on_lost)
         member.network.subscribe(SWITCH, self._on_switch)
@@ -128,7 +138,7 @@ class Agent:
         commit = self._steps.ask(lambda: self._begin(plan))
         if isinstance(commit, SwitchReport):
             return commit
-        timeout_s = 4 * self._member.timeout_s + (plan.drain_timeout_s if drains(plan) else 0.0)
+        timeout_s = 4 * self._member.timeout_s + (plan.drain_timeout_s if drains(plan) or is_restore(plan) else 0.0)
         try:
             return commit.outcome.result(timeout_s)
         except FutureTimeoutError:
@@ -182,13 +192,44 @@ class Agent:
         reached("begun")
         commit = self._commit = Commit(plan)
         try:
-            if drains(plan):
+            if is_restore(plan):
+                self._start_return(commit)
+            elif drains(plan):
                 self._start_drain(commit)
             else:
                 self._meet(commit)
         except PengServeError as error:
             self._fail(error)
         return commit
+
+    def _start_return(self, commit: Commit) -> None:
+        """Restore: weights come back beside the steps; the members meet when they are there."""
+        plan, lane = commit.plan, self._member.lanes.running
+        assert isinstance(lane, PpLane)
+        withheld = lane.give_up_blocks()
+        try:
+            Conversation(self._member, plan).tell_all(Word.RETURN, plan=plan, lease=withheld)
+            reached("returning")
+            meet = partial(self._submit, lambda: self._meet_now(commit))
+            self._pipeline.begin_return(lane, plan.plan_id, withheld, meet)
+        except PengServeError:
+            lane.offer_all()
+            raise
+        self._steps.after(plan.drain_timeout_s, lambda: self._return_timeout(commit))
+
+    def _return_timeout(self, commit: Commit) -> None:
+        if self._commit is commit and not commit.is_meeting:
+            self._fail(StepError(f"the weights were not back within {commit.plan.drain_timeout_s:g} s"))
+
+    def _join_return(self, plan: SwitchPlan, withheld: list[int]) -> None:
+        talk, lane = Conversation(self._member, plan), self._member.lanes.running
+        try:
+            if plan.plan_id not in self._prepared or not isinstance(lane, PpLane):
+                raise StepError("it has not prepared this")
+            reached("returning")
+            self._pipeline.begin_return(lane, plan.plan_id, withheld)
+        except PengServeError as error:
+            talk.cancel(str(error))
 
     def _start_drain(self, commit: Commit) -> None:
         plan = commit.plan
@@ -221,11 +262,20 @@ class Agent:
         commit.is_meeting = True
         commit.started_s = time.perf_counter()
         if not commit.plan.is_merge:
-            self._lead_split(commit)
+            self._split_when_empty(commit)
             return
         Conversation(self._member, commit.plan).tell_all(Word.MEET, plan=commit.plan)
         reached("meeting")
         self._steps.after(self._member.timeout_s, lambda: self._meet_timeout(commit))
+
+    def _split_when_empty(self, commit: Commit) -> None:
+        """A pipeline first finishes what is in it: see `boundary`."""
+        lane = self._member.lanes.running
+        if isinstance(lane, PpLane):
+            lane.hold(True)
+            if lane.num_in_flight:
+                return
+        self._lead_split(commit)
 
     def _meet_timeout(self, commit: Commit) -> None:
         if self._commit is commit:
@@ -248,7 +298,8 @@ class Agent:
         kept = self._end_drain()
         try:
             name = self._wiring.spec(plan).name
-            merge = LeaderMerge(talk, name, Epoch(plan.epoch + 1))
+            kind = LeaderDrop if plan.group.kind is GroupKind.PP else LeaderMerge
+            merge = kind(talk, name, Epoch(plan.epoch + 1))
         except PengServeError as error:  # the group broke while its members met
             self._fail(error)
             return
@@ -262,15 +313,25 @@ class Agent:
             self._end_group(name, plan.members)
             self._fail(EngineError(f"the merge failed half-way ({error}); all members are in dp"))
             return
-        self._mates = plan.members
-        self._lead(name)
+        self._stand_in(name, plan.members, merge.exchange if isinstance(merge, LeaderDrop) else None)
+        self._lead()
         self._succeed(commit, report, meet_s)
 
-    def _lead(self, name: str) -> None:
+    def _stand_in(self, name: str, members: tuple[InstanceKey, ...], exchange: DropExchange | None = None) -> None:
+        """This member runs in a group now; of a drop, `exchange` goes on."""
+        self.group_name, self._mates = name, members
+        lane = self._member.lanes.running
+        if exchange is not None and isinstance(lane, PpLane):
+            self._pipeline.begin(lane, name, members, exchange)
+
+    def _stand_alone(self) -> None:
+        self.group_name, self._mates = "", ()
+        self._pipeline.end()
+
+    def _lead(self) -> None:
         lane = self._member.lanes.running
         assert lane is not None
-        self.group_name = name
-        stamp = name.encode()
+        stamp = self.group_name.encode()
         followers, network = lane.followers, self._member.network
 
         def send(parts: Sequence[Buffer]) -> None:
@@ -294,7 +355,11 @@ class Agent:
             reached("meeting")
             met = talk.gather(Word.MET)
             meet_s = time.perf_counter() - commit.started_s
-            report = LeaderSplit(talk, lane, self.group_name, Epoch(plan.epoch + 1)).run(met)
+            epoch = Epoch(plan.epoch + 1)
+            if isinstance(lane, PpLane):
+                report = LeaderRestore(talk, lane, self.group_name, epoch).run(met)
+            else:
+                report = LeaderSplit(talk, cast(TpLane, lane), self.group_name, epoch).run(met)
         except Exception as error:
             if not isinstance(error, PengServeError):
                 logger.exception("the split %s failed", plan.plan_id)
@@ -304,7 +369,7 @@ class Agent:
                 self._broken(failure)
             self._fail(failure)
             return
-        self.group_name, self._mates = "", ()
+        self._stand_alone()
         self._succeed(commit, report, meet_s)
 
     def _succeed(self, commit: Commit, report: SwitchReport, meet_s: float) -> None:
@@ -319,6 +384,10 @@ class Agent:
     def _fail(self, error: BaseException) -> None:
         commit, self._commit = self._commit, None
         self._end_drain()
+        lane = self._member.lanes.running
+        if isinstance(lane, PpLane):
+            lane.hold(False)
+            self._pipeline.undo_return(lane)
         if commit is not None:
             Conversation(self._member, commit.plan).cancel(str(error))
             self._prepared.pop(commit.plan.plan_id, None)
@@ -345,6 +414,9 @@ class Agent:
         elif message.word is Word.DRAIN and message.plan is not None:
             plan = message.plan
             self._submit(lambda: self._join_drain(key, plan))
+        elif message.word is Word.RETURN and message.plan is not None:
+            plan = message.plan
+            self._submit(lambda: self._join_return(plan, message.lease))
         elif message.word is Word.DRAINED:
             self._submit(lambda: self._drained(message.plan_id, key))
         elif message.word is Word.MET and self._member.lanes.running is None:
@@ -358,6 +430,9 @@ class Agent:
         """A cancel that nobody waited for: a drain is called off, or a follower cannot meet."""
         if self._drain is not None and self._drain.plan.plan_id == message.plan_id and self._commit is None:
             self._end_drain()
+        lane = self._member.lanes.running
+        if isinstance(lane, PpLane) and lane.rank != 0 and key == self._mates[0]:
+            self._pipeline.undo_return(lane)
         commit = self._commit
         if commit is not None and commit.plan.plan_id == message.plan_id:
             self._fail(StepError(f"instance {key} cannot: {message.why}"))
@@ -394,19 +469,25 @@ class Agent:
             self._check(plan)
             if plan.is_merge:
                 name = self._wiring.spec(plan).name
-                join_merge(talk, name, travellers(self._member, plan, kept))
-                self.group_name, self._mates = name, plan.members
+                own = travellers(self._member, plan, kept)
+                if plan.group.kind is GroupKind.PP:
+                    self._stand_in(name, plan.members, join_drop(talk, name, own))
+                else:
+                    join_merge(talk, name, own)
+                    self._stand_in(name, plan.members)
             else:
-                assert lane is not None
-                join_split(talk, lane, self.group_name)
-                self.group_name, self._mates = "", ()
+                if isinstance(lane, PpLane):
+                    join_restore(talk, lane, self.group_name)
+                else:
+                    join_split(talk, cast(TpLane, lane), self.group_name)
+                self._stand_alone()
         except Exception as error:
             if not isinstance(error, PengServeError):
                 logger.exception("the switch %s failed here", plan.plan_id)
             talk.cancel(str(error))
             if plan.is_merge:
                 self._tell_broken(name, plan.members)  # the others may have gone on without this one
-            elif lane is not None and lane.group.unique_name == str(plan.group):
+            elif lane is not None and lane.name == str(plan.group):
                 self._broken(error)
             self._on_changed()
             return
@@ -424,6 +505,9 @@ class Agent:
 
     def boundary(self) -> None:
         """After each step, in the step thread."""
+        commit = self._commit
+        if commit is not None and commit.is_meeting and not commit.plan.is_merge:
+            self._split_when_empty(commit)
         if self._drain is not None:
             self._drain.check()
 
@@ -435,6 +519,8 @@ class Agent:
             self._member.lanes.follow(parts[1:])
 
     def _on_lost(self, key: InstanceKey) -> None:
+        if key in self._mates:
+            self._pipeline.interrupt()
         self._member.inbox.put((key, None))
         self._submit(lambda: self._lost(key))
 
@@ -455,6 +541,8 @@ class Agent:
 
     def _on_broken(self, key: InstanceKey, kind: str, parts: list[memoryview]) -> None:
         name, error = str(parts[0], "utf-8"), EngineError(f"instance {key} has left the group")
+        if self.group_name == name:
+            self._pipeline.interrupt()
 
         def leave() -> None:
             if self.group_name == name:
@@ -478,9 +566,9 @@ class Agent:
         lanes = self._member.lanes
         if lanes.running is None:
             return
-        logger.warning("instance %s leaves %s: %s", self._member.key, lanes.running.group.unique_name, error)
+        logger.warning("instance %s leaves %s: %s", self._member.key, lanes.running.name, error)
         self._end_group(self.group_name, self._mates)
-        self.group_name, self._mates = "", ()
+        self._stand_alone()
         if self._commit is not None:
             self._fail(error)
         lost = lanes.abandon()

@@ -4,6 +4,7 @@ import time
 from concurrent.futures import Future
 
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
 from pengserve.replicas.switching.messages import SwitchMessage
 
@@ -19,6 +20,11 @@ class Commit:
         self.started_s = time.perf_counter()
         self.drain_s = 0.0
         self.is_meeting = False
+
+
+def is_restore(plan: SwitchPlan) -> bool:
+    """Whether weights come back beside the steps before the members meet."""
+    return plan.group.kind is GroupKind.PP and not plan.is_merge
 
 
 def drains(plan: SwitchPlan) -> bool:

@@ -6,6 +6,7 @@ PENGSERVE_TEST_FAILPOINT names a file. While it holds "wave:kill", the process e
     prepared    a member has taken note of a plan
     begun       the leader has been told to commit
     draining    a member waits for running requests to end
+    returning   weights are about to come back beside the steps (restore)
     meeting     the leader has asked the others to stop; another one is about to
     met         a follower has said what it brings
     wave        KV is about to move

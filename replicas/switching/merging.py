@@ -5,6 +5,7 @@ import zlib
 
 from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.ids import Epoch, InstanceKey
+from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
 from pengserve.replicas.engine.handoff import revive
 from pengserve.replicas.engine.reshard import MAX_WAVE_TOKENS, Resharder, Traveller
@@ -170,7 +171,7 @@ def take_wave(member: Member, lane: TpLane, resharder: Resharder, wave: list[Tra
     member.lanes.lease(lane, lease)
     resharder.merge(wave)
     reached("waved")
-    rank = lane.shard.rank
+    rank = lane.rank
     mine = [traveller.request_id for traveller in wave if traveller.rank == rank]
     member.lanes.dp.release(mine)
     if rank != 0:
@@ -188,8 +189,12 @@ def settle_rest(member: Member, plan: SwitchPlan) -> int:
 
 
 def pauses(plan: SwitchPlan, request: Request) -> bool:
-    """Whether a running request waits in its `dp` lane until the group is split (hard preemption)."""
-    return plan.strategy is SwitchStrategy.HARD and request.priority >= 0
+    """Whether a running request waits in its `dp` lane until the group is split (hard preemption).
+
+    Never on a drop: the memory it is in changes hands.
+    """
+    is_merge = plan.group.kind is GroupKind.TP
+    return is_merge and plan.strategy is SwitchStrategy.HARD and request.priority >= 0
 
 
 def seed_of(plan: SwitchPlan) -> int:
@@ -205,5 +210,5 @@ def check_merge(member: Member, plan: SwitchPlan) -> None:
     """
     running = member.lanes.running
     if running is not None:
-        raise StepError(f"instance {member.key} runs {running.group.unique_name}; split that first")
-    member.lanes.tp(plan.group)
+        raise StepError(f"instance {member.key} runs {running.name}; split that first")
+    member.lanes.require(plan.group)

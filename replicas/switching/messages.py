@@ -3,6 +3,7 @@
     leader                            follower
     DRAIN  ------------------------>           (sequential, soft) let running requests end
            <------------------------  DRAINED
+    RETURN ------------------------>           (restore) let weights come back beside the steps
     MEET   ------------------------>           stop at a step boundary
            <------------------------  MET      free blocks; on a merge, the requests that can be carried
     WAVE   ------------------------>           move these requests' KV (zero or more waves)
@@ -28,6 +29,7 @@ class Word(StrEnum):
 
     DRAIN = "drain"
     DRAINED = "drained"
+    RETURN = "return"
     MEET = "meet"
     MET = "met"
     WAVE = "wave"
@@ -42,9 +44,9 @@ class SwitchMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     word: Word
     plan_id: str
     plan: SwitchPlan | None = None  # DRAIN, MEET
-    num_free: int = 0  # MET, DONE: blocks of `dp` that are free
+    num_free: int = 0  # MET, DONE: blocks of `dp` that are free; of a drop, blocks of `lease` that have memory
     travellers: list[Traveller] = []  # MET: who can be carried; WAVE: who moves
-    lease: list[int] = []  # WAVE: logical blocks that join the tp lane before it
+    lease: list[int] = []  # WAVE: logical blocks that join the lane before it; of a drop, in the order they get memory
     release: list[int] = []  # WAVE: logical blocks that leave the tp lane before it
     refused: list[str] = []  # DONE: requests that found no room
     why: str = ""  # CANCEL

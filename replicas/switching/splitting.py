@@ -6,6 +6,7 @@ from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
 from pengserve.replicas.engine.handoff import revive
+from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.reshard import MAX_WAVE_TOKENS, Resharder, Traveller
 from pengserve.replicas.engine.tp_lane import TpLane
 from pengserve.replicas.engine.vllm_seam import Request
@@ -169,10 +170,12 @@ def check_split(member: Member, plan: SwitchPlan) -> None:
         StepError: why it cannot.
     """
     lane = member.lanes.running
-    if lane is None or lane.group.unique_name != str(plan.group):
+    if lane is None or lane.name != str(plan.group):
         raise StepError(f"instance {member.key} does not run {plan.group}")
     if member.key != plan.leader:
         return
+    if isinstance(lane, PpLane) and lane.is_exchanging:
+        raise StepError(f"{lane.name} still waits for KV or memory since its drop; restore it when that has come")
     limit = member.lanes.dp.capacity.max_model_len
     for request in lane.requests():
         if min(request.num_prompt_tokens + request.max_tokens, lane.capacity.max_model_len) > limit:

@@ -8,6 +8,7 @@ from functools import partial
 from pengserve.planners.types.directory import GroupSpec, PeerDirectory
 from pengserve.planners.types.errors import LinkLostError, StepError
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.replicas.switching.member import Member
 from pengserve.replicas.switching.step_thread import Submit
@@ -41,6 +42,10 @@ class Wiring:
             if spec.members == plan.members and spec.group == plan.group:
                 return spec
         raise StepError(f"instance {self._member.key} knows no group {plan.group} of these lives")
+
+    def group_named(self, name: str) -> Group | None:
+        """The group whose communicators have this name; None where the directory lists none. From any thread."""
+        return next((spec.group for spec in self._directory.groups if spec.name == name), None)
 
     def lost(self, key: InstanceKey) -> None:
         """Groups with that peer cannot be formed. Its communicators may be whole, but nobody can ask for a switch:

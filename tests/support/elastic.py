@@ -7,6 +7,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +17,7 @@ from pengserve.controller.events import EventLog
 from pengserve.controller.loop import Controller
 from pengserve.controller.process_port import ProcessPort
 from pengserve.planners.groups import complete, expand
-from pengserve.planners.types.config import ControllerConfig, InstanceConfig, MergeConfig
+from pengserve.planners.types.config import ControllerConfig, DropConfig, InstanceConfig, MergeConfig
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group
@@ -41,12 +42,22 @@ class ElasticCluster:
         degrees: Sequence[int] = (2,),
         engine: Mapping[str, Any] | None = None,
         merge: MergeConfig | None = None,
+        drop: DropConfig | None = None,
+        max_stages: int = 1,
+        memory_bytes: int = 0,
+        chunk_bytes: int = 64 << 10,
         peer_timeout_s: float = 5.0,
     ) -> None:
+        flags = {**ENGINE, **(engine or {})}
+        if memory_bytes:
+            flags.pop("kv_cache_memory_bytes")
         self.instance_config = InstanceConfig(
             app="tests",
             model=str(model),
-            engine={**ENGINE, **(engine or {})},
+            engine=flags,
+            max_stages=max_stages,
+            memory_bytes=memory_bytes,
+            chunk_bytes=chunk_bytes,
             channel_token=CHANNEL_TOKEN,
             degrees=tuple(degrees),
             peer_timeout_s=peer_timeout_s,
@@ -56,6 +67,7 @@ class ElasticCluster:
             num_instances=num_instances,
             degrees=tuple(degrees),
             merge=merge or MergeConfig(is_auto=False),
+            drop=replace(drop or DropConfig(is_auto=False), max_stages=max_stages),
             tick_s=0.1,
             restart_backoff_s=0.1,
             restart_backoff_max_s=0.5,
@@ -162,7 +174,8 @@ class ElasticCluster:
 
     def wait_formable(self, timeout_s: float = START_TIMEOUT_S) -> ClusterSnapshot:
         """Waits until all instances are READY and all groups can be formed."""
-        expected = sum(self.config.num_instances // degree for degree in self.config.degrees)
+        stages = [2**k for k in range(1, 10) if 2**k <= self.config.drop.max_stages]
+        expected = sum(self.config.num_instances // degree for degree in (*self.config.degrees, *stages))
 
         def is_formable(s: ClusterSnapshot) -> bool:
             ready = all(i.state is InstanceState.READY for i in s.instances)

@@ -1,4 +1,4 @@
-"""Any request, through any sequence of merges and splits, gives the tokens it would have given undisturbed.
+"""Any request, through any sequence of merges, splits, drops and restores, gives the tokens it gives undisturbed.
 
 A Hypothesis state machine drives a real cluster: instances as processes, the real controller, a real ingress. After
 each event every instance's memory ledger must hold its laws.
@@ -23,7 +23,11 @@ from tests.support.traffic import TimedStream, Traffic
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 STRATEGIES = [strategy.value for strategy in SwitchStrategy]
-LAYOUTS = {2: ["dp", "tp2"], 4: ["dp", "tp2", "tp2@(0,1)", "tp2@(2,3)", "tp4"]}
+LAYOUTS = {
+    2: ["dp", "tp2", "pp2"],
+    4: ["dp", "tp2", "tp2@(2,3)", "pp2@(0,1)", "pp2@(0,1) tp2@(2,3)", "pp2", "tp4", "pp4"],
+}
+MEMORY_BYTES = 24 << 20  # of an instance: 3 MiB of weights, and KV that all requests fit into
 ENDS_WITHIN_S = 60.0
 
 
@@ -106,16 +110,18 @@ class Machine(RuleBasedStateMachine):
 def disturbed(request: pytest.FixtureRequest, model: Any) -> Iterator[Disturbed]:
     degrees = (2,) if request.param == 2 else (2, 4)
     with (
-        elastic_cluster(model, request.param, degrees=degrees) as cluster,
+        elastic_cluster(
+            model, request.param, degrees=degrees, max_stages=request.param, memory_bytes=MEMORY_BYTES
+        ) as cluster,
         cluster.ingress() as url,
         Traffic(url) as traffic,
     ):
         yield Disturbed(cluster, traffic, count=12, max_tokens=40)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_strategy_both_ways(disturbed: Disturbed, strategy: str) -> None:
-    widest = LAYOUTS[disturbed.cluster.config.num_instances][-1]
+@pytest.mark.parametrize(("kind", "strategy"), [*(("tp", s) for s in STRATEGIES), ("pp", "carry"), ("pp", "hard")])
+def test_each_strategy_both_ways(disturbed: Disturbed, kind: str, strategy: str) -> None:
+    widest = f"{kind}{disturbed.cluster.config.num_instances}"
     running = [(i, disturbed.traffic.start(**request)) for i, request in enumerate(disturbed.requests)]
     time.sleep(0.15)
     disturbed.cluster.set_layout(widest, strategy)

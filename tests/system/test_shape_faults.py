@@ -32,6 +32,8 @@ PEER_TIMEOUT_S = 4.0
 MAX_TOKENS = 250
 LEADER, FOLLOWER = 0, 1
 NAMES = {LEADER: "leader", FOLLOWER: "follower"}
+LAYOUTS = {"merge": ("dp", "tp2"), "split": ("tp2", "dp"), "drop": ("dp", "pp2"), "restore": ("pp2", "dp")}
+MEMORY_BYTES = 24 << 20  # of an instance
 
 
 @dataclass(frozen=True)
@@ -40,13 +42,18 @@ class Case:
 
     point: str
     victim: int
-    switch: str = "merge"
+    switch: str = "merge"  # or drop; split or restore
     strategy: str = "carry"
 
     @property
     def id(self) -> str:
         """For people."""
         return f"{self.switch}-{self.strategy}-{self.point}-{NAMES[self.victim]}"
+
+    @property
+    def layouts(self) -> tuple[str, str]:
+        """Before the switch, and after it."""
+        return LAYOUTS[self.switch]
 
 
 COMMON = (
@@ -60,13 +67,19 @@ COMMON = (
     Case("wave", LEADER, "split"),
     Case("waved", FOLLOWER, "split"),
     Case("committing", LEADER, "split"),
+    Case("wave", LEADER, "drop"),
+    Case("waved", FOLLOWER, "drop"),
+    Case("committed", FOLLOWER, "drop"),
+    Case("waved", LEADER, "restore"),
+    Case("returning", FOLLOWER, "restore"),
 )
 POINTS = {
     LEADER: ("prepared", "begun", "meeting", "wave", "waved", "committing", "committed"),
     FOLLOWER: ("prepared", "meeting", "met", "wave", "waved", "committed"),
 }
 ALL = (
-    *(Case(p, who, switch) for switch in ("merge", "split") for who in (LEADER, FOLLOWER) for p in POINTS[who]),
+    *(Case(p, who, switch) for switch in LAYOUTS for who in (LEADER, FOLLOWER) for p in POINTS[who]),
+    *(Case("returning", who, "restore") for who in (LEADER, FOLLOWER)),
     *(Case("draining", who, strategy=how) for how in ("sequential", "soft") for who in (LEADER, FOLLOWER)),
     Case("draining", LEADER, "split", "sequential"),
     *(Case(p, who, strategy="hard") for p in ("meeting", "committed") for who in (LEADER, FOLLOWER)),
@@ -140,7 +153,7 @@ class Scene:
         self.cluster.wait_formable()
         self.cluster.wait(_nothing_runs, timeout_s=15.0)
         self.require_memory(LEADER, FOLLOWER)
-        other = "dp" if wanted == "tp2" else "tp2"
+        other = "tp2" if wanted == "dp" else "dp"
         self.cluster.set_layout(other)
         assert self.traffic.start([5, 6, 7], max_tokens=4).result(ENDS_WITHIN_S).error == ""
         self.require_memory(LEADER, FOLLOWER)
@@ -175,8 +188,11 @@ def _lives(pid: int) -> bool:
 
 
 def _shape_is(wanted: str) -> Any:
-    num_groups = 1 if wanted == "tp2" else 2
-    return lambda s: len(s.layout.groups) == num_groups and all(i.state is InstanceState.READY for i in s.instances)
+    shapes = {wanted}
+    return lambda s: (
+        {group.shape for group in s.layout.groups} == shapes
+        and all(i.state is InstanceState.READY for i in s.instances)
+    )
 
 
 def _nothing_runs(snapshot: ClusterSnapshot) -> bool:
@@ -186,7 +202,7 @@ def _nothing_runs(snapshot: ClusterSnapshot) -> bool:
 @pytest.fixture(scope="module")
 def scene(model: Path) -> Iterator[Scene]:
     with (
-        elastic_cluster(model, 2, peer_timeout_s=PEER_TIMEOUT_S) as cluster,
+        elastic_cluster(model, 2, max_stages=2, memory_bytes=MEMORY_BYTES, peer_timeout_s=PEER_TIMEOUT_S) as cluster,
         cluster.ingress() as url,
         Traffic(url) as traffic,
     ):
@@ -195,7 +211,7 @@ def scene(model: Path) -> Iterator[Scene]:
 
 @pytest.mark.parametrize("case", cases())
 def test_death_in_a_switch(scene: Scene, case: Case) -> None:
-    before, after = ("dp", "tp2") if case.switch == "merge" else ("tp2", "dp")
+    before, after = case.layouts
     cluster = scene.cluster
     cluster.set_layout(before)
     running = scene.send(scene.short)
@@ -213,17 +229,21 @@ def test_death_in_a_switch(scene: Scene, case: Case) -> None:
     scene.require_recovery(after)
 
 
-@pytest.mark.parametrize(
-    ("phase", "victim"),
-    [
-        pytest.param("decode", LEADER, id="decode-leader"),
-        pytest.param("prefill", FOLLOWER, id="prefill-follower"),
-        pytest.param("decode", FOLLOWER, id="decode-follower", marks=pytest.mark.faults),
-        pytest.param("prefill", LEADER, id="prefill-leader", marks=pytest.mark.faults),
-    ],
-)
-def test_death_in_steady_tp(scene: Scene, phase: str, victim: int) -> None:
-    scene.cluster.set_layout("tp2")
+def steady() -> list[Any]:
+    """Deaths in a group that changes nothing."""
+    every = [(shape, phase, who) for shape in ("tp2", "pp2") for phase in ("decode", "prefill") for who in NAMES]
+    common = [("tp2", "decode", LEADER), ("tp2", "prefill", FOLLOWER), ("pp2", "decode", FOLLOWER)]
+    return [
+        pytest.param(
+            *case, id="-".join([*case[:2], NAMES[case[2]]]), marks=() if case in common else pytest.mark.faults
+        )
+        for case in every
+    ]
+
+
+@pytest.mark.parametrize(("shape", "phase", "victim"), steady())
+def test_death_in_a_steady_group(scene: Scene, shape: str, phase: str, victim: int) -> None:
+    scene.cluster.set_layout(shape)
     requests = scene.short if phase == "decode" else scene.long
     pid = scene.cluster.pid(victim)
     running = scene.send(requests)
@@ -234,26 +254,28 @@ def test_death_in_steady_tp(scene: Scene, phase: str, victim: int) -> None:
     streams = scene.require_equal(requests, running)
     began = [stream.times_s[0] < died_s for stream in streams]
     assert all(began) if phase == "decode" else not all(began), "it died in another phase"
-    scene.require_recovery("tp2")
+    scene.require_recovery(shape)
 
 
 def stalls() -> list[Any]:
     """Members that fall silent, for less and for more than their peers wait."""
-    every = [(who, how) for who in (LEADER, FOLLOWER) for how in ("short", "long")]
-    common = [(FOLLOWER, "short"), (LEADER, "long")]
+    every = [(shape, who, how) for shape in ("tp2", "pp2") for who in NAMES for how in ("short", "long")]
+    common = [("tp2", FOLLOWER, "short"), ("tp2", LEADER, "long"), ("pp2", FOLLOWER, "long")]
     return [
-        pytest.param(who, how, id=f"{NAMES[who]}-{how}", marks=() if (who, how) in common else pytest.mark.faults)
-        for who, how in every
+        pytest.param(
+            *case, id=f"{case[0]}-{NAMES[case[1]]}-{case[2]}", marks=() if case in common else pytest.mark.faults
+        )
+        for case in every
     ]
 
 
 STALLS_S = {"short": 2.0, "long": PEER_TIMEOUT_S + 2.0}
 
 
-@pytest.mark.parametrize(("victim", "how"), stalls())
-def test_silence_in_steady_tp(scene: Scene, victim: int, how: str) -> None:
+@pytest.mark.parametrize(("shape", "victim", "how"), stalls())
+def test_silence_in_a_steady_group(scene: Scene, shape: str, victim: int, how: str) -> None:
     """A short silence costs its own length alone; after a long one all members are in dp, until the next round."""
-    before = scene.cluster.set_layout("tp2")
+    before = scene.cluster.set_layout(shape)
     running = scene.send(scene.short)
     pid = scene.cluster.pid(victim)
     os.kill(pid, signal.SIGSTOP)
@@ -264,7 +286,7 @@ def test_silence_in_steady_tp(scene: Scene, victim: int, how: str) -> None:
     scene.require_equal(scene.short, running)
     if how == "short":
         assert scene.cluster.snapshot().layout == before.layout
-    scene.require_recovery("tp2")
+    scene.require_recovery(shape)
     assert scene.cluster.pid(victim) == pid, "silence is no death"
 
 
@@ -280,10 +302,16 @@ def test_silence_in_steady_tp(scene: Scene, victim: int, how: str) -> None:
         pytest.param("split", "waved", LEADER, marks=pytest.mark.faults),
         pytest.param("split", "waved", FOLLOWER, marks=pytest.mark.faults),
         pytest.param("split", "committing", LEADER, marks=pytest.mark.faults),
+        ("drop", "waved", LEADER),
+        pytest.param("drop", "waved", FOLLOWER, marks=pytest.mark.faults),
+        pytest.param("drop", "committing", LEADER, marks=pytest.mark.faults),
+        pytest.param("restore", "waved", LEADER, marks=pytest.mark.faults),
+        pytest.param("restore", "waved", FOLLOWER, marks=pytest.mark.faults),
+        pytest.param("restore", "returning", FOLLOWER, marks=pytest.mark.faults),
     ],
 )
 def test_silence_in_a_switch(scene: Scene, switch: str, point: str, victim: int, how: str) -> None:
-    before, after = ("dp", "tp2") if switch == "merge" else ("tp2", "dp")
+    before, after = LAYOUTS[switch]
     scene.cluster.set_layout(before)
     pids = [scene.cluster.pid(i) for i in NAMES]
     running = scene.send(scene.short)
@@ -297,11 +325,17 @@ def test_silence_in_a_switch(scene: Scene, switch: str, point: str, victim: int,
 
 @pytest.mark.parametrize(
     ("switch", "point", "where"),
-    [("merge", "prepared", FOLLOWER), ("merge", "waved", LEADER), ("split", "waved", FOLLOWER)],
+    [
+        ("merge", "prepared", FOLLOWER),
+        ("merge", "waved", LEADER),
+        ("split", "waved", FOLLOWER),
+        ("drop", "waved", LEADER),
+        ("restore", "waved", FOLLOWER),
+    ],
 )
 def test_new_controller_in_a_switch(scene: Scene, switch: str, point: str, where: int) -> None:
     """Nobody dies but the controller: what was prepared is forgotten, what was committed ends, the pin still stands."""
-    before, after = ("dp", "tp2") if switch == "merge" else ("tp2", "dp")
+    before, after = LAYOUTS[switch]
     scene.cluster.set_layout(before)
     pids = [scene.cluster.pid(i) for i in NAMES]
     running = scene.send(scene.short)

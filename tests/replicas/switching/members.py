@@ -23,8 +23,8 @@ class FakeLane:
     """A lane of either kind; `running_ids` are requests that run in it."""
 
     def __init__(self, rank: int) -> None:
-        self.shard, self.followers = Shard(rank, 2), ()
-        self.group = SimpleNamespace(unique_name=str(GROUP), collectives=None)
+        self.rank, self.shard, self.followers = rank, Shard(rank, 2), ()
+        self.name = str(GROUP)
         self.table = SimpleNamespace(leased=list)
         self.capacity = SimpleNamespace(max_model_len=1024)
         self.running_ids: set[str] = set()
@@ -75,6 +75,8 @@ class FakeLanes:
 
     def tp(self, group: Group) -> FakeLane:
         return self._tp
+
+    require = tp
 
     def dp_view(self) -> Any:
         return SimpleNamespace(layout=SimpleNamespace(num_heads=2))

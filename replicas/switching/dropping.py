@@ -1,0 +1,147 @@
+"""dp groups become one pipeline (KunServe section 4.1, 4.2). Both sides run in the step thread, between two steps.
+
+After the commit new requests run; those that ran before go on when their KV has come (`engine/exchange.py`).
+"""
+
+import time
+
+from pengserve.planners.types.ids import Epoch, InstanceKey
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
+from pengserve.replicas.engine.exchange import DropExchange
+from pengserve.replicas.engine.handoff import revive
+from pengserve.replicas.engine.pp_lane import PpLane
+from pengserve.replicas.engine.reshard import Traveller
+from pengserve.replicas.switching.failpoints import reached
+from pengserve.replicas.switching.member import Conversation, Member
+from pengserve.replicas.switching.merging import seed_of, settle_rest
+from pengserve.replicas.switching.messages import SwitchMessage, Word
+
+
+class LeaderDrop:
+    """The leader's side of one drop."""
+
+    def __init__(self, conversation: Conversation, group_name: str, epoch: Epoch) -> None:
+        self._talk, self._epoch = conversation, epoch
+        self._member, self._plan = conversation.member, conversation.plan
+        self._lane = self._member.lanes.pp(self._plan.group)
+        self._communicator = self._member.pool.get(group_name)
+        self.exchange = DropExchange(self._member.lanes, self._lane)
+        self._wave: list[Traveller] = []
+        self._has_begun = False
+
+    def run(self, met: dict[InstanceKey, SwitchMessage], own: list[Traveller]) -> SwitchReport:
+        """Moves memory and KV, then commits.
+
+        Raises:
+            StepError, EngineError: a member failed; `undo` puts this member back.
+        """
+        started_s = time.perf_counter()
+        member, plan, lane = self._member, self._plan, self._lane
+        coming = own + [traveller for message in met.values() for traveller in message.travellers]
+        self._wave = [found for traveller in coming if (found := self._admit(traveller)) is not None]
+        order = lane.withhold_free()
+        self._has_begun = True
+        self._talk.tell_all(Word.WAVE, travellers=self._wave, lease=order)
+        num_backed = take_drop(member, lane, self.exchange, plan, self._wave, order)
+        heard = self._talk.gather(Word.DONE)
+        lane.offer(min([num_backed, *(message.num_free for message in heard.values())]))
+        reached("committing")
+        self._talk.tell_all(Word.COMMIT)
+        reached("committed")
+        lane.followers = self._talk.followers
+        member.lanes.enter(lane, seed_of(plan), self._communicator)
+        num_redirected = finish_drop(member, lane, plan)
+        return SwitchReport(
+            plan_id=plan.plan_id,
+            epoch=self._epoch,
+            cutover_s=time.perf_counter() - started_s,
+            num_carried=len(self._wave),
+            num_recomputed=len(coming) - len(self._wave),
+            num_redirected=num_redirected,
+            carried_bytes=self.exchange.total_bytes,
+        )
+
+    def undo(self) -> None:
+        """After a failure: back to dp."""
+        if self._has_begun:
+            undo_drop(self._member, self._lane)
+
+    def _admit(self, traveller: Traveller) -> Traveller | None:
+        """The traveller with its blocks in the lane; None where it finds no room, or its ingress is gone."""
+        client_index = self._member.owner.welcome(traveller.handoff)
+        if client_index is None:
+            return None
+        request = revive(traveller.handoff, client_index)
+        logical_ids = self._lane.expect(request, traveller.num_tokens)
+        if logical_ids is None:
+            return None
+        return Traveller(traveller.request_id, traveller.rank, logical_ids, traveller.handoff)
+
+
+def join_drop(conversation: Conversation, group_name: str, own: list[Traveller]) -> DropExchange:
+    """A follower's side, from its MET to the COMMIT; the exchange that goes on from there.
+
+    Raises:
+        StepError: it was called off before anything moved; all is as before.
+        EngineError: a member failed; this one is back in dp, and its requests are resumed from their tokens.
+    """
+    member, plan = conversation.member, conversation.plan
+    lane = member.lanes.pp(plan.group)
+    communicator = member.pool.get(group_name)
+    exchange = DropExchange(member.lanes, lane)
+    has_begun = False
+    try:
+        conversation.say(plan.leader, Word.MET, num_free=member.lanes.dp.num_free(), travellers=own)
+        reached("met")
+        while True:
+            _, message = conversation.hear(Word.WAVE, Word.COMMIT)
+            if message.word is Word.COMMIT:
+                reached("committed")
+                break
+            has_begun = True
+            num_backed = take_drop(member, lane, exchange, plan, message.travellers, message.lease)
+            conversation.say(plan.leader, Word.DONE, num_free=num_backed)
+    except Exception:
+        if has_begun:
+            undo_drop(member, lane)
+            member.pool.mark_failed(group_name)
+        raise
+    member.lanes.enter(lane, seed_of(plan), communicator)
+    finish_drop(member, lane, plan)
+    return exchange
+
+
+def take_drop(
+    member: Member, lane: PpLane, exchange: DropExchange, plan: SwitchPlan, wave: list[Traveller], order: list[int]
+) -> int:
+    """One member's part: memory changes hands, and what was this member's own is the leader's from now on.
+
+    Returns how many of the blocks in `order` have memory here.
+    """
+    reached("wave")
+    num_backed = exchange.begin(wave, order)
+    reached("waved")
+    mine = [traveller.request_id for traveller in wave if traveller.rank == lane.rank]
+    member.lanes.dp.release(mine)
+    if lane.rank != 0:
+        member.owner.moved(mine, plan.leader, carried=True)
+    return num_backed
+
+
+def finish_drop(member: Member, lane: PpLane, plan: SwitchPlan) -> int:
+    """After a commit: what is left in `dp` goes to the leader, from its tokens, and all blocks to the lane."""
+    num_redirected = settle_rest(member, plan)
+    member.lanes.lend_all(lane)
+    lane.is_settled, lane.is_exchanging = False, True
+    return num_redirected
+
+
+def undo_drop(member: Member, lane: PpLane) -> None:
+    """Back to dp with all memory; `dp`'s KV is no longer what it was, so that its requests begin from their tokens."""
+    dp = member.lanes.dp
+    lost = [request.request_id for request in dp.requests()]
+    if lane.rank == 0:
+        lost += [request.request_id for request in lane.requests() if not dp.knows(request.request_id)]
+    dp.release([request.request_id for request in dp.requests()])
+    member.lanes.discard(lane)
+    member.owner.moved(lost, None, carried=False)

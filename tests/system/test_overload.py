@@ -1,0 +1,66 @@
+"""A burst that memory cannot hold: parameters are dropped before anybody is preempted, and come back afterwards.
+
+The controller decides by itself; nobody asks for a layout. Every stream gives what it gives when nothing happens.
+"""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pengserve.planners.types.config import DropConfig
+from pengserve.planners.types.events import Event, EventKind
+from tests.support.elastic import ElasticCluster, elastic_cluster
+from tests.support.streams import make_prompts
+from tests.support.traffic import TimedStream, Traffic
+
+pytestmark = [pytest.mark.slow, pytest.mark.shapes, pytest.mark.timeout(400)]
+
+MEMORY_BYTES = 7 << 20  # of an instance: 3 MiB of weights; KV for about 1,900 tokens
+ENDS_WITHIN_S = 90.0
+BACK_WITHIN_S = 20.0
+
+
+@pytest.fixture(scope="module")
+def cluster(model: Path) -> Iterator[ElasticCluster]:
+    drop = DropConfig(restore_below=0.6, quiet_s=0.5, min_dwell_s=0.5)
+    with elastic_cluster(
+        model, 2, degrees=(), max_stages=2, memory_bytes=MEMORY_BYTES, drop=drop, engine={"max_num_seqs": 64}
+    ) as cluster:
+        yield cluster
+
+
+def burst(count: int) -> list[dict[str, Any]]:
+    """Greedy and seeded requests in turn; together about 1.2 times what two instances hold apart."""
+    return [
+        {"prompt": prompt, "max_tokens": 110} | ({"temperature": 0.8, "seed": i} if i % 2 else {})
+        for i, prompt in enumerate(make_prompts(count, seed=5, longest=90))
+    ]
+
+
+def switches(cluster: ElasticCluster) -> list[Event]:
+    return cluster.events(EventKind.TRANSITION_END)
+
+
+def test_a_burst_is_taken_in_and_the_layout_comes_back(cluster: ElasticCluster) -> None:
+    with cluster.ingress() as url, Traffic(url) as traffic:
+        requests = burst(28)
+        alone = [traffic.start(**request).result(ENDS_WITHIN_S) for request in requests]  # one by one: no pressure
+        assert not switches(cluster), "nothing was short of memory"
+        cluster.now(cluster.controller.auto_layout)
+        live = [TimedStream() for _ in requests]
+        futures = [traffic.start(**r, into=stream) for r, stream in zip(requests, live, strict=True)]
+        streams = [future.result(ENDS_WITHIN_S) for future in futures]
+        ended_s = time.monotonic()
+        assert [stream.error for stream in streams] == [""] * len(streams)
+        for index, (stream, expected) in enumerate(zip(streams, alone, strict=True)):
+            assert stream.token_ids == expected.token_ids, f"request {index}"
+        drops = [event for event in switches(cluster) if event.data["switch"] == "drop"]
+        assert drops, cluster.events(EventKind.PLAN_DECIDED)
+        cluster.wait(lambda s: all(group.shape == "dp" for group in s.layout.groups), BACK_WITHIN_S)
+        print(f"\n  back in dp {time.monotonic() - ended_s:.1f} s after the last token")
+        assert cluster.snapshot().instances[0].stats.total_preemptions == 0
+        for key in (cluster.key(0), cluster.key(1)):
+            assert cluster.call(cluster.port.check(key)) == ()
