@@ -20,7 +20,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= WARNING
 
-.PHONY: help setup model serve serve-check check lint types imports fast-tests test test-shapes test-faults bench-overhead bench-comm bench-switch bench-fly diagrams clean
+.PHONY: help setup model serve serve-check check lint types imports fast-tests test test-shapes test-faults bench-overhead bench-comm bench-switch bench-fly bench-arena diagrams clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -73,7 +73,7 @@ fast-tests: setup ## Tests that need neither an engine nor Ray
 test: setup ## All tests that run on a CPU, but for the long ones of the next two targets
 	@$(PYTEST) -q -m "not gpu and not faults and not shapes"
 
-test-shapes: setup ## Whole clusters that change their shape: exactness with four instances, faults, wishes, precision
+test-shapes: setup ## Whole clusters that change their shape: exactness with four instances, faults, overload, precision
 	@$(PYTEST) -q -m "shapes and not gpu and not faults"
 
 test-faults: setup ## SIGKILL of each member in every phase of a switch: the full matrix
@@ -93,6 +93,9 @@ bench-switch: setup model ## What merges and splits cost, and what running strea
 
 bench-fly: setup model ## Bursts and priorities on static dp, static tp and PengServe; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.fly
+
+bench-arena: setup ## What remapping weights as KV costs; writes benchmarks/results/arena.md
+	@$(BIN)/python -m benchmarks.arena
 
 clean: ## Remove what make wrote: .venv, the demo model, caches
 	rm -rf .venv .pengserve build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
