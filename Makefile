@@ -20,7 +20,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= WARNING
 
-.PHONY: help setup model serve serve-check check lint types imports fast-tests test test-shapes test-faults bench-overhead bench-comm bench-switch bench-fly bench-arena diagrams clean
+.PHONY: help setup model serve serve-check check lint types imports fast-tests test test-shapes test-faults bench-overhead bench-comm bench-switch bench-fly bench-arena bench-cost-model diagrams clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -96,6 +96,9 @@ bench-fly: setup model ## Bursts and priorities on static dp, static tp and Peng
 
 bench-arena: setup ## What remapping weights as KV costs; writes benchmarks/results/arena.md
 	@$(BIN)/python -m benchmarks.arena
+
+bench-cost-model: setup model ## How well steps are predicted, and bubbles with and without lookahead; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.cost_model
 
 clean: ## Remove what make wrote: .venv, the demo model, caches
 	rm -rf .venv .pengserve build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -234,6 +234,11 @@ class Settings(_Section):
             raise ValueError(
                 f"shape.drop.max_stages: a pipeline of {stages} needs as many instances, and instances.count is {count}"
             )
+        if self.instances.memory_bytes and "kv_cache_memory_bytes" in self.engine:
+            raise ValueError(
+                "engine.kv_cache_memory_bytes: leave it out, as instances.memory_bytes says what weights and KV have"
+                " together"
+            )
         if stages > 1 and not self.instances.memory_bytes:
             raise ValueError(
                 f"shape.drop.max_stages of {stages} needs instances.memory_bytes: the bytes that weights and KV of an"
@@ -265,7 +270,9 @@ class Settings(_Section):
 
     def engine_args(self) -> dict[str, Any]:
         """The vLLM engine arguments of an instance: the device's defaults under the user's."""
-        defaults = CPU_ENGINE_DEFAULTS if self.device == "cpu" else CUDA_ENGINE_DEFAULTS
+        defaults = dict(CPU_ENGINE_DEFAULTS if self.device == "cpu" else CUDA_ENGINE_DEFAULTS)
+        if self.instances.memory_bytes:
+            defaults.pop("kv_cache_memory_bytes", None)
         return {**defaults, **self.engine}
 
     def instance_config(self, channel_token: str) -> InstanceConfig:

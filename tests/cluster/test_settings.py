@@ -123,6 +123,10 @@ def test_variables_that_kubernetes_and_the_command_line_set_are_left_alone(monke
         ({"shape": {"drop": {"drop_above": 2}}}, ["shape.drop.drop_above", "less than or equal to 1"]),
         ({"shape": {"drop": {"restore_above": 0.5}}}, ["unknown key", "did you mean"]),
         ({"instances": {"chunk_bytes": 5000}}, ["instances.chunk_bytes", "a multiple of 4096", "5000"]),
+        (
+            {"instances": {"memory_bytes": 1 << 30}, "engine": {"kv_cache_memory_bytes": 1 << 20}},
+            ["engine.kv_cache_memory_bytes", "leave it out", "instances.memory_bytes"],
+        ),
         ({"instances": {"memory_bytes": 4096}}, ["instances", "memory_bytes (4096)", "chunk_bytes (2097152)"]),
         ({"instances": {"memory_bytes": "2 GiB"}}, ["instances.memory_bytes", "integer", "'2 GiB'"]),
     ],
@@ -282,6 +286,7 @@ def test_drops_are_set_by_file_and_by_environment_alike_for_instances_and_contro
     settings = load_settings(path)
     instance, drop = settings.instance_config(""), settings.controller_config().drop
     assert (instance.max_stages, instance.memory_bytes, instance.chunk_bytes) == (4, 1 << 30, 1 << 16)
+    assert "kv_cache_memory_bytes" not in instance.engine, "the budget says what KV may have"
     assert drop == DropConfig(max_stages=4, is_auto=False, drop_above=0.9)
     assert Settings.model_validate(settings.to_args()) == settings
     monkeypatch.setenv("PENGSERVE_SHAPE__DROP__MAX_STAGES", "2")
