@@ -2,17 +2,13 @@
 
 import argparse
 import dataclasses
-import datetime
 import sys
-from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks.cost_model import report
 from benchmarks.cost_model.measure import Plan, evaluate, measure
-
-ROOT = Path(__file__).parents[2]
+from benchmarks.harness import has_model, option_parser, progress_bar, tell_written, today
 
 
 def main() -> int:
@@ -20,18 +16,15 @@ def main() -> int:
     options = _options()
     console = Console(stderr=True)
     plan = make_plan(options)
-    if not (plan.model / "config.json").exists():
-        console.print(f"{plan.model} holds no model: run `make model`, or give --model")
+    if not has_model(plan.model, console):
         return 2
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
+    with progress_bar(console) as progress:
         task = progress.add_task("batches timed", total=plan.num_batches * plan.rounds)
         samples = measure(plan, lambda: progress.update(task, advance=1))
     result = evaluate(plan, samples)
-    date = datetime.datetime.now(tz=datetime.UTC).strftime("%Y-%m-%d")
+    date = today()
     sys.stdout.write(report.markdown(plan, result, date))
-    for path in report.write(options.output, plan, result, date):
-        console.print(f"wrote {path}", highlight=False)
+    tell_written(console, report.write(options.output, plan, result, date))
     return 0 if report.is_met(result) else 1
 
 
@@ -44,12 +37,10 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 
 def _options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cost_model", description=__doc__)
-    parser.add_argument("--model", type=Path, default=ROOT / ".pengserve" / "demo-model", help="model directory")
+    parser = option_parser("cost_model", __doc__)
     parser.add_argument("--batches", type=int, default=150, help="different batches to time")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--tiny", action="store_true", help="few batches, once: to see that it works")
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     return parser.parse_args()
 
 

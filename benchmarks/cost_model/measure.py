@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.overhead.plan import MIB
+from benchmarks.harness import MIB
 from pengserve.planners.cost_model import CostModel, Sample, fit, fit_token_count, relative_errors
 from pengserve.planners.lookahead import Limits, Work, form_by_tokens, form_microbatches, next_budget, next_by_tokens
 from pengserve.planners.pipeline import Bubble, Former, Job, serve, simulate

@@ -1,12 +1,10 @@
 """Tables of errors and bubbles, and the files of a run."""
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.cost_model.measure import NUM_PLANNED, Formation, Plan, Result, as_data
-from benchmarks.overhead.report import machine, machine_name, versions
+from benchmarks.result_files import facts_line, plan_data, table, write_result
 from pengserve.planners.cost_model import TERMS
 
 AIM_ERROR = 0.05
@@ -73,13 +71,13 @@ def markdown(plan: Plan, result: Result, date: str) -> str:
         f"fastest of {plan.rounds} rounds. Fitted on {fitted} batches, tested on the {len(result.held_back)} others.",
         f"Engine flags: `{json.dumps(dict(plan.engine))}`.",
         "",
-        "; ".join(f"{key}: {value}" for key, value in (machine() | versions()).items()),
+        facts_line(),
         "",
         *(f"- {sentence}" for sentence in aims(result)),
         "",
         "## Errors on held-back batches",
         "",
-        *_table(ERROR_HEADING, error_rows(result), 2),
+        *table(ERROR_HEADING, error_rows(result), 2),
         "",
         "| coefficient | " + " | ".join(TERMS) + " |",
         "|---|" + "---:|" * len(TERMS),
@@ -97,7 +95,7 @@ def markdown(plan: Plan, result: Result, date: str) -> str:
         f"and {load.max_requests} requests. A stage takes its share of what the fitted model says. Bubble: "
         "the share of the stages' time that they stand idle, between the first and the last microbatch of each.",
         "",
-        *_table(BUBBLE_HEADING, bubble_rows(result), 2),
+        *table(BUBBLE_HEADING, bubble_rows(result), 2),
         "",
         f"Out of {NUM_PLANNED} such requests the next microbatch is chosen in {result.plan_next_s * 1e3:.1f} ms; all "
         f"{result.num_planned} microbatches are formed in {result.plan_all_s * 1e3:.0f} ms.",
@@ -107,14 +105,8 @@ def markdown(plan: Plan, result: Result, date: str) -> str:
 
 def write(folder: Path, plan: Plan, result: Result, date: str) -> tuple[Path, Path]:
     """Writes everything as JSON and the tables as Markdown; their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"cost_model-{machine_name()}-{date}"
-    shown = asdict(plan) | {"model": plan.model.name, "engine": dict(plan.engine)}
-    record = {"date": date, "machine": machine(), "versions": versions(), "plan": shown, "result": as_data(result)}
-    json_path, text_path = stem.with_suffix(".json"), stem.with_suffix(".md")
-    json_path.write_text(json.dumps(record, separators=(",", ":")) + "\n", encoding="utf-8")
-    text_path.write_text(markdown(plan, result, date), encoding="utf-8")
-    return json_path, text_path
+    record = {"plan": plan_data(plan), "result": as_data(result)}
+    return write_result(folder, "cost_model", date, record, markdown(plan, result, date))
 
 
 def _models(result: Result) -> list[str]:
@@ -132,8 +124,3 @@ def _met(is_so: bool) -> str:
 
 def _percent(share: float) -> str:
     return f"{share:.1%}"
-
-
-def _table(heading: Sequence[str], rows: Sequence[Sequence[str]], num_words: int) -> list[str]:
-    ruler = "|---" * num_words + "|---:" * (len(heading) - num_words) + "|"
-    return ["| " + " | ".join(heading) + " |", ruler, *("| " + " | ".join(row) + " |" for row in rows)]

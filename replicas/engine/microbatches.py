@@ -7,6 +7,7 @@ and the step's token budget is what they need together, so that at most the last
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ FIRST_MODEL = CostModel(
     prefix_attention_s=5e-8, self_attention_s=2.6e-8, kv_read_s=5e-7, ffn_s=7.5e-5, other_s=7e-5, load_s=4.5e-3
 )
 
+MIN_TOKENS = 32  # no microbatch is made smaller than this, but to give every stage something to do
+
 
 class Microbatches:
     """Forms one microbatch after the other out of one scheduler's requests."""
@@ -26,7 +29,10 @@ class Microbatches:
     def __init__(self, scheduler: Any, num_stages: int, model: CostModel = FIRST_MODEL) -> None:
         self._scheduler, self._num_stages = scheduler, num_stages
         config = scheduler.scheduler_config
-        self._limits = Limits(max_tokens=scheduler.max_num_scheduled_tokens, max_requests=config.max_num_seqs)
+        max_tokens = scheduler.max_num_scheduled_tokens
+        self._limits = Limits(
+            max_tokens=max_tokens, max_requests=config.max_num_seqs, min_tokens=min(MIN_TOKENS, max_tokens)
+        )
         self._fit = OnlineFit(model)
         self._clock = itertools.count(1)
         self._since: dict[str, int] = {}  # request -> when it became ready, in steps of the clock
@@ -35,10 +41,11 @@ class Microbatches:
         """The next microbatch, while the others are under way."""
         scheduler = self._scheduler
         running: list[Request] = scheduler.running
-        waiting = (*scheduler.kv_holding_waiting, *scheduler.waiting)
-        ready = [request for request in (*running, *waiting) if request.num_tokens > request.num_computed_tokens]
-        budget = self._budget(ready, in_flight)
+        num_slots = scheduler.max_num_running_reqs - len(running)
+        waiting = list(itertools.islice((*scheduler.kv_holding_waiting, *scheduler.waiting), max(0, num_slots)))
         order = {request.request_id: index for index, request in enumerate(running)}
+        ready = [request for request in (*running, *waiting) if request.num_tokens > request.num_computed_tokens]
+        budget = self._budget(ready, order, in_flight)
         place = {request_id: index for index, request_id in enumerate(budget)}
         passed = [request for request in running if request.request_id not in place]
         # vLLM passes over a request until this step; `schedule` begins by counting the step.
@@ -65,20 +72,24 @@ class Microbatches:
         if chunks:
             self._fit.observe(chunks, seconds * self._num_stages)
 
-    def _budget(self, ready: Sequence[Request], in_flight: Sequence[SchedulerOutput]) -> Mapping[str, int]:
-        work = [
-            Work(
-                request_id=request.request_id,
-                prefix_tokens=request.num_computed_tokens,
-                num_tokens=request.num_tokens - request.num_computed_tokens,
-                is_prefill=request.num_tokens > request.num_computed_tokens + 1,
-                since=self._since.get(request.request_id, 0),
-            )
-            for request in ready
-        ]
+    def _budget(
+        self, ready: Sequence[Request], running: Mapping[str, int], in_flight: Sequence[SchedulerOutput]
+    ) -> Mapping[str, int]:
+        work = [self._work(request, request.request_id in running) for request in ready]
         model = self._fit.model()
         costs_s = [model.batch_s(chunks_of(output)) for output in in_flight]
         return next_budget(work, costs_s, model, self._limits, stages=self._num_stages)
+
+    def _work(self, request: Request, is_running: bool) -> Work:
+        num_tokens = request.num_tokens - request.num_computed_tokens
+        since = self._since.get(request.request_id, 0) if is_running else math.inf
+        return Work(
+            request_id=request.request_id,
+            prefix_tokens=request.num_computed_tokens,
+            num_tokens=num_tokens,
+            is_prefill=num_tokens > 1,
+            since=0 if is_running and num_tokens > 1 else since,  # a prompt that has begun goes on before others begin
+        )
 
 
 def chunks_of(output: SchedulerOutput) -> list[Chunk]:
