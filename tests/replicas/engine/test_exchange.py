@@ -1,0 +1,183 @@
+"""Laws of a drop's exchange and of weights that come back: real memory, and members that hear each other at random."""
+
+import random
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from pengserve.planners.stages import stage_layers
+from pengserve.planners.types.errors import StepError
+from pengserve.replicas.engine import exchange as exchange_module
+from pengserve.replicas.engine.exchange import DropExchange
+from pengserve.replicas.engine.pp_lane import stage_of
+from pengserve.replicas.engine.weights_return import WeightsReturn
+from pengserve.replicas.memory.arena.open import open_arena
+from pengserve.replicas.memory.layers import LayerMemory, LayerSizes
+from pengserve.replicas.memory.ledger import BlockTable
+
+pytestmark = pytest.mark.slow  # imports vLLM
+
+CHUNK, BLOCK, TOKENS, LAYERS = 64 << 10, 24 << 10, 4, 4
+SIZES = LayerSizes(num_chunks=120, chunk_bytes=CHUNK, weight_bytes=(300_000,) * LAYERS, block_bytes=BLOCK)
+
+
+class Member:
+    """One member's memory and table, and of vLLM only what an exchange asks for."""
+
+    def __init__(self, rank: int, size: int, requests: dict[str, list[int]]) -> None:
+        self.rank, self.requests, ranges = rank, requests, stage_layers(LAYERS, size)
+        self.arena = open_arena(torch.device("cpu"), SIZES.num_chunks * CHUNK, CHUNK)
+        self.layers = LayerMemory(self.arena, SIZES, fewest_layers=min(b - a for a, b in ranges))
+        num_blocks = min(SIZES.num_blocks(layers) for layers in ranges) - 1
+        self.lane = SimpleNamespace(
+            rank=rank,
+            num_stages=size,
+            stages=ranges,
+            layers=ranges[stage_of(rank, size)],
+            capacity=SimpleNamespace(num_blocks=num_blocks),
+            table=BlockTable(num_blocks + 1),
+            blocks_for=lambda num_tokens: -(-num_tokens // TOKENS),
+            adopt=lambda request: None,
+            runner=SimpleNamespace(requests={}, input_batch=None),
+        )
+        filled: list[int] = []
+        memory = SimpleNamespace(layers=self.layers, drop_weights=self.layers.drop_weights, note_filled=filled.append)
+        self.filled = filled
+        self.lanes = SimpleNamespace(dp=SimpleNamespace(memory=memory, block_ids=requests.__getitem__))
+        for layer in range(LAYERS):
+            self.layers.weights(layer).fill_(layer + 1)
+            for request_id, block_ids in requests.items():
+                for index, block_id in enumerate(block_ids):
+                    self.layers.kv(layer)[block_id].fill_(content(request_id, index, layer))
+
+    def has(self, request_id: str, logical_ids: list[int], num_blocks: int) -> bool:
+        """Whether this member's layers have the KV of a request, where its table says."""
+        physical = self.lane.table.physical(logical_ids[:num_blocks])
+        return all(
+            (self.layers.kv(layer)[block_id] == content(request_id, index, layer)).all()
+            for layer in range(*self.lane.layers)
+            for index, block_id in enumerate(physical)
+        )
+
+
+def content(request_id: str, index: int, layer: int) -> int:
+    return (sum(request_id.encode()) * 7 + index * 3 + layer * 11) % 251
+
+
+@pytest.fixture(params=[2, 4])
+def members(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Member]]:
+    """Members whose requests have blocks all over; two of the first member's share a block (a cached prefix)."""
+    monkeypatch.setattr(exchange_module, "revive", lambda handoff, client: None)
+    source = random.Random(request.param)
+    found = []
+    for rank in range(request.param):
+        free = source.sample(range(1, SIZES.num_blocks(SIZES.all_layers)), 20)
+        found.append(Member(rank, request.param, {f"r{rank}.{i}": [free.pop() for _ in range(3)] for i in range(4)}))
+    first = found[0]
+    first.requests["r0.1"][0] = first.requests["r0.0"][0]
+    for layer in range(LAYERS):
+        first.layers.kv(layer)[first.requests["r0.0"][0]].fill_(content("r0.0", 0, layer))
+    yield found
+    for member in found:
+        member.arena.close()
+
+
+def travellers(members: list[Member]) -> list[Any]:
+    """All requests, with logical blocks (one more than they have filled) and some tokens in their last block."""
+    ids = iter(random.Random(5).sample(range(1, members[0].lane.capacity.num_blocks + 1), 16 * len(members)))
+    return [
+        SimpleNamespace(
+            request_id=request_id, rank=m.rank, logical_ids=[next(ids) for _ in range(4)], num_tokens=3 * TOKENS - 1,
+            handoff=None,
+        )
+        for m in members
+        for request_id in m.requests
+    ]  # fmt: skip
+
+
+def run(parts: list[Any], seed: int) -> list[int]:
+    """Lets members send and hear in a random order, until nobody has anything left; ranks that said they were done."""
+    source, done, queues = random.Random(seed), [], [[] for _ in parts]
+    for rank, part in enumerate(parts):
+        part.on_done = lambda rank=rank: done.append(rank)
+        part.send = lambda to, data, rank=rank: queues[to].append((rank, [bytearray(bytes(p)) for p in data]))
+    sending = set(range(len(parts)))
+    while sending or any(queues):
+        rank = source.randrange(len(parts))
+        if queues[rank] and source.random() < 0.5:
+            parts[rank].receive(*queues[rank].pop(0))
+        elif rank in sending and parts[rank].advance(1e-4):
+            sending.discard(rank)
+    return sorted(done)
+
+
+def drop(members: list[Member], seed: int = 1) -> tuple[list[Any], list[int]]:
+    wave = travellers(members)
+    used = {logical for t in wave for logical in t.logical_ids}
+    order = [i for i in range(1, members[0].lane.capacity.num_blocks + 1) if i not in used]
+    parts = [DropExchange(m.lanes, m.lane) for m in members]
+    backed = [part.begin(wave, order) for part in parts]
+    assert run(parts, seed) == list(range(len(members)))
+    return wave, backed
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_after_a_drop_every_member_has_its_layers_of_all_requests(members: list[Member], seed: int) -> None:
+    wave, _ = drop(members, seed)
+    for member in members:
+        assert member.layers.check(member.lane.layers, SIZES.num_blocks(member.lane.layers)) == ()
+        physical = member.lane.table.physical(member.lane.table.leased())
+        assert len(set(physical)) == len(physical) == member.lane.capacity.num_blocks
+        for traveller in wave:
+            if traveller.request_id != "r0.1":  # its first block is another request's: see the next test
+                assert member.has(traveller.request_id, traveller.logical_ids, 3), (member.rank, traveller.request_id)
+
+
+def test_a_shared_block_becomes_two_with_the_same_content(members: list[Member]) -> None:
+    wave, _ = drop(members)
+    one, other = (next(t for t in wave if t.request_id == i).logical_ids[0] for i in ("r0.0", "r0.1"))
+    for member in members:
+        a, b = member.lane.table.physical([one, other])
+        assert a != b
+        for layer in range(*member.lane.layers):
+            assert torch.equal(member.layers.kv(layer)[a], member.layers.kv(layer)[b])
+
+
+def test_a_drop_makes_room_before_any_kv_has_come(members: list[Member]) -> None:
+    _, backed = drop(members)
+    assert min(backed) > 0
+
+
+def test_weights_come_back_and_what_is_in_use_keeps_its_kv(members: list[Member]) -> None:
+    wave, _ = drop(members)
+    used = {logical for t in wave for logical in t.logical_ids}
+    left = min(SIZES.num_blocks_beside_all_weights(m.lane.layers) for m in members) - 1
+    free = [i for i in range(members[0].lane.capacity.num_blocks, 0, -1) if i not in used]
+    withheld = free[: members[0].lane.capacity.num_blocks - left]
+    parts = [WeightsReturn(m.lanes, m.lane) for m in members]
+    for part in parts:
+        part.begin(withheld)
+    assert run(parts, seed=3) == list(range(len(members)))
+    for member in members:
+        assert sorted(member.filled) == [layer for layer in range(LAYERS) if layer not in range(*member.lane.layers)]
+        assert all((member.layers.weights(layer) == layer + 1).all() for layer in range(LAYERS))
+        for traveller in wave:
+            if traveller.request_id != "r0.1":
+                assert member.has(traveller.request_id, traveller.logical_ids, 3)
+    for part, member in zip(parts, members, strict=True):
+        part.undo()
+        assert member.layers.check(member.lane.layers, SIZES.num_blocks(member.lane.layers)) == ()
+
+
+def test_weights_without_room_are_refused_and_nothing_has_changed(members: list[Member]) -> None:
+    drop(members)
+    member = members[0]
+    before = member.lane.table.physical(member.lane.table.leased())
+    with pytest.raises(StepError, match="have no room"):
+        WeightsReturn(member.lanes, member.lane).begin([])
+    assert member.lane.table.physical(member.lane.table.leased()) == before
