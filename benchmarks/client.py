@@ -1,9 +1,10 @@
 """A load client in a process of its own: one that shared the servers' interpreter would wait for its lock.
 
-Lines of JSON on its standard input are loads: `{"id", "url", "clients", "requests": [{"at_s", "body"}]}`. With
-`clients`, so many send one request after another; without, each is sent at its own time. It answers `{"id", "begun"}`
-when every request of a load has its first text, and `{"id", "answers"}` when all have ended. Times are seconds of
-`time.perf_counter`, which all processes of a machine share on Linux.
+Lines of JSON on its standard input are loads: `{"id", "urls", "clients", "requests": [{"at_s", "tokens", "body"}]}`.
+With `clients`, so many send one request after another; without, each is sent at its own time. Of several servers, a
+request goes to the one with the fewest tokens in flight. It answers `{"id", "begun"}` when every request of a load has
+its first text, and `{"id", "answers"}` when all have ended. Times are seconds of `time.perf_counter`, which all
+processes of a machine share on Linux.
 """
 
 import asyncio
@@ -37,6 +38,7 @@ class Request:
     max_tokens: int
     at_s: float = 0.0  # after the load's start
     priority: int = 0  # OpenAI's extension: below zero is urgent
+    prompt_tokens: int = 0  # about; for the choice among several servers
 
     def body(self, model: str) -> dict[str, Any]:
         """The request as JSON."""
@@ -71,8 +73,8 @@ class Load:
 class Client:
     """The process. Loads may overlap. A context manager."""
 
-    def __init__(self, url: str, model: str) -> None:
-        self._url, self._model = url, model
+    def __init__(self, url: str | Sequence[str], model: str) -> None:
+        self._urls, self._model = [url] if isinstance(url, str) else list(url), model
         self._loads: dict[int, Load] = {}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "benchmarks.client"],
@@ -103,8 +105,8 @@ class Client:
         """Begins a load; returns at once."""
         number = len(self._loads)
         load = self._loads[number] = Load()
-        items = [{"at_s": request.at_s, "body": request.body(self._model)} for request in requests]
-        line = json.dumps({"id": number, "url": self._url, "clients": clients, "requests": items})
+        items = [{"at_s": r.at_s, "tokens": r.prompt_tokens, "body": r.body(self._model)} for r in requests]
+        line = json.dumps({"id": number, "urls": self._urls, "clients": clients, "requests": items})
         assert self._process.stdin is not None
         self._process.stdin.write(line + "\n")
         self._process.stdin.flush()
@@ -125,11 +127,39 @@ class Client:
                     future.set_exception(RuntimeError("the load client ended; its error is above"))
 
 
+class _Server:
+    """One of the servers, and what is in flight there."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._idle: list[Connection] = []
+        self._open: dict[Connection, int] = {}  # -> tokens of the prompt
+
+    @property
+    def tokens(self) -> int:
+        """Prompts and what has come of the answers, of all requests in flight."""
+        return sum(
+            prompt + (len(connection.answer.event_times_s) if connection.answer is not None else 0)
+            for connection, prompt in self._open.items()
+        )
+
+    def open(self, prompt_tokens: int) -> Connection:
+        """A connection for one request."""
+        connection = self._idle.pop() if self._idle else Connection(self._url)
+        self._open[connection] = prompt_tokens
+        return connection
+
+    def close(self, connection: Connection) -> None:
+        """Its request has ended."""
+        del self._open[connection]
+        self._idle.append(connection)
+
+
 class _Load:
     """A load under way, in the client's process."""
 
-    def __init__(self, said: dict[str, Any], idle: list[Connection]) -> None:
-        self._said, self._items, self._idle = said, said["requests"], idle
+    def __init__(self, said: dict[str, Any], servers: Sequence[_Server]) -> None:
+        self._said, self._items, self._servers = said, said["requests"], servers
         self._started_s = time.perf_counter()
         self._answers: list[Answer | None] = [None] * len(self._items)
         self._open: dict[int, Connection] = {}
@@ -155,11 +185,12 @@ class _Load:
         await self._chat(index)
 
     async def _chat(self, index: int) -> None:
-        connection = self._idle.pop() if self._idle else Connection(self._said["url"])
-        self._open[index] = connection
-        self._answers[index] = await connection.chat(self._items[index]["body"], ANSWER_TIMEOUT_S)
+        item = self._items[index]
+        server = min(self._servers, key=lambda server: server.tokens)
+        connection = self._open[index] = server.open(item["tokens"])
+        self._answers[index] = await connection.chat(item["body"], ANSWER_TIMEOUT_S)
         del self._open[index]
-        self._idle.append(connection)
+        server.close(connection)
 
     def _has_begun(self, index: int) -> bool:
         if self._answers[index] is not None:
@@ -181,11 +212,12 @@ def _say(value: Any) -> None:
 async def _main() -> None:
     reader = asyncio.StreamReader(limit=_LINE_BYTES)
     await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    idle: dict[str, list[Connection]] = {}
+    servers: dict[str, _Server] = {}
     tasks = set()
     while line := await reader.readline():
         said = json.loads(line)
-        task = asyncio.create_task(_Load(said, idle.setdefault(said["url"], [])).run())
+        here = [servers.setdefault(url, _Server(url)) for url in said["urls"]]
+        task = asyncio.create_task(_Load(said, here).run())
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 

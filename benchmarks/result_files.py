@@ -14,12 +14,17 @@ from typing import Any
 def write_result(folder: Path, name: str, date: str, record: Mapping[str, Any], text: str) -> tuple[Path, Path]:
     """Writes `NAME-MACHINE-DATE.json` (the record, behind date, machine and versions) and `.md`; their paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    stem = folder / f"{name}-{machine_name()}-{date}"
-    json_path, text_path = stem.with_suffix(".json"), stem.with_suffix(".md")
+    stem = result_stem(name, date)
+    json_path, text_path = folder / f"{stem}.json", folder / f"{stem}.md"
     whole = {"date": date, "machine": machine(), "versions": versions(), **record}
     json_path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
     text_path.write_text(text, encoding="utf-8")
     return json_path, text_path
+
+
+def result_stem(name: str, date: str) -> str:
+    """`NAME-MACHINE-DATE`, with which the names of a result's files begin."""
+    return f"{name}-{machine_name()}-{date}"
 
 
 def plan_data(plan: Any) -> dict[str, Any]:

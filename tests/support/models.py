@@ -28,6 +28,16 @@ TINY = LlamaShape(
     max_len=2048,
     tie_embeddings=False,
 )
+WIDE = LlamaShape(
+    vocab_size=512,
+    hidden_size=384,
+    intermediate_size=768,
+    num_layers=4,
+    num_heads=6,
+    num_kv_heads=6,
+    max_len=2048,
+    tie_embeddings=False,
+)
 RECIPE_VERSION = 2  # raise it when the code below changes what is written
 SEED = 20
 TEXT_MODULES = ("argparse", "json", "textwrap")
@@ -53,26 +63,35 @@ def demo_model() -> Path:
 
 def tiny_model() -> Path:
     """Directory of the tiny checkpoint, made on first use. Safe to call from several processes at once."""
+    return _made("tiny", TINY)
+
+
+def wide_model() -> Path:
+    """The same, larger and with a KV head per query head: a step computes for longer than it is prepared."""
+    return _made("wide", WIDE)
+
+
+def _made(name: str, shape: LlamaShape) -> Path:
     texts = [doc.text for doc in read_docstrings(modules=TEXT_MODULES)]
-    recipe = recipe_hash(TINY, RECIPE_VERSION, SEED, LINEAR_STD, HEAD_STD, CHAT_TEMPLATE, texts)
-    directory = cache_dir() / f"tiny-{recipe}"
+    recipe = recipe_hash(shape, RECIPE_VERSION, SEED, LINEAR_STD, HEAD_STD, CHAT_TEMPLATE, texts)
+    directory = cache_dir() / f"{name}-{recipe}"
     if is_complete(directory, recipe):
         return directory
-    return write_once(directory, recipe, lambda scratch: _write_tiny(scratch, texts))
+    return write_once(directory, recipe, lambda scratch: _write(scratch, shape, texts))
 
 
-def _write_tiny(directory: Path, texts: list[str]) -> None:
+def _write(directory: Path, shape: LlamaShape, texts: list[str]) -> None:
     import torch
 
-    tokenizer = train_tokenizer(texts, vocab_size=TINY.vocab_size, max_len=TINY.max_len)
+    tokenizer = train_tokenizer(texts, vocab_size=shape.vocab_size, max_len=shape.max_len)
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(SEED)
-        model = build_llama(TINY, tokenizer)
+        model = build_llama(shape, tokenizer)
         for name, weight in model.named_parameters():
             if weight.dim() == 2:
                 std = HEAD_STD if name.startswith("lm_head") else 1.0 if "embed" in name else LINEAR_STD
                 weight.normal_(0.0, std)
-        silent = [i for i in range(TINY.vocab_size) if not _is_plain(tokenizer, i)]
+        silent = [i for i in range(shape.vocab_size) if not _is_plain(tokenizer, i)]
         model.lm_head.weight[silent] = 0.0
         model.save_pretrained(str(directory), safe_serialization=True)
     save_tokenizer(tokenizer, directory)

@@ -1,0 +1,74 @@
+"""`python -m benchmarks.overload`, from the root of the repository."""
+
+import argparse
+import dataclasses
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from benchmarks.harness import has_model, option_parser, progress_bar, tell_written, today
+from benchmarks.overload import report
+from benchmarks.overload.load import Plan
+from benchmarks.overload.measure import SYSTEMS, Run, Size, measure
+from tests.support.models import wide_model
+
+DEFAULT_SYSTEMS = tuple(system for system in SYSTEMS if system != "pp")
+
+
+def main() -> int:
+    """Measures, prints and writes tables and plots; the exit code."""
+    options = _options()
+    console = Console(stderr=True)
+    plan = make_plan(options)
+    if not has_model(plan.model, console):
+        return 2
+    logs = Path(tempfile.mkdtemp(prefix="pengserve-bench-"))
+    console.print(f"vLLM's logs: {logs}", highlight=False)
+    sizes: list[Size] = []
+    runs: list[Run] = []
+    with progress_bar(console) as progress:
+        total = len(plan.sizes) * plan.rounds * len(options.systems)
+        task = progress.add_task("instances start", total=total)
+
+        def on_size(size: Size) -> None:
+            sizes.append(size)
+            progress.console.print(report.load_line(plan, size), highlight=False)
+
+        def on_run(run: Run) -> None:
+            runs.append(run)
+            shown = f"{run.num_instances} instances, round {run.round_index + 1}, {report.NAMES[run.system]}"
+            progress.console.print(f"{shown}: {report.run_line(run)}", highlight=False)
+            progress.update(task, advance=1, description=shown)
+
+        measure(plan, options.systems, logs, on_size, on_run)
+    date = today()
+    paths = report.write(options.output, plan, sizes, runs, date)
+    sys.stdout.write(paths[1].read_text(encoding="utf-8"))
+    tell_written(console, paths)
+    return 1 if any(run.failed for run in runs) else 0
+
+
+def make_plan(options: argparse.Namespace) -> Plan:
+    """The plan that the options describe."""
+    plan = Plan(model=options.model.resolve(), sizes=tuple(options.sizes), rounds=options.rounds)
+    if options.tiny:
+        plan = dataclasses.replace(
+            plan, rounds=1, num_bursts=1, output_tokens=(60, 90), calibrate_s=2.0, least_calm_s=4.0
+        )
+    return plan
+
+
+def _options() -> argparse.Namespace:
+    parser = option_parser("overload", __doc__)
+    parser.set_defaults(model=wide_model())
+    parser.add_argument("--sizes", nargs="+", type=int, choices=(2, 4, 8), default=[2, 4], help="instances")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(DEFAULT_SYSTEMS))
+    parser.add_argument("--tiny", action="store_true", help="one round of short requests: to see that it works")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

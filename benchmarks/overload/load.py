@@ -1,0 +1,237 @@
+"""A load that stays below what memory holds, but for bursts that are above what data parallel holds.
+
+How many requests that takes depends on how long they live, and so on the machine. Two levels are measured first, at a
+few and at as many requests as memory holds; between them, a life is taken to be linear in the number of requests in
+flight. From that follow, without a limit of memory (`demand`):
+
+    low rate    demand is `low_share` of what dp holds
+    burst       begins and ends within a part of a life (`burst_lives`); so many requests that the demand
+                exceeds what dp holds by `over_share` of what a pipeline holds more
+    calm        between bursts, at the low rate, for as long as makes the mean demand 1/`headroom` of what dp holds
+
+Demand is what all requests in flight would hold, in tokens: prompts, and what has been generated of the answers.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from benchmarks.client import Request
+from benchmarks.harness import MIB, engine_flags, text
+
+STEP_S = 0.05  # of the model
+MAX_CALM_LIVES = 30.0
+MAX_BURST = 512  # requests
+
+
+class Phase(StrEnum):
+    """What a request was sent in."""
+
+    LOW = "low"
+    BURST = "burst"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One benchmark run. Shares are of the tokens that the dp lanes of all instances hold."""
+
+    model: Path
+    sizes: tuple[int, ...] = (2, 4)  # instances
+    rounds: int = 3
+    num_bursts: int = 2  # in a run
+    stages: int = 2  # of a static pipeline; the paper's has two
+    restore_below: float = 0.75  # of what dp holds; the paper's 0.5 is for pipelines that cost less beside dp
+    memory_bytes: int = 76 * MIB  # of an instance, for weights and KV
+    low_share: float = 0.25
+    over_share: float = 0.5
+    headroom: float = 2.1
+    burst_lives: float = 0.6
+    least_calm_s: float = 14.0  # so that the layout can come back
+    min_words: int = 100
+    max_words: int = 200
+    output_tokens: tuple[int, int] = (400, 600)  # least and most, over the number of instances
+    calibrate_s: float = 10.0  # about, at each level
+    start_timeout_s: float = 240.0
+    seed: int = 7
+    engine: Mapping[str, Any] = field(
+        # Memory must be what runs out, not slots.
+        default_factory=partial(engine_flags, max_num_seqs=128)
+    )
+
+    def outputs(self, num_instances: int) -> tuple[int, int]:
+        """Least and most output tokens: steps are the longer, the more instances share the cores."""
+        least, most = self.output_tokens
+        return least // num_instances, most // num_instances
+
+    def mean_output(self, num_instances: int) -> float:
+        """Output tokens of a request, on average."""
+        return sum(self.outputs(num_instances)) / 2
+
+    def calibration(self, num_instances: int, num_requests: int, name: str) -> list[Request]:
+        """Requests to measure a level with."""
+        sizes, texts = random.Random(f"{self.seed}/calibration"), random.Random(f"{self.seed}/calibration/{name}")
+        return [self._request(num_instances, sizes, texts, 0.0) for _ in range(num_requests)]
+
+    def requests(
+        self, num_instances: int, course: "Course", system: str, round_index: int
+    ) -> list[tuple[Phase, Request]]:
+        """The load of one run, by time. Every system of a round gets the same but for the words."""
+        name = f"{self.seed}/{num_instances}/{round_index}"
+        sizes, texts = random.Random(name), random.Random(f"{name}/{system}")
+        times = [(at_s, Phase.LOW) for at_s in spread(sizes, course.low_per_s, 0.0, course.end_s)]
+        for start_s, stop_s in course.bursts:
+            per_s = course.burst_requests / (stop_s - start_s)
+            times += [(at_s, Phase.BURST) for at_s in spread(sizes, per_s, start_s, stop_s)]
+        return [(phase, self._request(num_instances, sizes, texts, at_s)) for at_s, phase in sorted(times)]
+
+    def _request(self, num_instances: int, sizes: random.Random, texts: random.Random, at_s: float) -> Request:
+        num_words = sizes.randint(self.min_words, self.max_words)
+        max_tokens = sizes.randint(*self.outputs(num_instances))
+        return Request(prompt=text(texts, num_words), max_tokens=max_tokens, at_s=at_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """So many requests in flight all the time, each followed by the next."""
+
+    in_flight: int
+    requests_per_s: float  # completed
+
+    @property
+    def life_s(self) -> float:
+        """From sending a request to the end of its answer (Little's law)."""
+        return self.in_flight / self.requests_per_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calibration:
+    """What was measured of static dp before the load was made."""
+
+    prompt_tokens: float  # of a request, on average
+    dp_tokens: int  # that all instances hold
+    pp_tokens: int  # ... as pipelines of all instances
+    few: Level
+    full: Level
+
+    @property
+    def gain(self) -> float:
+        """What a pipeline of all instances holds more, as a share."""
+        return self.pp_tokens / self.dp_tokens - 1
+
+    def life_s(self, in_flight: float) -> float:
+        """How long a request lives among so many; never less than a tenth of a life among few."""
+        few, full = self.few, self.full
+        slope = (full.life_s - few.life_s) / max(1, full.in_flight - few.in_flight)
+        return max(few.life_s + slope * (in_flight - few.in_flight), few.life_s / 10)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """When what is sent."""
+
+    low_per_s: float
+    burst_requests: int  # of each burst, on top of the low rate
+    lead_s: float  # before the first burst
+    burst_s: float
+    calm_s: float  # after each burst
+    num_bursts: int
+
+    @property
+    def end_s(self) -> float:
+        """When the last request has been sent."""
+        return self.lead_s + self.num_bursts * (self.burst_s + self.calm_s)
+
+    @property
+    def bursts(self) -> tuple[tuple[float, float], ...]:
+        """(start, end) of each."""
+        starts = [self.lead_s + i * (self.burst_s + self.calm_s) for i in range(self.num_bursts)]
+        return tuple((start_s, start_s + self.burst_s) for start_s in starts)
+
+
+def make_course(plan: Plan, num_instances: int, found: Calibration) -> Course:
+    """The course that the plan's shares call for on this machine.
+
+    Raises:
+        ValueError: demand cannot be as the plan says, e.g. a low load that is above the wanted mean.
+    """
+    output = plan.mean_output(num_instances)
+    block = int(plan.engine["block_size"])
+    resident = found.prompt_tokens + output / 2 + block / 2
+    low = plan.low_share * found.dp_tokens / resident
+    low_per_s = low / found.life_s(low)
+    burst_s = plan.burst_lives * found.full.life_s
+    lead_s = 1.5 * found.life_s(low)
+    end_s = lead_s + burst_s + MAX_CALM_LIVES * found.full.life_s
+
+    def trace(burst_requests: int) -> list[tuple[float, float]]:
+        arrivals = [*_even(low_per_s, 0.0, end_s), *_even(burst_requests / burst_s, lead_s, lead_s + burst_s)]
+        return demand(found, arrivals, prompt_tokens=found.prompt_tokens + block / 2, output_tokens=output, end_s=end_s)
+
+    peak = (1 + plan.over_share * found.gain) * found.dp_tokens
+    least, most = 0, MAX_BURST
+    while least < most:
+        middle = (least + most) // 2
+        is_enough = max(tokens for _, tokens in trace(middle)) >= peak
+        least, most = (least, middle) if is_enough else (middle + 1, most)
+    if least == MAX_BURST:
+        raise ValueError(f"{MAX_BURST} requests in {burst_s:.1f} s do not fill the memory: let them be longer")
+    calm_s = _calm_s(trace(least), lead_s, lead_s + burst_s + plan.least_calm_s, found.dp_tokens / plan.headroom)
+    return Course(
+        low_per_s=low_per_s,
+        burst_requests=least,
+        lead_s=lead_s,
+        burst_s=burst_s,
+        calm_s=calm_s - burst_s,
+        num_bursts=plan.num_bursts,
+    )
+
+
+def demand(
+    found: Calibration, arrivals: Sequence[float], *, prompt_tokens: float, output_tokens: float, end_s: float
+) -> list[tuple[float, float]]:
+    """(time, tokens) of equal requests where memory is no limit: all live as long as their number lets them."""
+    waiting, lives, trace = sorted(arrivals, reverse=True), [], []
+    time_s = 0.0
+    while time_s < end_s:
+        while waiting and waiting[-1] <= time_s:
+            waiting.pop()
+            lives.append(0.0)
+        trace.append((time_s, sum(prompt_tokens + output_tokens * done for done in lives)))
+        step = STEP_S / found.life_s(len(lives))
+        lives = [done + step for done in lives if done + step < 1.0]
+        time_s += STEP_S
+    return trace
+
+
+def spread(source: random.Random, per_s: float, start_s: float, stop_s: float) -> Iterator[float]:
+    """Times in `[start_s, stop_s)`: one at random within each of the equal spans that the rate makes."""
+    count = round(per_s * (stop_s - start_s))
+    for index in range(count):
+        yield start_s + (index + source.random()) * (stop_s - start_s) / count
+
+
+def with_tokens(requests: Sequence[tuple[Phase, Request]], tokens_per_word: float) -> list[Request]:
+    """The requests alone, with the tokens of their prompts."""
+    return [replace(r, prompt_tokens=round(tokens_per_word * len(r.prompt.split()))) for _, r in requests]
+
+
+def _even(per_s: float, start_s: float, stop_s: float) -> list[float]:
+    count = round(per_s * (stop_s - start_s))
+    return [start_s + (index + 0.5) * (stop_s - start_s) / count for index in range(count)]
+
+
+def _calm_s(trace: Sequence[tuple[float, float]], start_s: float, least_s: float, mean: float) -> float:
+    """How long after `start_s` the mean demand since then has come down to `mean`."""
+    area = 0.0
+    for (time_s, tokens), (next_s, _) in pairwise(trace):
+        if time_s < start_s:
+            continue
+        area += tokens * (next_s - time_s)
+        if next_s >= least_s and area <= mean * (next_s - start_s):
+            return next_s - start_s
+    raise ValueError("the mean demand does not come down as far as wanted: lower low_share, or headroom")

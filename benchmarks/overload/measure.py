@@ -1,0 +1,192 @@
+"""Calibrates the load, then runs it on every system of every round."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from benchmarks.figures import complete, mean, percentile, tpots_s, ttfts_s
+from benchmarks.overload import timeline
+from benchmarks.overload.load import Calibration, Course, Level, Phase, Plan, make_course, with_tokens
+from benchmarks.overload.systems import PengServe, Served, System, Vllm
+from benchmarks.overload.timeline import Timeline
+from benchmarks.sse import Answer
+
+T = TypeVar("T")
+SYSTEMS = ("vllm-dp", "vllm-pp", "dp", "pp", "drop")
+"""vLLM's servers, data and pipeline parallel; PengServe pinned to dp, pinned to a pipeline, and with drops."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """One load, in one round, on one system. Latencies in seconds, shares are of what dp holds."""
+
+    system: str
+    num_instances: int
+    round_index: int
+    num_requests: int
+    failed: int
+    first_error: str
+    ttft_p50_s: float
+    ttft_p90_s: float
+    ttft_p99_s: float
+    burst_ttft_p99_s: float  # of the requests that the burst adds
+    tpot_p50_s: float
+    tpot_p99_s: float
+    preemptions: int
+    failed_switches: int
+    demand_mean: float  # while the load was sent
+    demand_peak: float
+    timeline: Timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """What was found out about a number of instances before the runs."""
+
+    num_instances: int
+    weight_bytes: int  # of an instance
+    calibration: Calibration
+    course: Course
+
+
+def measure(
+    plan: Plan,
+    systems: Sequence[str],
+    logs: Path,
+    on_size: Callable[[Size], None],
+    on_run: Callable[[Run], None],
+) -> None:
+    """Runs all rounds of all sizes. Another system begins each round: so drifts of the machine meet all of them."""
+    for num_instances in plan.sizes:
+        with PengServe(plan, num_instances) as cluster:
+            size = calibrate(plan, num_instances, cluster)
+        on_size(size)
+        for round_index in range(plan.rounds):
+            for names in _in_turn(systems, round_index):
+                with started(plan, size, names, logs) as system:
+                    for name in names:
+                        on_run(run(plan, size, name, round_index, system))
+
+
+@contextmanager
+def started(plan: Plan, size: Size, names: Sequence[str], logs: Path) -> Iterator[System]:
+    """The servers of these systems, which share them."""
+    system: System = PengServe(plan, size.num_instances)
+    if names[0].startswith("vllm"):
+        num_stages = plan.stages if names[0] == "vllm-pp" else 1
+        system = Vllm(plan, size.num_instances, num_stages=num_stages, weight_bytes=size.weight_bytes, logs=logs)
+    with system:
+        yield system
+
+
+def calibrate(plan: Plan, num_instances: int, system: PengServe) -> Size:
+    """Measures both levels on static dp, and makes the course."""
+    system.cluster.set_layout("dp")
+    lanes = {lane.shape: lane.capacity for lane in system.cluster.snapshot().instances[0].lanes}
+    alone, wide = lanes["dp"], lanes[f"pp{num_instances}"]
+    if alone is None or wide is None:
+        raise RuntimeError("this model cannot run as a pipeline of so many instances")
+    dp_tokens = alone.num_tokens * num_instances
+    probe = system.client.send(plan.calibration(num_instances, num_instances, "probe")).result()
+    prompt_tokens = mean([answer.prompt_tokens for answer in complete(probe)])
+    resident = prompt_tokens + plan.mean_output(num_instances) / 2 + alone.block_size / 2
+    full = max(2, int(0.9 * dp_tokens / resident))  # nobody waits or is preempted
+    few = max(1, int(plan.low_share * full))
+    found = Calibration(
+        prompt_tokens=prompt_tokens,
+        dp_tokens=dp_tokens,
+        pp_tokens=wide.num_tokens,
+        few=_level(plan, num_instances, system, few),
+        full=_level(plan, num_instances, system, full),
+    )
+    return Size(
+        num_instances=num_instances,
+        weight_bytes=alone.weight_bytes,
+        calibration=found,
+        course=make_course(plan, num_instances, found),
+    )
+
+
+def _level(plan: Plan, num_instances: int, system: PengServe, in_flight: int) -> Level:
+    """So many in flight for about `calibrate_s`. Ramps at both ends do not count."""
+    name = f"{in_flight}"
+    first = plan.calibration(num_instances, in_flight, f"{name}/first")
+    start_s = time.perf_counter()
+    _good(system.client.send(first, clients=in_flight).result())
+    rounds = max(2.0, plan.calibrate_s / (time.perf_counter() - start_s))
+    requests = plan.calibration(num_instances, int((rounds + 1) * in_flight), name)
+    answers = _good(system.client.send(requests, clients=in_flight).result())
+    ends_s = sorted(answer.event_times_s[-1] for answer in answers)
+    # Until the last is sent, so many are in flight; the first of them end together.
+    stop_s = max(answer.sent_s for answer in answers)
+    begin_s = min(answer.sent_s for answer in answers)
+    return Level(in_flight=in_flight, requests_per_s=sum(end <= stop_s for end in ends_s) / (stop_s - begin_s))
+
+
+def _good(answers: list[Answer]) -> list[Answer]:
+    failed = next((answer.error for answer in answers if answer.error), "")
+    if failed:
+        raise RuntimeError(f"a request of the calibration was not answered: {failed}")
+    return answers
+
+
+def run(plan: Plan, size: Size, name: str, round_index: int, system: System) -> Run:
+    """One load on one system."""
+    calibration, course = size.calibration, size.course
+    pairs = plan.requests(size.num_instances, course, name, round_index)
+    mean_words = (plan.min_words + plan.max_words) / 2
+    served = system.serve(name, with_tokens(pairs, calibration.prompt_tokens / mean_words))
+    line = make_timeline(served, course, system, int(plan.engine["block_size"]))
+    good = complete(served.answers)
+    bad = [answer for answer in served.answers if answer.error]
+    in_burst = [a for (phase, _), a in zip(pairs, served.answers, strict=True) if phase is Phase.BURST]
+    ttft_s, tpot_s = ttfts_s(good), tpots_s(good)
+    return Run(
+        system=name,
+        num_instances=size.num_instances,
+        round_index=round_index,
+        num_requests=len(pairs),
+        failed=len(bad),
+        first_error=bad[0].error if bad else "",
+        ttft_p50_s=percentile(ttft_s, 50),
+        ttft_p90_s=percentile(ttft_s, 90),
+        ttft_p99_s=percentile(ttft_s, 99),
+        burst_ttft_p99_s=percentile(ttfts_s(in_burst), 99),
+        tpot_p50_s=percentile(tpot_s, 50),
+        tpot_p99_s=percentile(tpot_s, 99),
+        preemptions=served.preemptions,
+        failed_switches=served.failed_switches,
+        demand_mean=timeline.mean_until(line.demand, course.end_s) / calibration.dp_tokens,
+        demand_peak=max(line.demand, default=0.0) / calibration.dp_tokens,
+        timeline=line,
+    )
+
+
+def make_timeline(served: Served, course: Course, system: System, block_size: int) -> Timeline:
+    """The run over time."""
+    start_s = served.start_s
+    end_s = max([course.end_s, *(a.event_times_s[-1] - start_s for a in complete(served.answers))])
+    return Timeline(
+        end_s=end_s,
+        bursts=course.bursts,
+        demand=timeline.demand(served.answers, start_s, start_s + end_s, block_size),
+        capacity=timeline.capacity(served.layouts, system.tokens_of),
+        drops=timeline.drop_periods(served.layouts, end_s),
+        ttft=tuple((a.sent_s - start_s, a.first_text_s - a.sent_s) for a in complete(served.answers)),
+    )
+
+
+def _in_turn(systems: Sequence[str], turn: int) -> list[list[str]]:
+    """What is started one after the other: PengServe's systems share a cluster. Another one begins each turn."""
+    ours = [name for name in systems if not name.startswith("vllm")]
+    parts = [ours, *([name] for name in systems if name.startswith("vllm"))]
+    return _turned([_turned(part, turn) for part in parts if part], turn)
+
+
+def _turned(values: list[T], turn: int) -> list[T]:
+    """The same in turn."""
+    first = turn % len(values)
+    return values[first:] + values[:first]
