@@ -18,6 +18,9 @@ from pengserve.planners.types.snapshot import ClusterSnapshot, KvCapacity
 from pengserve.planners.types.units import format_bytes
 
 
+GAP_S = 5.0  # without a look
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestorePlan:
     """A pipeline to end, and what that moves."""
@@ -58,8 +61,8 @@ def plan_restore(
     pipelines = [g for g in snapshot.layout.groups if g.kind is GroupKind.PP]
     now_s, seen_s = snapshot.time_s, history.seen_s
     since = snapshot.layout_since_s or now_s
-    # After a gap nobody knows what was in between.
-    low_before = {} if seen_s is None or now_s - seen_s > config.quiet_s else history.low_since_s
+    # After a gap nobody knows what was in between; looks may be further apart than `quiet_s`.
+    low_before = {} if seen_s is None or now_s - seen_s > max(GAP_S, config.quiet_s) else history.low_since_s
     quiet = [g for g in pipelines if _is_quiet(demand, g, config, g in low_before)]
     history = RestoreHistory(
         since_s={g: history.since_s.get(g, since) for g in pipelines},

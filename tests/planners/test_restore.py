@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pengserve.planners.check import check_switch
 from pengserve.planners.overload import DemandHistory, predict_demand
-from pengserve.planners.restore import RestoreHistory, RestorePlan, plan_restore
+from pengserve.planners.restore import GAP_S, RestoreHistory, RestorePlan, plan_restore
 from pengserve.planners.steps import make_plan
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
@@ -59,8 +59,13 @@ def test_memory_must_have_been_plenty_for_a_while_and_the_pipeline_stand_for_a_d
 
 
 def test_a_gap_between_looks_measures_anew() -> None:
-    restored, history = plan(pair(), replace(DUE, seen_s=T0_S - CONFIG.quiet_s - 0.1))
+    restored, history = plan(pair(), replace(DUE, seen_s=T0_S - max(GAP_S, CONFIG.quiet_s) - 0.1))
     assert restored is None and history.low_since_s == {PAIR: T0_S}
+
+
+def test_looks_may_be_further_apart_than_memory_must_have_been_plenty() -> None:
+    """A busy controller looks seldom; parameters come back all the same."""
+    assert when([10] * 4, tick_s=1.5 * CONFIG.quiet_s)[0] == 3.0
 
 
 @settings(deadline=None)
