@@ -17,7 +17,6 @@ from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.snapshot import ClusterSnapshot, KvCapacity
 from pengserve.planners.types.units import format_bytes
 
-
 GAP_S = 5.0  # without a look
 
 
