@@ -82,7 +82,7 @@ def build(directory: Path, active: Any, rank: int = 0, degree: int = 1, *, on_me
     config = arguments.create_engine_config()
     config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = degree
     config.parallel_config.rank = rank
-    before = active.activate(LaneGroup("test", rank, degree) if degree > 1 else None)
+    before = active.activate(LaneGroup("tp", "test", rank, degree) if degree > 1 else None)
     try:
         with plain_weights(), set_current_vllm_config(config):
             if not on_meta:
