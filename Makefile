@@ -8,7 +8,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 CONFIG ?= deploy/laptop.yaml
 BIN := .venv/bin
 MODEL := .pengserve/demo-model
-FLOORS := planners replicas controller cluster
+FLOORS := planners replicas controller cluster simulator
 PYTEST := timeout 3000 $(BIN)/python -m pytest
 
 # One core does one instance's work, nothing is fetched or reported while it runs.

@@ -1,0 +1,1 @@
+"""GPUs and models as data, with their sources."""

@@ -1,0 +1,1 @@
+"""What is compared: PengServe and the baselines, one small file each."""

@@ -1,0 +1,1 @@
+"""What came of a run: figures, plots, one JSON, one HTML page."""

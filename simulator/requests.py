@@ -1,0 +1,80 @@
+"""Requests of a simulation: what arrives, what lives, and what is known of it when it has ended."""
+
+from dataclasses import dataclass, field
+
+from pengserve.planners.types.ids import InstanceKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One row of a trace."""
+
+    request_id: str
+    at_s: float  # after the start of the trace
+    prompt_tokens: int
+    output_tokens: int  # it generates exactly so many, and no scheduler knows it before
+    prefix_ids: tuple[int, ...] = ()  # of the prompt's full `prefix_block` tokens: equal ids are equal content before
+    prefix_block: int = 0  # tokens of one of `prefix_ids`
+    priority: int = 0  # as in vLLM: below zero is urgent
+    degree: int | None = None  # the tensor-parallel degree that it asks for; 1 is dp, None: any
+
+
+@dataclass(slots=True, eq=False)
+class LiveRequest:
+    """A request on its way. One object from its arrival to its end, wherever it runs."""
+
+    arrival: Arrival
+    num_generated: int = 0
+    at: InstanceKey | None = None  # the leader that it was sent to
+    scheduled_s: float | None = None  # its first step began
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    longest_gap_s: float = 0.0  # between two of its tokens
+    num_preemptions: int = 0
+    num_moves: int = 0  # from shape to shape, or instance to instance
+    stalls_s: float = field(default=0.0)  # that switches and swaps kept it from running
+
+    @property
+    def request_id(self) -> str:
+        """Its name in the trace."""
+        return self.arrival.request_id
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and what has been generated: what it computes again where its KV is lost."""
+        return self.arrival.prompt_tokens + self.num_generated
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its last token is there."""
+        return self.num_generated >= self.arrival.output_tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one request. Times are virtual seconds since the start; None: it never came so far."""
+
+    request_id: str
+    arrived_s: float
+    prompt_tokens: int
+    output_tokens: int  # generated
+    scheduled_s: float | None
+    first_token_s: float | None
+    end_s: float | None  # its last token, where it ended well
+    longest_gap_s: float
+    num_preemptions: int
+    num_moves: int
+    priority: int = 0
+    refused: str = ""  # why it was not served; one sentence
+
+    @property
+    def ttft_s(self) -> float | None:
+        """From its arrival to its first token."""
+        return None if self.first_token_s is None else self.first_token_s - self.arrived_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Per token after the first; None where there was no second."""
+        if self.end_s is None or self.first_token_s is None or self.output_tokens < 2:
+            return None
+        return (self.end_s - self.first_token_s) / (self.output_tokens - 1)

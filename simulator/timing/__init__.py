@@ -1,0 +1,1 @@
+"""How long things take: steps, transfers over links, remaps, switches."""

@@ -1,0 +1,1 @@
+"""Requests to replay: loaders of public formats, generators, windows, scaling, statistics."""
