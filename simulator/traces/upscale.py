@@ -72,6 +72,7 @@ def scale_to_kv(arrivals: Sequence[Arrival], mean_kv_tokens: float, stay: StayMo
 
     KunServe §5.1 keeps it below 60 % of the memory. Demand is that of `stay`, without queueing. It grows with the
     rate, but for which requests a fraction leaves: the factor is corrected a few times, and the closest trace taken.
+    Where less than some hundred requests remain, a few long ones decide, and it may stay 10 % away.
 
     Raises:
         ConfigError: as `upscale`.
