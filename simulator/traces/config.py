@@ -219,6 +219,8 @@ def _explain(error: Mapping[str, Any]) -> str:
         return f"{key} is missing: give it"
     if error["type"] == "value_error":
         return f"{key}: {message}" if key else message
+    if not key:
+        return f"a trace must hold keys and values, such as `file: trace.csv`, got {error['input']!r}"
     return f"{key}: {message[:1].lower()}{message[1:]}, got {error['input']!r}"
 
 
