@@ -13,9 +13,7 @@ from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.requests import Arrival, LiveRequest
 from pengserve.simulator.timing.steps import Batch
 
-MODEL = CostModel(
-    prefix_attention_s=1e-9, self_attention_s=1e-9, kv_read_s=1e-8, ffn_s=2e-5, other_s=1e-5, load_s=5e-3
-)
+MODEL = CostModel(prefix_attention_s=1e-9, self_attention_s=1e-9, kv_read_s=1e-8, ffn_s=2e-5, other_s=1e-5, load_s=5e-3)
 
 
 class LinearTimes:

@@ -23,7 +23,7 @@ def held(scheduler: FastScheduler) -> int:
 
 
 def check_blocks(scheduler: FastScheduler) -> None:
-    entries = scheduler._entries.values()
+    entries = scheduler._state.entries.values()
     assert scheduler.num_free >= 0
     assert scheduler.num_free + sum(entry.blocks for entry in entries) == scheduler.num_blocks
     assert all(entry.computed <= entry.room for entry in entries if entry.blocks)

@@ -25,8 +25,8 @@ def serve(requests: list[LiveRequest], transfer_s: float = 0.0, **options: Any) 
         lane = PipelineLane(scheduler, TIMES, on_end=ended.extend, transfer_s=lambda batch: transfer_s)
         for request in requests:
             lane.add(request)
-        while len(ended) < len(requests):
-            await asyncio.sleep(0.1)
+        await asyncio.sleep(1000.0)
+        assert len(ended) == len(requests)
         return lane, max(request.last_token_s or 0.0 for request in requests)
 
     return run_virtual(main())
