@@ -1,0 +1,288 @@
+"""A scheduler in plain Python that decides as vLLM 0.32's does, hundreds of times as fast where all that runs decodes.
+
+What is decided the same: running requests first, in their order; then waiting ones, in theirs, while the whole of each
+fits; prompts in chunks up to the step's budget; preemption by recompute, of the newest request or of the least urgent;
+blocks at the moment they are needed. `tests/simulator/engine/test_equal_decisions.py` holds both to it.
+
+What it does not know: prefix caching (`prefix_ids` are ignored), and with it that a preempted request may find its own
+blocks again; speculative decoding; encoders. What vLLM does not know: preemption by swapping to the host.
+
+Steps in which every running request decodes are all alike until one ends, a block is missing, or another may begin;
+they are scheduled as one, and cost the same as one.
+"""
+
+from bisect import bisect_right
+from collections.abc import Collection, Sequence
+from typing import NamedTuple
+
+from pengserve.planners.cost_model import Chunk
+from pengserve.planners.types.errors import PlanError
+from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.planners.types.units import blocks_for
+from pengserve.simulator.engine.draft import Draft, draft_ahead
+from pengserve.simulator.engine.fast_state import FastState
+from pengserve.simulator.engine.formation import Formation
+from pengserve.simulator.engine.options import SchedulerOptions
+from pengserve.simulator.engine.queues import Entry
+from pengserve.simulator.engine.scheduler import Step, check_admitted, check_fits
+from pengserve.simulator.requests import LiveRequest
+from pengserve.simulator.timing.steps import Batch
+
+
+class _Mixed(NamedTuple):
+    """What `finish` must know of a step that is not of decodes alone."""
+
+    tokens: tuple[tuple[Entry, int], ...]  # new ones
+    due: tuple[Entry, ...]
+    cost_s: float  # by the lookahead's model
+
+
+class FastScheduler:
+    """See the module, and `LaneScheduler` for what each method does."""
+
+    def __init__(self, capacity: KvCapacity, options: SchedulerOptions | None = None) -> None:
+        self.capacity = capacity
+        self.options = options = options or SchedulerOptions()
+        self._state = FastState(capacity, options)
+        self._open: list[object] = []  # handles of unfinished steps
+        self._steps = self._prompted = self._generated = self._resumed = 0
+        self._formation = (
+            Formation(
+                options.lookahead,
+                num_stages=options.num_stages,
+                max_tokens=options.max_num_batched_tokens,
+                max_requests=capacity.max_num_seqs,
+            )
+            if options.lookahead is not None and options.num_stages > 1
+            else None
+        )
+
+    # What there is ---------------------------------------------------------------------------------------------------
+
+    @property
+    def num_blocks(self) -> int:
+        """See `LaneScheduler`."""
+        return self._state.num_blocks
+
+    @property
+    def num_free(self) -> int:
+        """See `LaneScheduler`."""
+        return self._state.free
+
+    @property
+    def running(self) -> Sequence[LiveRequest]:
+        """See `LaneScheduler`."""
+        return self._state.holders()
+
+    @property
+    def waiting(self) -> Sequence[LiveRequest]:
+        """See `LaneScheduler`."""
+        return [entry.live for entry in self._state.waiting]
+
+    @property
+    def queued_tokens(self) -> int:
+        """See `LaneScheduler`."""
+        return self._state.waiting.num_tokens
+
+    @property
+    def totals(self) -> dict[str, int]:
+        """See `LaneScheduler`."""
+        return {
+            "step": self._steps,
+            "total_prompt_tokens": self._prompted,
+            "total_generated_tokens": self._generated,
+            "total_preemptions": self._state.num_preempted,
+            "total_prefix_queries": 0,
+            "total_prefix_hits": 0,
+            "total_resumed": self._resumed,
+        }
+
+    def computed_tokens(self, request: LiveRequest) -> int:
+        """See `LaneScheduler`."""
+        entry = self._state.entries[request]
+        return entry.computed - entry.in_flight
+
+    # Requests that come and go ---------------------------------------------------------------------------------------
+
+    def add(self, request: LiveRequest) -> None:
+        """See `LaneScheduler`."""
+        check_fits(request, self.capacity)
+        entry = self._state.entries[request] = Entry(request)
+        if request.num_generated:
+            self._resumed += 1
+            self._state.waiting.prepend(entry)
+        else:
+            self._state.waiting.append(entry)
+
+    def admit(self, request: LiveRequest, computed_tokens: int) -> bool:
+        """See `LaneScheduler`."""
+        check_fits(request, self.capacity)
+        check_admitted(request, computed_tokens)
+        # One token more than computed, as in production, so that its next step can never wait for a block.
+        blocks = blocks_for(computed_tokens + 1, self.capacity.block_size)
+        if blocks > self._state.free:
+            return False
+        entry = self._state.entries[request] = Entry(request)
+        entry.computed = computed_tokens
+        self._state.take(entry, blocks)
+        self._state.holding.append(entry)
+        return True
+
+    def remove(self, requests: Collection[LiveRequest]) -> None:
+        """See `LaneScheduler`."""
+        entries = self._state.entries
+        self._let_go([entries[request] for request in requests if request in entries])
+
+    def resize(self, num_blocks: int) -> bool:
+        """See `LaneScheduler`."""
+        return self._state.resize(num_blocks)
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    def schedule(self, max_steps: int = 1) -> Step | None:
+        """See `LaneScheduler`."""
+        if len(self._open) >= self.options.num_stages:
+            raise PlanError(f"{len(self._open)} steps are unfinished: finish one, or set num_stages higher")
+        step = self._schedule_decodes(max_steps) if self.options.num_stages == 1 else None
+        step = step or self._schedule_mixed()
+        if step is not None:
+            self._open.append(step.handle)
+        return step
+
+    def finish(self, step: Step, num_steps: int = 1) -> list[LiveRequest]:
+        """See `LaneScheduler`."""
+        if not self._open or step.handle is not self._open[0]:
+            raise PlanError("steps must be finished in the order in which they were scheduled, each once")
+        del self._open[0]
+        self._steps += num_steps
+        if isinstance(step.handle, _Mixed):
+            ended = self._finish_mixed(step.handle)
+        else:
+            ended = self._finish_decodes(step.handle, num_steps)
+        self._let_go(ended)
+        return [entry.live for entry in ended]
+
+    def _let_go(self, entries: Collection[Entry]) -> None:
+        self._state.let_go(entries)
+        if self._formation is not None:
+            for entry in entries:
+                self._formation.forget(entry.live.request_id)
+
+    # Steps of decodes alone ------------------------------------------------------------------------------------------
+
+    def _schedule_decodes(self, max_steps: int) -> Step | None:
+        """Steps in which all that runs decodes; None where the next one is of another kind."""
+        state, running, size = self._state, self._state.running, self.capacity.block_size
+        count = len(running)
+        if not count or state.num_prefilling or count > self.options.max_num_batched_tokens:
+            return None
+        full = [entry for entry in running if entry.computed == entry.room]
+        free = state.free - len(full)
+        if free < 0 or (count < self.options.max_num_batched_tokens and self._can_begin(free)):
+            return None
+        for entry in full:
+            state.take(entry, 1)
+        steps = min(max_steps, min([entry.left for entry in running]))
+        if steps > 1 and count * blocks_for(steps, size) > free:
+            steps = 1 + bisect_right(range(2, steps + 1), free, key=self._blocks_of_steps)
+        context = sum([entry.computed for entry in running]) + count
+        lives = state.lives
+        return Step(batch=Batch(count, context), requests=lives, due=lives, max_steps=steps, handle=running)
+
+    def _can_begin(self, free: int) -> bool:
+        queue = self._state.next_queue()
+        return queue is not None and self._state.blocks_to_begin(queue.head()) <= free
+
+    def _blocks_of_steps(self, num_steps: int) -> int:
+        """Blocks that decodes need for so many steps, beside those they have."""
+        size = self.capacity.block_size
+        short = [entry.computed + num_steps - entry.room for entry in self._state.running]
+        return sum([-(-tokens // size) for tokens in short if tokens > 0])
+
+    def _finish_decodes(self, entries: list[Entry], num_steps: int) -> list[Entry]:
+        size, ended = self.capacity.block_size, []
+        for entry in entries:
+            entry.computed += num_steps
+            entry.tokens += num_steps
+            entry.left -= num_steps
+            entry.live.num_generated += num_steps
+            if entry.computed > entry.room:
+                self._state.take(entry, -(-(entry.computed - entry.room) // size))
+            if not entry.left:
+                ended.append(entry)
+        self._generated += num_steps * len(entries)
+        return ended
+
+    # All other steps -------------------------------------------------------------------------------------------------
+
+    def _schedule_mixed(self) -> Step | None:
+        draft = self._draft()
+        if not draft.tokens and draft.preempted:  # those that ran made room for others than themselves
+            before, draft = draft, self._draft()
+            draft.follow(before)
+        if not draft.tokens:
+            return None
+        chunks: list[Chunk] = []
+        num_decodes = context = 0
+        due = []
+        for entry, num_tokens in draft.tokens.items():
+            if num_tokens == 1 and entry.live.num_generated:
+                num_decodes += 1
+                context += entry.computed + 1
+            else:
+                chunks.append(Chunk(prefix_tokens=entry.computed, num_tokens=num_tokens))
+            entry.computed += num_tokens
+            entry.in_flight += num_tokens
+            if entry.computed == entry.tokens:
+                due.append(entry)
+        return Step(
+            batch=Batch(num_decodes, context, tuple(chunks)),
+            requests=tuple([entry.live for entry in draft.tokens]),
+            due=tuple([entry.live for entry in due]),
+            admitted=tuple([entry.live for entry in draft.admitted]),
+            preempted=tuple([entry.live for entry in draft.preempted]),
+            swap_out_bytes=draft.swapped_out * self.capacity.bytes_per_block,
+            swap_in_bytes=draft.swapped_in * self.capacity.bytes_per_block,
+            handle=_Mixed(tuple(draft.tokens.items()), tuple(due), self._cost_s(num_decodes, context, chunks)),
+        )
+
+    def _draft(self) -> Draft:
+        if self._formation is None:
+            return Draft(self._state, self.options.max_num_batched_tokens)
+        in_flight_s = [handle.cost_s for handle in self._open if isinstance(handle, _Mixed)]
+        return draft_ahead(self._state, self._formation, in_flight_s)
+
+    def _cost_s(self, num_decodes: int, context: int, chunks: Sequence[Chunk]) -> float:
+        if self._formation is None:
+            return 0.0
+        # The model is linear in the prefix of a decode, so that decodes of the same sum cost the same.
+        decodes = [Chunk(prefix_tokens=0, num_tokens=1)] * max(0, num_decodes - 1)
+        decodes += [Chunk(prefix_tokens=context - num_decodes, num_tokens=1)] * (num_decodes > 0)
+        return self._formation.cost_s([*decodes, *chunks])
+
+    def _finish_mixed(self, step: _Mixed) -> list[Entry]:
+        state, ended = self._state, []
+        for entry, num_tokens in step.tokens:
+            entry.in_flight -= num_tokens
+            if entry.stale:
+                entry.stale -= num_tokens
+        for entry in step.due:
+            live = entry.live
+            if state.entries.get(live) is not entry:
+                continue
+            if not live.num_generated:
+                self._prompted += live.arrival.prompt_tokens
+            live.num_generated += 1
+            entry.tokens += 1
+            entry.left -= 1
+            self._generated += 1
+            if not entry.computed:  # preempted while its token was on its way
+                state.waiting.num_tokens += 1
+            elif not entry.is_decoding:
+                entry.is_decoding = True
+                state.num_prefilling -= 1
+            if not entry.left:
+                ended.append(entry)
+        if self._formation is not None:
+            self._formation.came_back([entry.live.request_id for entry, _ in step.tokens])
+        return ended
