@@ -1,4 +1,4 @@
-"""Small charts as SVG text: axes with round ticks, lines, dots, shaded periods and lanes. Nothing is fetched or scripted.
+"""Small charts as SVG text: axes with round ticks, lines, dots, shaded periods and lanes. Nothing is fetched.
 
 Colours are CSS values, so that a page can give variables that follow its theme. Sizes are pixels of the drawing.
 """
@@ -10,8 +10,8 @@ from html import escape
 
 from pengserve.simulator.reports.sampling import Point, thin_dots, thin_line
 
-WIDTH, HEIGHT = 720, 240
-LEFT, RIGHT, TOP, BOTTOM = 62, 14, 10, 36
+WIDE, NARROW, HEIGHT = 1000, 540, 240  # a chart over the whole page, one of two side by side
+LEFT, RIGHT, TOP, BOTTOM = 62, 24, 10, 36
 DOT = 1.6  # pixels that a cell of dots is wide
 
 
@@ -43,26 +43,25 @@ class Axis:
 class Chart:
     """One chart, drawn from back to front in the order of the calls."""
 
-    def __init__(self, x: Axis, y: Axis, *, title: str, height: int = HEIGHT) -> None:
+    def __init__(self, x: Axis, y: Axis, *, title: str, width: int = WIDE, height: int = HEIGHT) -> None:
         """`title` is read to those who do not see the drawing."""
-        self.x, self.y, self._title, self._height = x, y, title, height
+        self.x, self.y, self._title = x, y, title
+        self._width, self._height = width, height
         self._parts: list[str] = []
 
     def line(self, points: Sequence[Point], color: str, *, is_stairs: bool = False, is_dashed: bool = False) -> None:
         """A line through `points`, which go from left to right; with stairs each value stands until the next."""
-        if not points:
-            return
-        kept = points if self.x.is_log else thin_line(points, WIDTH - LEFT - RIGHT, self.x.high)
-        path, last_y = [], ""
-        for number, (x, y) in enumerate(kept):
-            at_x, at_y = f"{self._x(x):.1f}", f"{self._y(y):.1f}"
-            if number and is_stairs:
-                path.append(f"H{at_x}V{at_y}" if at_y != last_y else f"H{at_x}")
-            else:
-                path.append(f"{'L' if number else 'M'}{at_x} {at_y}")
-            last_y = at_y
-        dashed = ";stroke-dasharray:6 4" if is_dashed else ""
-        self._parts.append(f'<path class="line" style="stroke:{color}{dashed}" d="{"".join(path)}"/>')
+        if points:
+            dashed = ";stroke-dasharray:6 4" if is_dashed else ""
+            path = self._path(points, is_stairs)
+            self._parts.append(f'<path class="line" style="stroke:{color}{dashed}" d="{path}"/>')
+
+    def area(self, points: Sequence[Point], color: str) -> None:
+        """What is below the stairs through `points`."""
+        if points:
+            path = self._path(points, True)
+            bottom, first = self._height - BOTTOM, self._x(points[0][0])
+            self._parts.append(f'<path class="area" style="fill:{color}" d="{path}V{bottom}H{first:.1f}z"/>')
 
     def dots(self, points: Iterable[Point], color: str) -> None:
         """A dot for each point; those that would cover each other are one."""
@@ -95,7 +94,7 @@ class Chart:
         """The drawing."""
         return "\n".join(
             [
-                f'<svg viewBox="0 0 {WIDTH} {self._height}" role="img" aria-label="{escape(self._title)}">',
+                f'<svg viewBox="0 0 {self._width} {self._height}" role="img" aria-label="{escape(self._title)}">',
                 *self._grid(),
                 *self._parts,
                 *self._labels(),
@@ -107,14 +106,26 @@ class Chart:
     def _inner(self) -> int:
         return self._height - TOP - BOTTOM
 
+    def _path(self, points: Sequence[Point], is_stairs: bool) -> str:
+        kept = points if self.x.is_log else thin_line(points, self._width - LEFT - RIGHT, self.x.high)
+        path, last_y = [], ""
+        for number, (x, y) in enumerate(kept):
+            at_x, at_y = f"{self._x(x):.1f}", f"{self._y(y):.1f}"
+            if number and is_stairs:
+                path.append(f"H{at_x}V{at_y}" if at_y != last_y else f"H{at_x}")
+            else:
+                path.append(f"{'L' if number else 'M'}{at_x} {at_y}")
+            last_y = at_y
+        return "".join(path)
+
     def _x(self, value: float) -> float:
-        return LEFT + self.x.share(value) * (WIDTH - LEFT - RIGHT)
+        return LEFT + self.x.share(value) * (self._width - LEFT - RIGHT)
 
     def _y(self, value: float) -> float:
         return TOP + (1 - self.y.share(value)) * self._inner
 
     def _grid(self) -> list[str]:
-        rows = "".join(f"M{LEFT} {self._y(value):.1f}H{WIDTH - RIGHT}" for value in self.y.ticks())
+        rows = "".join(f"M{LEFT} {self._y(value):.1f}H{self._width - RIGHT}" for value in self.y.ticks())
         columns = "".join(f"M{self._x(value):.1f} {TOP}V{self._height - BOTTOM}" for value in self.x.ticks())
         return [f'<path class="grid" d="{rows}{columns}"/>']
 
@@ -124,12 +135,11 @@ class Chart:
             f'<text x="{LEFT - 8}" y="{self._y(value) + 4:.1f}" text-anchor="end">{escape(self.y.label(value))}</text>'
             for value in self.y.ticks()
         ]
-        found += [
-            f'<text x="{self._x(value):.1f}" y="{bottom + 16}" text-anchor="middle">{escape(self.x.label(value))}</text>'
-            for value in self.x.ticks()
-        ]
+        for value in self.x.ticks():
+            label = escape(self.x.label(value))
+            found.append(f'<text x="{self._x(value):.1f}" y="{bottom + 16}" text-anchor="middle">{label}</text>')
         if self.x.title:
-            middle = (LEFT + WIDTH - RIGHT) / 2
+            middle = (LEFT + self._width - RIGHT) / 2
             found.append(
                 f'<text class="title" x="{middle:.0f}" y="{self._height - 5}" text-anchor="middle">'
                 f"{escape(self.x.title)}</text>"

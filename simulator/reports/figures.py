@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pengserve.simulator.reports.layouts import Period, drop_periods, intervals, layout_spans
+from pengserve.simulator.reports.layouts import LayoutSpan, Period, drop_periods, intervals, layout_spans
 from pengserve.simulator.reports.slo import SloBase, SloPoint, attainment
 from pengserve.simulator.requests import Outcome
 from pengserve.simulator.result import Gaps, Result
@@ -103,8 +103,8 @@ def figures_of(result: Result, base: SloBase | None = None) -> Figures:
         kv_use_mean=use_mean,
         kv_use_peak=use_peak,
         demand_peak=demand_peak,
-        shape_shares=_shape_shares(result),
-        layouts=_layouts(result),
+        shape_shares=_shape_shares(spans),
+        layouts=_layouts(spans),
         drops=drop_periods(spans),
         num_switches=max(0, len(spans) - 1),
     )
@@ -208,18 +208,18 @@ def _memory(result: Result) -> tuple[float | None, float | None, float | None]:
     return (weighted / total_s if total_s else use_peak, use_peak, demand_peak) if known else (None, None, None)
 
 
-def _shape_shares(result: Result) -> tuple[tuple[str, float], ...]:
+def _shape_shares(spans: Sequence[LayoutSpan]) -> tuple[tuple[str, float], ...]:
     seconds: dict[str, float] = {}
-    for span in layout_spans(result):
+    for span in spans:
         for group in span.groups:
             seconds[group.shape] = seconds.get(group.shape, 0.0) + group.degree * (span.stop_s - span.start_s)
     total = sum(seconds.values())
     return tuple((shape, value / total) for shape, value in sorted(seconds.items())) if total else ()
 
 
-def _layouts(result: Result) -> tuple[LayoutTime, ...]:
+def _layouts(spans: Sequence[LayoutSpan]) -> tuple[LayoutTime, ...]:
     seconds: dict[str, float] = {}
-    for span in layout_spans(result):
+    for span in spans:
         seconds[span.words] = seconds.get(span.words, 0.0) + span.stop_s - span.start_s
     longest_first = sorted(seconds.items(), key=lambda pair: (-pair[1], pair[0]))
     return tuple(LayoutTime(layout=layout, seconds=value) for layout, value in longest_first)

@@ -30,7 +30,7 @@ def write_page(runs: Sequence[Run]) -> str:
         _layouts(runs),
         _slo(runs),
         _queues(runs),
-        _table("figures", "Figures", "Durations from virtual time. ×: ratio to the first run.", rows(), runs),
+        _table("figures", "Figures", "Beside a value, its ratio to the first run's.", rows(), runs),
         _assumptions(runs),
         _config(runs),
         "<footer>Made by PengServe's simulator. The same configuration and seed give the same page.</footer>",
@@ -55,12 +55,13 @@ def _subtitle(runs: Sequence[Run]) -> str:
     result = runs[0].result
     instances = f"{result.num_instances} instance{'s' if result.num_instances != 1 else ''}"
     arrived = words.count(len(result.outcomes))
-    return f"policy {result.policy}, {instances}, {arrived} requests in {words.seconds(result.end_s)}, seed {result.seed}"
+    lasted = words.seconds(result.end_s)
+    return f"policy {result.policy}, {instances}, {arrived} requests in {lasted}, seed {result.seed}"
 
 
 def _headline(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
-        return _table("headline", "Headline", "×: ratio to the first run.", headline_rows(), runs)
+        return _table("headline", "Headline", "Beside a value, its ratio to the first run's.", headline_rows(), runs)
     figures = runs[0].figures
     cards = [
         f'<div class="card"><b>{escape(row.show(row.get(figures)))}</b><span>{escape(row.title)}</span></div>'
@@ -82,7 +83,7 @@ def _memory(runs: Sequence[Run]) -> str:
 def _layout(runs: Sequence[Run]) -> str:
     legend = [(panels.shape_color(shape), _shape_words(shape)) for shape in panels.shapes_of(runs)]
     many = any(run.result.num_instances > panels.MOST_LANES for run in runs)
-    text = "The share of instances in each shape." if many else "One lane an instance, the first on top; groups are one."
+    text = "The share of instances in each shape." if many else "A lane an instance, the first on top; groups are one."
     found = _section(
         "layout", "Layout over time", text, legend, _each(runs, [panels.layout(run, runs) for run in runs])
     )
@@ -90,7 +91,7 @@ def _layout(runs: Sequence[Run]) -> str:
     if not any(charts):
         return found
     fifth = 100 // panels.KV_LEVELS
-    steps = [(f"var(--kv{level})", f"{fifth * level}–{fifth * (level + 1)} %") for level in range(panels.KV_LEVELS)]
+    steps = [(f"var(--kv{level})", f"{fifth * level}-{fifth * (level + 1)} %") for level in range(panels.KV_LEVELS)]
     text = "One lane an instance, the first on top; the fullest moment of each interval."
     return found + "\n" + _section("instances", "KV in use by instance", text, steps, _each(runs, charts))
 
@@ -105,20 +106,18 @@ def _ttft(runs: Sequence[Run]) -> str:
         ("Time per output token (TPOT)", panels.tpot_distribution(runs)),
         ("Time between tokens (TBT)", panels.tbt_distribution(runs)),
     ]
-    pairs = "".join(f"<div><h3>{escape(title)}</h3>{_chart(svg)}</div>" for title, svg in charts if svg)
-    legend = _run_legend(runs)
-    return found + "\n" + _section("latency", "Latency distributions", text, legend, f'<div class="pair">{pairs}</div>')
+    return found + "\n" + _section("latency", "Latency distributions", text, _run_legend(runs), _pair(charts))
 
 
 def _slo(runs: Sequence[Run]) -> str:
-    chart = panels.slo(runs)
     base = runs[0].figures.slo_base
-    if not chart or base is None:
+    charts = [("Share of requests within the limits", panels.slo(runs)), ("Goodput (requests/s)", panels.goodput(runs))]
+    if base is None:
         return ""
     limits = f"TTFT {words.seconds(base.ttft_s)}"
     limits += f", TPOT {words.seconds(base.tpot_s)}" if base.tpot_s is not None else ""
-    text = f"The share of all requests within the scale times {limits}: {base.source}. What was refused is outside."
-    return _section("slo", "SLO attainment over scale", text, _run_legend(runs), _chart(chart))
+    text = f"Limits at scale 1: {limits} ({base.source}). What was refused or never ended is outside."
+    return _section("slo", "SLO attainment over scale", text, _run_legend(runs), _pair(charts))
 
 
 def _queues(runs: Sequence[Run]) -> str:
@@ -201,6 +200,12 @@ def _chart(svg: str) -> str:
     return f'<div class="chart">{svg}</div>'
 
 
+def _pair(charts: Sequence[tuple[str, str]]) -> str:
+    """Titled charts, side by side where there is room."""
+    boxes = (f'<div><h3>{escape(title)}</h3><div class="narrow">{svg}</div></div>' for title, svg in charts if svg)
+    return f'<div class="pair">{"".join(boxes)}</div>'
+
+
 def _run_legend(runs: Sequence[Run]) -> Legend:
     return [(panels.run_color(index), run.title) for index, run in enumerate(runs)] if len(runs) > 1 else ()
 
@@ -212,5 +217,4 @@ def _list(sentences: Sequence[str]) -> str:
 def _shape_words(shape: str) -> str:
     if shape == "dp":
         return "dp: alone"
-    kind = "tensor-parallel" if shape.startswith("tp") else "pipeline, parameters dropped"
-    return f"{shape}: {kind} group of {shape[2:]}"
+    return f"{shape}: {'tensor-parallel group' if shape.startswith('tp') else 'pipeline'} of {shape[2:]}"

@@ -110,8 +110,7 @@ def _rows(kind: type, columns: Mapping[str, Sequence[Any]], where: str) -> tuple
     if len(lengths) > 1:
         raise ValueError(f"{where} has columns of different lengths")
     return tuple(
-        kind(**dict(zip(names, values, strict=True)))
-        for values in zip(*(columns[name] for name in names), strict=True)
+        kind(**dict(zip(names, values, strict=True))) for values in zip(*(columns[name] for name in names), strict=True)
     )
 
 

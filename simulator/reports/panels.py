@@ -5,10 +5,11 @@ from itertools import pairwise
 
 from pengserve.planners.types.layout import GroupKind, degree_of
 from pengserve.simulator.reports import words
-from pengserve.simulator.reports.charts import BOTTOM, HEIGHT, TOP, Axis, Chart, log_axis
+from pengserve.simulator.reports.charts import BOTTOM, HEIGHT, NARROW, TOP, Axis, Chart, log_axis
 from pengserve.simulator.reports.layouts import layout_spans
 from pengserve.simulator.reports.runs import Run
 from pengserve.simulator.reports.sampling import Point, distribution, histogram_distribution
+from pengserve.simulator.reports.slo import SloPoint
 from pengserve.simulator.requests import Outcome
 from pengserve.simulator.result import Moment
 
@@ -59,12 +60,10 @@ class TimeAxis:
 def memory(run: Run, runs: Sequence[Run]) -> str:
     """KV that requests would hold, hold, and could hold, over time."""
     time = TimeAxis(runs)
-    most = max(
-        [1, *(max(m.demand_tokens, m.held_tokens, m.used_tokens) for r in runs for m in r.result.moments)]
-    )
+    most = max([1, *(max(m.demand_tokens, m.held_tokens, m.used_tokens) for r in runs for m in r.result.moments)])
     chart = Chart(time.axis, Axis(high=1.05 * most, label=words.tick_count), title=f"{run.title}: KV over time")
     chart.periods(time.drops(run), DROPPED)
-    chart.line(time.series(run, lambda moment: moment.used_tokens), USED, is_stairs=True)
+    chart.area(time.series(run, lambda moment: moment.used_tokens), USED)
     chart.line(time.series(run, lambda moment: moment.demand_tokens), DEMAND, is_stairs=True)
     if any(moment.held_tokens for moment in run.result.moments):
         chart.line(time.series(run, lambda moment: moment.held_tokens), CAPACITY, is_stairs=True, is_dashed=True)
@@ -74,9 +73,7 @@ def memory(run: Run, runs: Sequence[Run]) -> str:
 def queues(run: Run, runs: Sequence[Run]) -> str:
     """Requests that run, wait at instances and wait at the ingress, over time."""
     time = TimeAxis(runs)
-    most = max(
-        [1, *(max(m.num_running, m.num_waiting, m.num_unplaced) for r in runs for m in r.result.moments)]
-    )
+    most = max([1, *(max(m.num_running, m.num_waiting, m.num_unplaced) for r in runs for m in r.result.moments)])
     chart = Chart(time.axis, Axis(high=1.05 * most, label=words.tick_count), title=f"{run.title}: requests over time")
     chart.periods(time.drops(run), DROPPED)
     chart.line(time.series(run, lambda moment: moment.num_running), RUNNING, is_stairs=True)
@@ -115,14 +112,15 @@ def tbt_distribution(runs: Sequence[Run]) -> str:
 
 def slo(runs: Sequence[Run]) -> str:
     """Attainment over the scale of the limits; empty where nothing was served."""
-    points = [point.scale for run in runs for point in run.figures.slo]
-    if not points:
-        return ""
-    x = Axis(low=min(points), high=max(points), title="SLO scale (multiples of the limits)", num_ticks=10)
-    chart = Chart(x, Axis(high=1.0, label=words.percent, num_ticks=5), title="SLO attainment over scale")
-    for index, run in enumerate(runs):
-        chart.line([(point.scale, point.attained) for point in run.figures.slo], run_color(index))
-    return chart.svg()
+    y = Axis(high=1.0, label=_percent, num_ticks=5)
+    return _over_scale(runs, y, lambda point: point.attained, "SLO attainment over scale")
+
+
+def goodput(runs: Sequence[Run]) -> str:
+    """Requests a second within the limits over their scale; empty where nothing was served."""
+    most = max([1e-9, *(point.goodput_per_s for run in runs for point in run.figures.slo)])
+    y = Axis(high=1.05 * most, label=words.tick_count, num_ticks=5)
+    return _over_scale(runs, y, lambda point: point.goodput_per_s, "goodput over SLO scale")
 
 
 def layout(run: Run, runs: Sequence[Run]) -> str:
@@ -131,7 +129,7 @@ def layout(run: Run, runs: Sequence[Run]) -> str:
     is_share = lanes > MOST_LANES
     blocks = _shares_of_shapes(run, time) if is_share else _lanes(run, time)
     height = HEIGHT if is_share else TOP + BOTTOM + min(320, max(60, 22 * lanes))
-    label: Callable[[float], str] = words.percent if is_share else (lambda value: "")
+    label: Callable[[float], str] = _percent if is_share else (lambda value: "")
     y = Axis(high=1.0 if is_share else max(1, lanes), label=label, num_ticks=5 if is_share else max(1, lanes))
     chart = Chart(time.axis, y, title=f"{run.title}: layout over time", height=height)
     for shape in sorted(blocks, key=lambda shape: (shape != "dp", shape)):
@@ -161,10 +159,10 @@ def instance_kv(run: Run, runs: Sequence[Run]) -> str:
         for moment, row in zip(run.result.moments, rows, strict=True):
             column = min(KV_COLUMNS - 1, int(moment.at_s / width_s)) if width_s else 0
             fullest[column] = max(fullest.get(column, 0.0), row[lane])
-        starts = sorted(fullest)
-        for column, following in pairwise([*starts, KV_COLUMNS]):
-            level = min(KV_LEVELS - 1, int(fullest[column] * KV_LEVELS))
-            box = (time.at(column * width_s), time.at(following * width_s), lanes - lane - 0.9, lanes - lane - 0.1)
+        levels = [(column, min(KV_LEVELS - 1, int(fullest[column] * KV_LEVELS))) for column in sorted(fullest)]
+        changes = [pair for i, pair in enumerate(levels) if not i or levels[i - 1][1] != pair[1]]
+        for (column, level), (following, _) in pairwise([*changes, (KV_COLUMNS, 0)]):
+            box = (time.at(column * width_s), time.at(following * width_s), lanes - lane - 0.92, lanes - lane - 0.08)
             blocks.setdefault(level, []).append(box)
     for level in sorted(blocks):
         chart.blocks(blocks[level], f"var(--kv{level})")
@@ -218,6 +216,21 @@ def _neighbours(members: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
+def _over_scale(runs: Sequence[Run], y: Axis, get: Callable[[SloPoint], float], title: str) -> str:
+    scales = [point.scale for run in runs for point in run.figures.slo]
+    if not scales:
+        return ""
+    x = Axis(low=min(scales), high=max(scales), title="SLO scale (multiples of the limits)", num_ticks=10)
+    chart = Chart(x, y, title=title, width=NARROW)
+    for index, run in enumerate(runs):
+        chart.line([(point.scale, get(point)) for point in run.figures.slo], run_color(index))
+    return chart.svg()
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
 def _distributions(runs: Sequence[Run], get: Callable[[Outcome], float | None], title: str) -> str:
     lines = [distribution([v for o in run.result.outcomes if (v := get(o)) is not None]) for run in runs]
     return _shares(lines, title) if any(lines) else ""
@@ -225,7 +238,7 @@ def _distributions(runs: Sequence[Run], get: Callable[[Outcome], float | None], 
 
 def _shares(lines: Sequence[Sequence[Point]], title: str) -> str:
     x = log_axis((value for line in lines for value, _ in line), title=title, label=words.tick_seconds)
-    chart = Chart(x, Axis(high=1.0, label=lambda share: f"{100 * share:.0f} %", num_ticks=5), title=title)
+    chart = Chart(x, Axis(high=1.0, label=_percent, num_ticks=5), title=title, width=NARROW)
     for index, line in enumerate(lines):
         chart.line(line, run_color(index))
     return chart.svg()

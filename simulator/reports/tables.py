@@ -30,9 +30,7 @@ def rows() -> list[Row]:
     """All figures."""
     found = _counts()
     for part, get in _SPREADS:
-        found += [
-            Row(part=part, title=title, get=_of(get, name), show=words.seconds) for title, name in _PERCENTILES
-        ]
+        found += [Row(part=part, title=title, get=_of(get, name), show=words.seconds) for title, name in _PERCENTILES]
     return [*found, *_throughput(), *_slo(), *_memory(), *_layout()]
 
 
@@ -63,8 +61,8 @@ _SPREADS: tuple[tuple[str, Callable[[Figures], Spread | None]], ...] = (
 )
 
 _HEADLINE = (
-    "output tokens a second", f"SLO attainment at scale {HEADLINE_SCALE}", f"goodput at scale {HEADLINE_SCALE} (requests/s)",
-    "preemptions", "time with parameters dropped", "refused",
+    "output tokens a second", f"SLO attainment at scale {HEADLINE_SCALE}",
+    f"goodput at scale {HEADLINE_SCALE} (requests/s)", "preemptions", "time with parameters dropped", "refused",
 )  # fmt: skip
 
 

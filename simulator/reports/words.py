@@ -1,18 +1,22 @@
 """Numbers as people read them in cards, tables and on axes."""
 
+NONE, TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
+
 
 def seconds(value: float | None) -> str:
-    """A duration of any size: "1.4 ms", "0.31 s", "12.5 s", "1 h 02 min"; a dash where there is none."""
+    """A duration of any size: "1.4 ms", "0.31 s", "12.5 s", "2 min 05 s", "1 h 02 min"; a dash where there is none."""
     if value is None:
-        return "–"
+        return NONE
     if value <= 0:
         return "0 s"
     if value < 0.0995:
         return f"{_three(value * 1e3)} ms"
     if value < 120:
         return f"{_three(value)} s"
+    if round(value) < 3600:
+        return f"{round(value) // 60} min {round(value) % 60:02d} s"
     minutes = round(value / 60)
-    return f"{minutes} min" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def tick_seconds(value: float) -> str:
@@ -32,7 +36,7 @@ def clock(end_s: float) -> tuple[float, str]:
 def count(value: float | None) -> str:
     """A number of things: "19,366", "1.25 M"; a dash where there is none."""
     if value is None:
-        return "–"
+        return NONE
     if abs(value) >= 10e6:
         return f"{value / 1e6:.4g} M"
     if abs(value) >= 1e6:
@@ -51,22 +55,22 @@ def tick_count(value: float) -> str:
 def percent(share: float | None) -> str:
     """A share of one: "97.2 %"; a dash where there is none."""
     if share is None:
-        return "–"
+        return NONE
     return f"{100 * share:.1f} %" if abs(share) < 0.9995 or share == 1 else f"{100 * share:.2f} %"
 
 
 def rate(value: float | None) -> str:
     """So many a second, without the unit."""
     if value is None:
-        return "–"
+        return NONE
     return f"{value:,.0f}" if value >= 100 else _three(value)
 
 
 def ratio(value: float | None, base: float | None) -> str:
-    """`value` over `base`: "x0.31"; empty where there is nothing to compare."""
+    """`value` over `base`: "×0.31"; empty where there is nothing to compare."""
     if value is None or base is None or base == 0:
         return ""
-    return f"×{_three(value / base)}"
+    return f"{TIMES}{value / base:.2f}" if value / base < 10 else f"{TIMES}{_three(value / base)}"
 
 
 def _three(value: float) -> str:

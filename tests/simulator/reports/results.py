@@ -69,7 +69,8 @@ def large_result(num_requests: int = 20_000, end_s: float = 3600.0, seed: int = 
     outcomes = []
     for number, at_s in enumerate(arrivals):
         busy = 20.0 if 0.4 < at_s / end_s < 0.5 else 1.0
-        ttft_s, tpot_s, tokens = rng.lognormvariate(-1.5, 0.7) * busy, rng.lognormvariate(-3.5, 0.3), rng.randint(2, 600)
+        ttft_s, tpot_s = rng.lognormvariate(-1.5, 0.7) * busy, rng.lognormvariate(-3.5, 0.3)
+        tokens = rng.randint(2, 600)
         first_s = at_s + ttft_s
         outcomes.append(
             outcome(number, arrived_s=at_s, prompt_tokens=rng.randint(10, 4000), output_tokens=tokens,
@@ -81,8 +82,8 @@ def large_result(num_requests: int = 20_000, end_s: float = 3600.0, seed: int = 
         load = 1.4 if is_busy else 0.5 + 0.2 * rng.random()
         room = 1.6e6 if is_busy and step % 90 > 20 else 1e6
         moments.append(
-            moment(float(step), groups=PP if room > 1e6 else DP, num_running=int(60 * load), num_waiting=int(is_busy) * 40,
-                   num_unplaced=int(is_busy) * 5, used_tokens=int(min(load * 1e6, room)), held_tokens=int(room),
+            moment(float(step), groups=PP if room > 1e6 else DP, num_running=int(60 * load),
+                   num_waiting=int(is_busy) * 40, num_unplaced=int(is_busy) * 5, used_tokens=int(min(load * 1e6, room)), held_tokens=int(room),
                    demand_tokens=int(load * 1e6), generated_tokens=900)
         )  # fmt: skip
         kv.append(tuple(min(1.0, load * rng.uniform(0.5, 1.0)) for _ in range(4)))
