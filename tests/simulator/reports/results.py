@@ -83,7 +83,8 @@ def large_result(num_requests: int = 20_000, end_s: float = 3600.0, seed: int = 
         room = 1.6e6 if is_busy and step % 90 > 20 else 1e6
         moments.append(
             moment(float(step), groups=PP if room > 1e6 else DP, num_running=int(60 * load),
-                   num_waiting=int(is_busy) * 40, num_unplaced=int(is_busy) * 5, used_tokens=int(min(load * 1e6, room)), held_tokens=int(room),
+                   num_waiting=int(is_busy) * 40, num_unplaced=int(is_busy) * 5,
+                   used_tokens=int(min(load * 1e6, room)), held_tokens=int(room),
                    demand_tokens=int(load * 1e6), generated_tokens=900)
         )  # fmt: skip
         kv.append(tuple(min(1.0, load * rng.uniform(0.5, 1.0)) for _ in range(4)))
