@@ -52,7 +52,7 @@ class Figures:
     tbt_s: Spread | None  # between two tokens of a stream; from a histogram, so to about the width of its bins
     queue_s: Spread | None  # from arrival to the first step
     e2e_s: Spread | None  # from arrival to the last token
-    longest_gap_s: Spread | None  # of each finished request, its longest wait between two tokens
+    longest_gap_s: Spread | None  # of each finished request with two tokens or more, its longest wait for the next
     requests_per_s: float  # finished ones, over the whole run
     output_tokens_per_s: float
     total_tokens_per_s: float  # prompts of what got a first token, and all that was generated
@@ -92,7 +92,7 @@ def figures_of(result: Result, base: SloBase | None = None) -> Figures:
         tbt_s=gaps_spread(result.gaps),
         queue_s=spread([o.scheduled_s - o.arrived_s for o in outcomes if o.scheduled_s is not None]),
         e2e_s=spread([o.end_s - o.arrived_s for o in finished if o.end_s is not None]),
-        longest_gap_s=spread([o.longest_gap_s for o in finished if o.output_tokens > 1]),
+        longest_gap_s=spread([o.longest_gap_s for o in finished if o.longest_gap_s > 0]),
         requests_per_s=_rate(len(finished), result.end_s),
         output_tokens_per_s=_rate(generated, result.end_s),
         total_tokens_per_s=_rate(generated + prompts, result.end_s),
@@ -184,12 +184,12 @@ def _tpots(outcomes: Sequence[Outcome]) -> list[float]:
 
 def _given_base(config: dict[str, object]) -> SloBase | None:
     slo = config.get("slo")
-    if not isinstance(slo, dict) or slo.get("ttft_s") is None:
+    if not isinstance(slo, dict):
         return None
-    tpot_s = slo.get("tpot_s")
-    return SloBase(
-        ttft_s=float(slo["ttft_s"]), tpot_s=None if tpot_s is None else float(tpot_s), source="the configuration"
-    )
+    ttft_s, tpot_s = (None if slo.get(name) is None else float(slo[name]) for name in ("ttft_s", "tpot_s"))
+    if ttft_s is None and tpot_s is None:
+        return None
+    return SloBase(ttft_s=ttft_s, tpot_s=tpot_s, source="the configuration")
 
 
 def _memory(result: Result) -> tuple[float | None, float | None, float | None]:

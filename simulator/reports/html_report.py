@@ -114,8 +114,8 @@ def _slo(runs: Sequence[Run]) -> str:
     charts = [("Share of requests within the limits", panels.slo(runs)), ("Goodput (requests/s)", panels.goodput(runs))]
     if base is None:
         return ""
-    limits = f"TTFT {words.seconds(base.ttft_s)}"
-    limits += f", TPOT {words.seconds(base.tpot_s)}" if base.tpot_s is not None else ""
+    given = (("TTFT", base.ttft_s), ("TPOT", base.tpot_s))
+    limits = ", ".join(f"{name} {words.seconds(limit)}" for name, limit in given if limit is not None)
     text = f"Limits at scale 1: {limits} ({base.source}). What was refused or never ended is outside."
     return _section("slo", "SLO attainment over scale", text, _run_legend(runs), _pair(charts))
 

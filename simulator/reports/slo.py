@@ -10,10 +10,10 @@ SCALES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SloBase:
-    """Limits at scale 1, which the others multiply."""
+    """Limits at scale 1, which the others multiply. None: there is no such limit."""
 
-    ttft_s: float
-    tpot_s: float | None  # None: tokens after the first have no limit
+    ttft_s: float | None
+    tpot_s: float | None
     source: str = ""  # where the limits come from, for people
 
 
@@ -36,8 +36,9 @@ def attainment(
         return ()
     found = []
     for scale in scales:
-        by_ttft = [is_early(outcome, scale * base.ttft_s) for outcome in outcomes]
-        by_tpot = [is_fluent(outcome, None if base.tpot_s is None else scale * base.tpot_s) for outcome in outcomes]
+        ttft_s, tpot_s = (None if limit is None else scale * limit for limit in (base.ttft_s, base.tpot_s))
+        by_ttft = [is_early(outcome, ttft_s) for outcome in outcomes]
+        by_tpot = [is_fluent(outcome, tpot_s) for outcome in outcomes]
         num_good = sum(early and fluent for early, fluent in zip(by_ttft, by_tpot, strict=True))
         found.append(
             SloPoint(
@@ -51,9 +52,9 @@ def attainment(
     return tuple(found)
 
 
-def is_early(outcome: Outcome, limit_s: float) -> bool:
-    """Whether the first token came within `limit_s`."""
-    return outcome.ttft_s is not None and outcome.ttft_s <= limit_s
+def is_early(outcome: Outcome, limit_s: float | None) -> bool:
+    """Whether the first token came, within `limit_s` where there is one."""
+    return outcome.ttft_s is not None and (limit_s is None or outcome.ttft_s <= limit_s)
 
 
 def is_fluent(outcome: Outcome, limit_s: float | None) -> bool:
