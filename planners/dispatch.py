@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.layout import tensor_degree_of
 
-_FULL = 1.0  # virtual load from which requests wait
+FULL = 1.0  # virtual load from which requests wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Wish:
         return cls(degree=accepted[word])
 
 
-_ANY = Wish()
+ANY = Wish()  # what a request asks that asks for nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +63,17 @@ class Candidate:
         """How many instances compute a layer together: a pipeline computes what dp does, on more memory."""
         return tensor_degree_of(self.shape)
 
+    @property
+    def most_tokens(self) -> int:
+        """Tokens of the longest request that could ever be there, with nothing else running."""
+        return self.capacity_tokens if self.max_tokens is None else min(self.capacity_tokens, self.max_tokens)
+
     def holds(self, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` could ever be there, with nothing else running."""
-        limit = self.capacity_tokens if self.max_tokens is None else min(self.capacity_tokens, self.max_tokens)
-        return num_tokens <= limit
+        return num_tokens <= self.most_tokens
 
 
-def choose(candidates: Sequence[Candidate], num_tokens: int, wish: Wish = _ANY) -> InstanceKey | None:
+def choose(candidates: Sequence[Candidate], num_tokens: int, wish: Wish = ANY) -> InstanceKey | None:
     """The best candidate that can ever hold the request, with `num_tokens` now (prompt and what it generated).
 
     A wished degree is kept exactly. A priority request goes to the widest shape that is not full. Any other goes where
@@ -82,10 +86,10 @@ def choose(candidates: Sequence[Candidate], num_tokens: int, wish: Wish = _ANY) 
     if not able:
         return None
     if wish.is_priority:
-        return min(able, key=lambda c: (c.virtual_load >= _FULL, -c.degree, c.virtual_load, c.num_requests, c.key)).key
-    return min(able, key=lambda c: (c.virtual_load + _reserve(c), c.num_requests, c.key)).key
+        return min(able, key=lambda c: (c.virtual_load >= FULL, -c.degree, c.virtual_load, c.num_requests, c.key)).key
+    return min(able, key=lambda c: (c.virtual_load + reserve(c), c.num_requests, c.key)).key
 
 
-def _reserve(candidate: Candidate) -> float:
+def reserve(candidate: Candidate) -> float:
     """Load that a group with priority requests pretends to have: best effort comes there only to shorten a queue."""
-    return _FULL if candidate.num_priority and candidate.degree > 1 else 0.0
+    return FULL if candidate.num_priority and candidate.degree > 1 else 0.0

@@ -4,7 +4,8 @@ vLLM is pinned to 0.32; public names (`vllm.SamplingParams`) need no entry. `ATT
 read or called on objects of these classes, so that a rename inside a class is seen as well.
 """
 
-from vllm.config import VllmConfig, set_current_vllm_config
+from vllm import SamplingParams
+from vllm.config import CacheConfig, ObservabilityConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.utils import get_pp_indices
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -27,10 +28,11 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from vllm.sequence import IntermediateTensors
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.utils.torch_utils import STR_DTYPE_TO_TORCH_DTYPE, set_default_torch_dtype
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
+    KVCacheBlock,
     generate_scheduler_kv_cache_config,
     get_kv_cache_configs,
     get_request_block_hasher,
@@ -47,6 +49,8 @@ from vllm.v1.engine import (
 )
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.executor import Executor
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
@@ -57,8 +61,10 @@ from vllm.v1.worker.utils import bind_kv_cache
 
 __all__ = [
     "ATTRIBUTES",
+    "STR_DTYPE_TO_TORCH_DTYPE",
     "AsyncEngineArgs",
     "BlockPool",
+    "CacheConfig",
     "CachedRequestData",
     "CachedRequestState",
     "ColumnParallelLinear",
@@ -69,15 +75,21 @@ __all__ = [
     "EngineCoreRequest",
     "Executor",
     "FinishReason",
+    "FullAttentionSpec",
     "GPUWorker",
     "GrammarOutput",
     "IntermediateTensors",
+    "KVCacheBlock",
+    "KVCacheConfig",
+    "KVCacheGroupSpec",
     "KVCacheManager",
     "LinearBase",
     "MergedColumnParallelLinear",
+    "ModelRunnerOutput",
     "MsgpackDecoder",
     "MsgpackEncoder",
     "NewRequestData",
+    "ObservabilityConfig",
     "PPMissingLayer",
     "ParallelLMHead",
     "PauseState",
@@ -86,7 +98,9 @@ __all__ = [
     "Request",
     "RequestStatus",
     "RowParallelLinear",
+    "SamplingParams",
     "Scheduler",
+    "SchedulerConfig",
     "SchedulerOutput",
     "UnquantizedEmbeddingMethod",
     "UnquantizedLinearMethod",
@@ -126,6 +140,7 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "get_grammar_bitmask",
         "update_from_output",
         "set_pause_state",
+        "_make_cached_request_data",  # what it builds is for a runner, and no decision stands on it
         "_enqueue_waiting_request",  # puts a request that holds KV where it is scheduled first
     ),
     SchedulerOutput: ("make_empty",),

@@ -4,7 +4,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.requests import LiveRequest
 from pengserve.simulator.timing.steps import Batch
 
@@ -15,8 +17,12 @@ class Step:
 
     batch: Batch
     requests: tuple[LiveRequest, ...]  # that compute in it
+    due: tuple[LiveRequest, ...]  # of these, those that have a token when it ends: all but unfinished prompts
     max_steps: int = 1  # so many of the same may follow each other before a request ends, needs memory, or is admitted
+    admitted: tuple[LiveRequest, ...] = ()  # begin with it, or go on after they had waited
     preempted: tuple[LiveRequest, ...] = ()  # lost their memory to make room for it
+    swap_out_bytes: int = 0  # KV of the preempted that goes to the host before it begins
+    swap_in_bytes: int = 0  # KV of the admitted that comes back from the host before it begins
     handle: Any = None  # the scheduler's own; handed back to `finish`
 
 
@@ -30,6 +36,11 @@ class LaneScheduler(Protocol):
     @property
     def capacity(self) -> KvCapacity:
         """The lane's."""
+        ...
+
+    @property
+    def options(self) -> SchedulerOptions:
+        """What it is set to."""
         ...
 
     @property
@@ -79,7 +90,10 @@ class LaneScheduler(Protocol):
         ...
 
     def schedule(self, max_steps: int = 1) -> Step | None:
-        """The next step, or as many equal ones as fit; None where there is nothing to compute now."""
+        """The next step, or as many equal ones as fit; None where there is nothing to compute now.
+
+        Counts `num_preemptions` up. Whoever waits may have to wait for ever: a request that needs more than all blocks.
+        """
         ...
 
     def finish(self, step: Step, num_steps: int = 1) -> list[LiveRequest]:
@@ -92,3 +106,24 @@ class LaneScheduler(Protocol):
     def resize(self, num_blocks: int) -> bool:
         """Grows or shrinks the pool; False, and nothing is changed, where more are in use."""
         ...
+
+
+def check_fits(request: LiveRequest, capacity: KvCapacity) -> None:
+    """Raises PlanError where a request would get longer than the lane can hold."""
+    tokens = request.arrival.prompt_tokens + request.arrival.output_tokens
+    if tokens > capacity.max_model_len:
+        raise PlanError(
+            f"request {request.request_id} gets {tokens} tokens long, and the lane holds {capacity.max_model_len}:"
+            " refuse it before it is sent here"
+        )
+    if request.is_done:
+        raise PlanError(f"request {request.request_id} has all its tokens: it must not be sent anywhere")
+
+
+def check_admitted(request: LiveRequest, computed_tokens: int) -> None:
+    """Raises PlanError where a request cannot come with the KV of so many tokens."""
+    if not 0 < computed_tokens < request.num_tokens:
+        raise PlanError(
+            f"request {request.request_id} of {request.num_tokens} tokens cannot come with the KV of {computed_tokens}:"
+            " at least one token must be computed, and one not"
+        )
