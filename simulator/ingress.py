@@ -74,6 +74,15 @@ class Ingress:
         return len(self._records)
 
     @property
+    def num_routes(self) -> int:
+        """Places that requests can be sent to."""
+        return len(self._routes)
+
+    def requests(self) -> list[LiveRequest]:
+        """All that have come and not ended, by arrival."""
+        return list(self._records)
+
+    @property
     def num_waiting(self) -> int:
         """Requests without an instance."""
         return len(self._waiting)

@@ -13,7 +13,23 @@ class Driver(Protocol):
 
     @property
     def scheduler(self) -> LaneScheduler:
-        """Its scheduler. Between `pause` and `resume` it may be asked to admit, remove and resize."""
+        """Its scheduler, to be asked. What changes it goes through the lane."""
+        ...
+
+    def admit(self, request: LiveRequest, computed_tokens: int) -> bool:
+        """Takes a request with its KV; False without room."""
+        ...
+
+    def remove(self, requests: Collection[LiveRequest]) -> None:
+        """Lets requests go, at the next step boundary at the latest."""
+        ...
+
+    def resize(self, num_blocks: int) -> bool:
+        """Grows or shrinks the pool; False where more blocks are in use."""
+        ...
+
+    def catch_up(self) -> None:
+        """The scheduler shows what is true now."""
         ...
 
     def add(self, request: LiveRequest) -> None:

@@ -99,7 +99,7 @@ class SimInstance:
         """From now on, no waiting request begins; what runs goes on."""
         scheduler = self.current.scheduler
         waiting = [request for request in scheduler.waiting if not request.num_generated]
-        scheduler.remove(waiting)
+        self.current.remove(waiting)
         self.held = waiting
 
     def release_new(self) -> None:
@@ -154,7 +154,7 @@ class SimInstance:
         )
 
     def snapshot(self) -> InstanceSnapshot:
-        """All that it says of itself."""
+        """All that it says of itself, as of its last step."""
         is_up = self.state in (InstanceState.READY, InstanceState.DRAINING)
         return InstanceSnapshot(
             key=self.key,

@@ -77,6 +77,7 @@ class PipelineLane(Lane):
         *,
         on_end: Callable[[Sequence[LiveRequest]], None],
         transfer_s: Callable[[Batch], float],
+        on_step: Callable[[], None] | None = None,
         gaps: GapCounter | None = None,
         swap_s: Callable[[int, int], float] | None = None,
     ) -> None:
@@ -92,7 +93,7 @@ class PipelineLane(Lane):
         self.num_stages = scheduler.options.num_stages
         if self.num_stages < 2:
             raise PlanError("a pipeline lane needs a scheduler with num_stages of 2 or more: use a plain lane")
-        super().__init__(scheduler, times, on_end=on_end, gaps=gaps, swap_s=swap_s)
+        super().__init__(scheduler, times, on_end=on_end, on_step=on_step, gaps=gaps, swap_s=swap_s)
         self.stages = Stages(self.num_stages)
         self._transfer_s = transfer_s
 

@@ -89,7 +89,7 @@ async def _migrate(cluster: SimCluster, request: LiveRequest, source: SimInstanc
         if left < 0 or not _is_there(request, source) or not target.is_alive:
             return
         computed = left + copied
-        source.lane.scheduler.remove([request])
+        source.lane.remove([request])
     finally:
         if source.is_alive:
             source.lane.resume()
@@ -97,7 +97,7 @@ async def _migrate(cluster: SimCluster, request: LiveRequest, source: SimInstanc
     # In nobody's hands while its last blocks are on their way: `moved` puts it back where the target cannot take it.
     await _send(cluster, source, target, left)
     request.stalls_s += asyncio.get_running_loop().time() - started_s
-    if target.is_alive and target.lane.scheduler.admit(request, computed):
+    if target.is_alive and target.lane.admit(request, computed):
         cluster.owner.moved([request], target.key, carried=True)
         target.lane.resume()
     else:

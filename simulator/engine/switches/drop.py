@@ -13,13 +13,13 @@ async def drop(switch: Switch) -> SwitchReport:
     loop, plan = asyncio.get_running_loop(), switch.plan
     meet_s = await switch.meet()
     started_s = loop.time()
-    run = switch.begin_group()
+    run = await switch.begin_group()
     coming = travellers(switch)
     await asyncio.sleep(switch.around.costs.remap_s + switch.around.costs.cutover_s)
     num_left = _expect(switch, run, coming)
     num_reserved = run.num_reserved
     num_first = switch.leader.sizes.first_blocks(len(switch.members))
-    assert run.lane.scheduler.resize(max(0, num_first - num_reserved)), "nobody has a block of it yet"
+    assert run.lane.resize(max(0, num_first - num_reserved)), "nobody has a block of it yet"
     switch.enter_group(run)
     num_redirected = settle_rest(switch)
     run.is_exchanging = True
@@ -48,7 +48,7 @@ def _expect(switch: Switch, run: GroupRun, coming: list[Traveller]) -> int:
             continue
         num_free -= needed
         run.arriving.append(traveller)
-        switch.members[traveller.rank].lane.scheduler.remove([traveller.request])
+        switch.members[traveller.rank].lane.remove([traveller.request])
         switch.around.owner.moved([traveller.request], switch.leader.key, carried=True)
     return num_left
 
@@ -59,10 +59,10 @@ async def _exchange(switch: Switch, run: GroupRun, pairs: dict[tuple[int, int], 
     started_s = loop.time()
     await switch.send(pairs)
     arriving, run.arriving = run.arriving, []
-    assert run.lane.scheduler.resize(run.capacity.num_blocks), "a pool grows"
+    assert run.lane.resize(run.capacity.num_blocks), "a pool grows"
     for traveller in arriving:
         traveller.request.stalls_s += loop.time() - started_s
-        has_room = run.lane.scheduler.admit(traveller.request, traveller.num_tokens)
+        has_room = run.lane.admit(traveller.request, traveller.num_tokens)
         assert has_room, "its blocks were reserved"
     run.is_exchanging, run.exchange = False, None
     run.lane.resume()

@@ -28,11 +28,11 @@ async def merge(switch: Switch) -> SwitchReport:
     kept, drain_s = await drain(switch)
     meet_s = await switch.meet()
     started_s = loop.time()
-    run = switch.begin_group()
+    run = await switch.begin_group()
     carried, left = await _carry(switch, run, travellers(switch, kept))
     await asyncio.sleep(switch.around.costs.cutover_s)
     num_free = min(member.lane.scheduler.num_free for member in switch.members)
-    assert run.lane.scheduler.resize(min(num_free, run.capacity.num_blocks)), "carried requests have their blocks"
+    assert run.lane.resize(min(num_free, run.capacity.num_blocks)), "carried requests have their blocks"
     switch.enter_group(run)
     num_redirected = settle_rest(switch)
     num_paused = len(switch.leader.lane.scheduler.running)
@@ -57,9 +57,11 @@ def travellers(switch: Switch, kept: frozenset[LiveRequest] | None = None) -> li
     for rank, member in enumerate(switch.members):
         scheduler = member.lane.scheduler
         found += [
-            Traveller(request, rank, scheduler.computed_tokens(request))
+            Traveller(request, rank, num_tokens)
             for request in scheduler.running
-            if not pauses(switch.plan, request) and (kept is None or request in kept)
+            if (num_tokens := scheduler.computed_tokens(request))
+            and not pauses(switch.plan, request)
+            and (kept is None or request in kept)
         ]
     return found
 
@@ -71,7 +73,7 @@ def settle_rest(switch: Switch) -> int:
         scheduler = member.lane.scheduler
         going = [request for request in scheduler.running if not pauses(switch.plan, request)]
         going += scheduler.waiting
-        scheduler.remove(going)
+        member.lane.remove(going)
         switch.around.owner.moved(going, switch.leader.key, carried=False)
         counts.append(len(going))
     return counts[0]
@@ -113,8 +115,8 @@ async def _carry(
             break
         await switch.send(by_head(wave, len(switch.members), switch.token_bytes, is_merge=True))
         for traveller in wave:
-            switch.members[traveller.rank].lane.scheduler.remove([traveller.request])
-            has_room = run.lane.scheduler.admit(traveller.request, traveller.num_tokens)
+            switch.members[traveller.rank].lane.remove([traveller.request])
+            has_room = run.lane.admit(traveller.request, traveller.num_tokens)
             assert has_room, "blocks were leased for it"
             switch.around.owner.moved([traveller.request], switch.leader.key, carried=True)
             carried.append(traveller.request)

@@ -23,7 +23,7 @@ async def restore(switch: Switch) -> SwitchReport:
     try:
         check_split(plan, switch.leader)
     except StepError:
-        run.lane.scheduler.resize(run.capacity.num_blocks)
+        run.lane.resize(run.capacity.num_blocks)
         raise
     meet_s = await switch.meet()
     started_s = loop.time()
@@ -34,8 +34,8 @@ async def restore(switch: Switch) -> SwitchReport:
     await asyncio.sleep(switch.around.costs.remap_s + switch.around.costs.cutover_s)
     for traveller in wave:
         member = switch.members[traveller.rank]
-        run.lane.scheduler.remove([traveller.request])
-        has_room = member.lane.scheduler.admit(traveller.request, traveller.num_tokens)
+        run.lane.remove([traveller.request])
+        has_room = member.lane.admit(traveller.request, traveller.num_tokens)
         assert has_room, "its blocks were counted"
         switch.around.owner.moved([traveller.request], member.key, carried=True)
     rest = end_group(run)
@@ -63,7 +63,7 @@ async def _bring_weights(switch: Switch, run: GroupRun, layers: tuple[int, ...])
     """
     scheduler, sizes = run.lane.scheduler, switch.leader.sizes
     num_left = sizes.last_blocks(len(layers))
-    if not scheduler.resize(min(num_left, scheduler.num_blocks)):
+    if not run.lane.resize(min(num_left, scheduler.num_blocks)):
         num_used = scheduler.num_blocks - scheduler.num_free
         raise StepError(f"{num_left} blocks are left while weights come back, and {num_used} are in use")
     pairs = {(source, target): layers[source] * sizes.layer_bytes for source, target in permutations(range(len(layers)), 2)}
@@ -71,7 +71,7 @@ async def _bring_weights(switch: Switch, run: GroupRun, layers: tuple[int, ...])
         async with asyncio.timeout(switch.plan.drain_timeout_s):
             await switch.send(pairs, is_weights=True)
     except BaseException as error:
-        scheduler.resize(run.capacity.num_blocks)
+        run.lane.resize(run.capacity.num_blocks)
         if isinstance(error, TimeoutError):
             raise StepError(f"the weights were not back within {switch.plan.drain_timeout_s:g} s") from None
         raise
@@ -84,6 +84,8 @@ def _assign(switch: Switch, run: GroupRun) -> list[Traveller]:
     wave: list[Traveller] = []
     for request in scheduler.running:
         computed = scheduler.computed_tokens(request)
+        if not computed:
+            continue  # nothing to carry: it is sent again
         needed = blocks_for(computed + 1, sizes.dp.block_size)
         rank = max(range(len(free)), key=lambda r: (free[r], -r))
         if free[rank] >= needed:

@@ -73,8 +73,8 @@ async def _hand_on(switch: Switch, run: GroupRun, going: list[LiveRequest]) -> l
         await switch.send(by_head(wave, len(switch.members), switch.token_bytes, is_merge=False))
         for traveller in wave:
             member = switch.members[traveller.rank]
-            scheduler.remove([traveller.request])
-            has_room = member.lane.scheduler.admit(traveller.request, traveller.num_tokens)
+            run.lane.remove([traveller.request])
+            has_room = member.lane.admit(traveller.request, traveller.num_tokens)
             assert has_room, "its blocks were counted"
             switch.around.owner.moved([traveller.request], member.key, carried=True)
             carried.append(traveller.request)
@@ -89,6 +89,8 @@ def _next_wave(
     num_tokens = 0
     for request in going:
         computed = run.lane.scheduler.computed_tokens(request)
+        if not computed:
+            continue  # nothing to carry: it is sent again
         needed = blocks_for(computed + 1, switch.leader.sizes.dp.block_size)
         rank = max(range(len(free)), key=lambda r: (free[r], -r))
         if free[rank] < needed or num_tokens > MAX_WAVE_TOKENS:

@@ -46,7 +46,7 @@ class Surroundings(Protocol):
     def owner(self) -> Owner: ...
 
     def group_lane(self, group: Group, members: tuple[SimInstance, ...], capacity: KvCapacity) -> Driver:
-        """A paused lane for a group, with no requests and all of its blocks."""
+        """A lane for a group, with no requests and all of its blocks."""
         ...
 
 
@@ -89,11 +89,12 @@ class Switch:
                 member.release_new()
         return loop.time() - started_s
 
-    def begin_group(self) -> GroupRun:
+    async def begin_group(self) -> GroupRun:
         """The group that this switch forms, which nobody is in yet."""
         group = self.plan.group
         capacity = self.leader.sizes.lane(group.shape)
         lane = self.around.group_lane(group, self.members, capacity)
+        await lane.pause()
         self.run = GroupRun(group=group, members=self.members, lane=lane, capacity=capacity)
         return self.run
 
