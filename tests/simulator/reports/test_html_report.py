@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pengserve.simulator.reports import words
 from pengserve.simulator.reports.charts import Axis, Chart, log_axis, ticks
 from pengserve.simulator.reports.html_report import write_page
 from pengserve.simulator.reports.runs import runs_of
@@ -15,8 +16,8 @@ from pengserve.simulator.reports.sampling import distribution, histogram_distrib
 from tests.simulator.reports.results import large_result, moment, outcome, result
 
 SECTIONS = [
-    "headline", "memory", "layout", "instances", "ttft", "latency", "layouts", "slo", "queues", "figures", "assumptions",
-    "config",
+    "headline", "memory", "layout", "instances", "ttft", "latency", "layouts", "slo", "queues", "figures",
+    "assumptions", "config",
 ]  # fmt: skip
 VOID = {"meta", "br"}
 
@@ -65,7 +66,7 @@ def test_a_comparison_has_a_chart_for_each_run_and_ratios_to_the_first() -> None
     page = Page(text)
     assert page.sections == SECTIONS and page.num_charts == 5 * 2 + 5
     row = re.search(r"<tr><td>TTFT P50</td>(.*?)</tr>", text)
-    assert row is not None and "0.5 s" in row[1] and "1.00 s" in row[1] and "×2.00" in row[1]
+    assert row is not None and "0.5 s" in row[1] and "1.00 s" in row[1] and f"{words.TIMES}2.00" in row[1]
 
 
 def test_the_same_runs_give_the_same_bytes() -> None:
