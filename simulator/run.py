@@ -73,8 +73,14 @@ class Simulation:
         self._span_s = last_s if config.horizon_s is None else config.horizon_s
         self._failure: BaseException | None = None
 
-    async def run(self) -> Result:
-        """Runs it in the running loop of virtual time."""
+    def run_to_end(self) -> Result:
+        """Runs it in virtual time. Once."""
+        try:
+            return run_virtual(self._run())
+        except BaseExceptionGroup as group:
+            raise _first(group) from None
+
+    async def _run(self) -> Result:
         loop = asyncio.get_running_loop()
         self._over = asyncio.Event()
         loop.set_exception_handler(self._fail)
@@ -258,17 +264,6 @@ def _shifted(event: Event, start_s: float) -> Event:
     return Event(
         seq=event.seq, time_s=event.time_s - start_s, kind=event.kind, why=event.why, span=event.span, data=event.data
     )
-
-
-def run(
-    config: SimulationConfig, setup: Setup, machine: Machine, arrivals: Sequence[Arrival], progress: OnProgress
-) -> Result:
-    """Runs one simulation in virtual time."""
-    simulation = Simulation(config, setup, machine, arrivals, progress)
-    try:
-        return run_virtual(simulation.run())
-    except BaseExceptionGroup as group:
-        raise _first(group) from None
 
 
 def _first(error: BaseException) -> BaseException:
