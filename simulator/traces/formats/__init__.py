@@ -1,0 +1,1 @@
+"""One small file per format of public traces. `loading.FORMATS` lists them."""
