@@ -84,6 +84,7 @@ class ModelSpec:
     head_dim: Count
     params: Count
     max_model_len: Count  # tokens
+    embedding_params: Annotated[int, Field(ge=0)] = 0  # of embeddings and LM head, which no pipeline drops
     bytes_per_param: Positive = 2.0  # mean over all weights
     bytes_per_kv_value: Positive = 2.0
     experts: Annotated[int, Field(ge=0)] = 0  # of a mixture; 0: dense
@@ -95,6 +96,12 @@ class ModelSpec:
     def weight_bytes(self) -> int:
         """All weights."""
         return round(self.params * self.bytes_per_param)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Weights of one layer. Embeddings stay in 16 bits where layers are quantised."""
+        embedding_bytes = self.embedding_params * max(2.0, self.bytes_per_param)
+        return round((self.weight_bytes - embedding_bytes) / self.layers)
 
     @property
     def kv_bytes_per_token(self) -> int:

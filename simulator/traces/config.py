@@ -144,7 +144,8 @@ class TraceConfig(_Section):
     def _flat(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # As it would be written, with defaults filled in.
         data: dict[str, Any] = {key: value for key, value in serialize(self).items() if value is not None}
-        return {**data, **data.pop("settings", {})}
+        settings = data.pop("settings", {})
+        return {**data, **settings}
 
 
 def parse(data: Mapping[str, Any], source: str = "") -> TraceConfig:
