@@ -9,13 +9,14 @@
 import difflib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.units import GIB
+from pengserve.simulator.traces.config import TraceConfig
 
 
 class _Section(BaseModel):
@@ -52,6 +53,11 @@ class ClusterConfig(_Section):
             raise ValueError("give either gpu and model, or profile")
         if self.profile is not None and self.model is not None:
             raise ValueError("a profile is of a model: leave model out")
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"
+                f" ({self.max_num_seqs}), as in vLLM"
+            )
         if self.gpus_per_node % self.gpus_per_instance:
             raise ValueError(
                 f"gpus_per_instance ({self.gpus_per_instance}) must divide gpus_per_node ({self.gpus_per_node})"
@@ -146,7 +152,7 @@ class SimulationConfig(_Section):
     cluster: ClusterConfig
     scheduler: Literal["auto", "vllm", "fast"] = "auto"  # auto: vLLM's own up to 64 instances
     policy: PolicyConfig = PolicyConfig()
-    trace: dict[str, Any] | None = None  # see `traces.config`; None: requests are given in code
+    trace: TraceConfig | None = None  # None: requests are given in code
     slo: SloConfig = SloConfig()
     sample_s: float = Field(default=1.0, gt=0)
     horizon_s: float | None = Field(default=None, gt=0)  # the end, also where requests still run
@@ -220,7 +226,8 @@ def explain(error: ValidationError, kind: type[BaseModel]) -> str:
 def _fields(kind: type[BaseModel], where: tuple[int | str, ...]) -> list[str]:
     """Names of the fields of the section at `where`."""
     for part in where:
-        found = kind.model_fields[part].annotation if isinstance(part, str) and part in kind.model_fields else None
-        if isinstance(found, type) and issubclass(found, BaseModel):
-            kind = found
+        annotation = kind.model_fields[part].annotation if isinstance(part, str) and part in kind.model_fields else None
+        for found in (annotation, *get_args(annotation)):
+            if isinstance(found, type) and issubclass(found, BaseModel):
+                kind = found
     return [name for name in kind.model_fields if name != "folder"]

@@ -15,6 +15,7 @@ from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import LayoutTarget, SwitchStrategy
 from pengserve.planners.types.snapshot import Demand, InstanceState
+from pengserve.simulator.build import arrivals_of, machine_of, setup_of
 from pengserve.simulator.clock import run_virtual
 from pengserve.simulator.config import SimulationConfig
 from pengserve.simulator.engine.cluster import SimCluster
@@ -257,6 +258,20 @@ class Simulation:
         """An error in a callback, which nobody waits for, ends the run."""
         self._failure = context.get("exception") or PengServeError(str(context.get("message")))
         self._over.set()
+
+
+def simulate(
+    config: SimulationConfig, arrivals: Sequence[Arrival] | None = None, on_progress: OnProgress | None = None
+) -> Result:
+    """Runs what `config` describes; `arrivals` stand in place of its trace. The same seed gives the same result.
+
+    Raises:
+        ConfigError: something in it is unknown or impossible; one sentence that names the field.
+    """
+    setup = setup_of(config)
+    machine = machine_of(config, setup)
+    found = arrivals_of(config) if arrivals is None else arrivals
+    return Simulation(config, setup, machine, found, on_progress or (lambda progress: None)).run_to_end()
 
 
 def _shifted(event: Event, start_s: float) -> Event:

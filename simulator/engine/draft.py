@@ -1,23 +1,96 @@
-"""A step while it is being put together."""
+"""How the fast scheduler chooses a step, as vLLM 0.32 does: what runs, in its order, then what waits, in its."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from itertools import chain, islice
 
+from pengserve.simulator.engine.fast_state import FastState
+from pengserve.simulator.engine.formation import Formation
 from pengserve.simulator.engine.queues import Entry
 
 
 class Draft:
     """Who computes how much in the next step, and what was done to make room for it."""
 
-    def __init__(self, budget: int) -> None:
-        self.budget = budget  # new tokens that it may still take
-        self.passed: Collection[Entry] = ()  # running requests that are not in it
+    def __init__(self, state: FastState, budget: int, passed: Collection[Entry] = ()) -> None:
+        """Chooses, and gives the chosen their blocks.
+
+        Args:
+            budget: new tokens that the step may have.
+            passed: running requests that stay out of it.
+        """
         self.tokens: dict[Entry, int] = {}  # new ones, in the order in which they were scheduled
         self.admitted: list[Entry] = []
         self.preempted: list[Entry] = []
         self.swapped_out = self.swapped_in = 0  # blocks
+        self._state, self._budget, self._passed = state, budget, passed
+        self._choose_running()
+        if not self.preempted:
+            self._choose_waiting()
 
     def follow(self, before: "Draft") -> None:
         """Takes over what a draft did that had nothing to compute."""
         self.preempted = before.preempted + self.preempted
         self.swapped_out += before.swapped_out
-        self.swapped_in += before.swapped_in
+
+    def _choose_running(self) -> None:
+        state, running, passed, index = self._state, self._state.running, self._passed, 0
+        while index < len(running) and self._budget > 0:
+            entry = running[index]
+            num_tokens = min(entry.tokens - entry.computed, self._budget)
+            if num_tokens == 0 or (passed and entry in passed):
+                index += 1
+                continue
+            missing = entry.computed + num_tokens - entry.room
+            if missing > 0:
+                blocks = -(-missing // state.block_size)
+                while blocks > state.free:
+                    victim = state.victim()
+                    self._preempt(victim)
+                    if victim == index:
+                        return
+                    index -= victim < index
+                state.take(entry, blocks)
+            self._put(entry, num_tokens)
+            index += 1
+
+    def _choose_waiting(self) -> None:
+        state, skipped = self._state, list[Entry]()
+        while self._budget > 0 and (queue := state.next_queue()) is not None:
+            entry = queue.head()
+            if entry.stale:  # its last token is still on its way
+                skipped.append(queue.pop())
+                continue
+            if state.blocks_to_begin(entry) > state.free:
+                break
+            queue.pop()
+            num_tokens = min(entry.tokens - entry.computed, self._budget)
+            self.swapped_in += state.begin(entry, num_tokens)
+            self.admitted.append(entry)
+            self._put(entry, num_tokens)
+        for entry in reversed(skipped):
+            state.waiting.prepend(entry)
+
+    def _put(self, entry: Entry, num_tokens: int) -> None:
+        self.tokens[entry] = num_tokens
+        self._budget -= num_tokens
+
+    def _preempt(self, index: int) -> None:
+        entry = self._state.preempt(index)
+        self._budget += self.tokens.pop(entry, 0)
+        self.swapped_out += entry.host_blocks
+        self.preempted.append(entry)
+
+
+def draft_ahead(state: FastState, formation: Formation, in_flight_s: Sequence[float]) -> Draft:
+    """The next microbatch of a pipeline: what the lookahead planner wants, in its order; the others are passed over."""
+    running = state.running
+    order = {entry: index for index, entry in enumerate(running)}
+    num_slots = max(0, state.capacity.max_num_seqs - len(running))
+    waiting = islice(chain(state.holding, state.waiting), num_slots)
+    budget = formation.budget(running, waiting, in_flight_s)
+    place = {request_id: index for index, request_id in enumerate(budget)}
+    passed = {entry for entry in running if entry.live.request_id not in place}
+    running.sort(key=lambda entry: place.get(entry.live.request_id, len(place)))
+    draft = Draft(state, max(1, sum(budget.values())), passed)
+    running.sort(key=lambda entry: order.get(entry, len(order)))
+    return draft

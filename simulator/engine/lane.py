@@ -3,9 +3,9 @@
     schedule -- step -- finish | schedule -- step -- finish | ...
                                boundary: requests leave, pauses and stalls begin, the next step is chosen
 
-Where the scheduler says that many equal steps follow each other they are one event. Whatever comes in the middle of them
-cuts them: steps that have ended are finished, the one under way goes on alone, and after it all is scheduled anew. So a
-cut changes nothing but the number of events.
+Where the scheduler says that many equal steps follow each other they are one event. Whatever comes in the middle cuts
+them: steps that have ended are finished, the one under way goes on alone, and after it all is scheduled anew. So a cut
+changes nothing but the number of events.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class Flight:
 class Lane:
     """Belongs to the event loop that runs when it is built. Times are that loop's.
 
-    Writes `LiveRequest` times and longest gaps. What happens at one moment happens in the order in which it was asked for.
+    Writes `LiveRequest` times and longest gaps. What is asked for at one moment happens in the order of asking.
     """
 
     def __init__(

@@ -52,11 +52,11 @@ class Stages:
         self._is_empty = True
 
     def bubble(self) -> float:
-        """Share of the stages' time, from the first microbatch to the last while there was work, that they stood idle."""
+        """Share of the stages' time, while there was work and after the first microbatch, that they stood idle."""
         return _share(self.idle_s, self.busy_s)
 
     def queued_bubble(self) -> float:
-        """The same before microbatches that entered while requests waited: those that formation can do something about."""
+        """The same before microbatches that entered while requests waited: what formation can do something about."""
         return _share(self.queued_idle_s, self.queued_busy_s)
 
     def _count(self, idle_s: float, busy_s: float, is_queue: bool) -> None:

@@ -33,6 +33,7 @@ SUFFIX = re.compile(r"[-_](instruct|chat|hf|it)$")  # of Hugging Face names: how
 
 Count = Annotated[int, Field(gt=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(gt=0, le=1.5)]  # above 1 where clocks are above the sheet's
 AtLeastZero = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 _CONFIG = ConfigDict(extra="forbid")
@@ -57,6 +58,8 @@ class Gpu:
     pcie_bytes_per_s: Positive  # to the host
     nic_bytes_per_s: Positive  # to other nodes
     nvlink_bytes_per_s: AtLeastZero = 0.0  # to other GPUs of the node; 0: over PCIe
+    reached_hbm: Share | None = None  # of `hbm_bytes_per_s` by small steps, where it is known; None: as where timed
+    reached_flops: Share | None = None  # of `flops` by prefills of 2048 tokens, the same
     timed_as: str | None = None  # GPU of coefficients.csv whose steps are taken; None: the most alike
     aliases: tuple[str, ...] = ()
     source: str
@@ -81,6 +84,7 @@ class ModelSpec:
     head_dim: Count
     params: Count
     max_model_len: Count  # tokens
+    embedding_params: Annotated[int, Field(ge=0)] = 0  # of embeddings and LM head, which no pipeline drops
     bytes_per_param: Positive = 2.0  # mean over all weights
     bytes_per_kv_value: Positive = 2.0
     experts: Annotated[int, Field(ge=0)] = 0  # of a mixture; 0: dense
@@ -92,6 +96,12 @@ class ModelSpec:
     def weight_bytes(self) -> int:
         """All weights."""
         return round(self.params * self.bytes_per_param)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Weights of one layer. Embeddings stay in 16 bits where layers are quantised."""
+        embedding_bytes = self.embedding_params * max(2.0, self.bytes_per_param)
+        return round((self.weight_bytes - embedding_bytes) / self.layers)
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -256,19 +266,23 @@ def _reason(error: Any) -> str:
 
 def _find(kind: str, rows: Mapping[str, Row], name: str) -> Row:
     wanted = _plain(name)
-    for row in rows.values():
-        if wanted in {_plain(written) for written in (row.name, *row.aliases)}:
-            return row
+    for known in rows.values():
+        if wanted in _names(known):
+            return known
     raise ConfigError(f"no {kind} is called {name!r}; {_near(wanted, rows.values())}, or describe yours in a catalog")
 
 
 def _near(wanted: str, rows: Iterable[Gpu | ModelSpec | Profile]) -> str:
-    names = {_plain(written): row.name for row in rows for written in (row.name, *row.aliases)}
+    names = {written: row.name for row in rows for written in _names(row)}
     matches = difflib.get_close_matches(wanted, names, n=8, cutoff=0.5)
     near = list(dict.fromkeys(names[match] for match in matches))[:4]
     return (
         f"near it are {', '.join(near)}: take one" if near else f"take one of {', '.join(sorted(set(names.values())))}"
     )
+
+
+def _names(row: Gpu | ModelSpec | Profile) -> list[str]:
+    return [_plain(written) for written in (row.name, *row.aliases)]
 
 
 def _plain(name: str) -> str:

@@ -10,7 +10,7 @@ output_mean, output_p99}` (lognormal). What is done to the requests is done in t
 
 import dataclasses
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from pydantic import (
 
 from pengserve.planners.types.errors import ConfigError
 from pengserve.simulator.requests import Arrival
-from pengserve.simulator.traces.generators.base import STRICT, Generator
+from pengserve.simulator.traces.generators.base import Generator
 from pengserve.simulator.traces.generators.burstgpt import BurstGpt, ExtremeBurst
 from pengserve.simulator.traces.generators.conversations import MultiTurn
 from pengserve.simulator.traces.generators.flying import Flying, PriorityMix
@@ -72,8 +72,6 @@ class KvDemandConfig(_Section):
 class LengthsFile:
     """Lengths of a file, relative to the folder of the configuration."""
 
-    __pydantic_config__ = STRICT
-
     file: str
 
 
@@ -103,16 +101,11 @@ class TraceConfig(_Section):
                 raise ValueError("unknown key 'settings': a generator's fields stand beside its name")
             return data
         name = data["generator"]
-        if name not in GENERATORS:
+        if not isinstance(name, str) or name not in GENERATORS:
             raise ValueError(f"generator must be one of {', '.join(GENERATORS)}, got {name!r}")
-        kind = GENERATORS[name]
         common = {key: value for key, value in data.items() if key in cls.model_fields}
         own = {key: value for key, value in data.items() if key not in cls.model_fields}
-        fields = [field.name for field in dataclasses.fields(kind)]
-        for key in own:
-            if key not in fields:
-                raise ValueError(_unknown(key, [*fields, *_common_keys()]))
-        return {**common, "settings": _value(kind, own)}
+        return {**common, "settings": _value(GENERATORS[name], own, beside=_common_keys())}
 
     @model_validator(mode="after")
     def _one_source(self) -> "TraceConfig":
@@ -122,7 +115,6 @@ class TraceConfig(_Section):
             for name in ("format", "step_s", "trace_id"):
                 if getattr(self, name) is not None:
                     raise ValueError(f"{name} is for files: leave it out beside generator {self.generator!r}")
-
             if self.lengths is None and self.settings.default_lengths is None:
                 raise ValueError(f"generator {self.generator!r} has no lengths of its own: give lengths")
         return self
@@ -152,7 +144,8 @@ class TraceConfig(_Section):
     def _flat(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # As it would be written, with defaults filled in.
         data: dict[str, Any] = {key: value for key, value in serialize(self).items() if value is not None}
-        return {**data, **data.pop("settings", {})}
+        settings = data.pop("settings", {})
+        return {**data, **settings}
 
 
 def parse(data: Mapping[str, Any], source: str = "") -> TraceConfig:
@@ -201,8 +194,12 @@ def _source(config: TraceConfig, seed: int, folder: Path) -> tuple[Arrival, ...]
     return arrivals if lengths is None else with_lengths(arrivals, lengths, seed)
 
 
-def _value(kind: type[Any], fields: dict[str, Any]) -> Any:
+def _value(kind: type[Any], fields: dict[str, Any], beside: Sequence[str] = ()) -> Any:
     # A dataclass from plain data. A wrong field becomes one sentence, which pydantic prefixes with where it stands.
+    known = [field.name for field in dataclasses.fields(kind)]
+    for key in fields:
+        if key not in known:
+            raise ValueError(_unknown(key, [*known, *beside]))
     try:
         return TypeAdapter(kind).validate_python(fields)
     except ValidationError as error:
@@ -214,7 +211,7 @@ def _value(kind: type[Any], fields: dict[str, Any]) -> Any:
 def _explain(error: Mapping[str, Any]) -> str:
     key = ".".join(str(part) for part in error["loc"])
     message = str(error["msg"]).removeprefix("Value error, ")
-    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+    if error["type"] == "extra_forbidden":
         return _unknown(key, _common_keys())
     if error["type"] in ("missing", "missing_keyword_only_argument"):
         return f"{key} is missing: give it"
@@ -223,7 +220,7 @@ def _explain(error: Mapping[str, Any]) -> str:
     return f"{key}: {message[:1].lower()}{message[1:]}, got {error['input']!r}"
 
 
-def _unknown(key: str, known: list[str]) -> str:
+def _unknown(key: str, known: Sequence[str]) -> str:
     guesses = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {guesses[0]}?" if guesses else f"known: {', '.join(known)}"
     return f"unknown key {key!r}; {hint}"

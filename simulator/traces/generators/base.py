@@ -1,7 +1,7 @@
 """What generators share."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 from pengserve.planners.types.errors import ConfigError
 from pengserve.simulator.requests import Arrival
 from pengserve.simulator.traces.generators.lengths import Lengths
-
-STRICT: dict[str, Any] = {"extra": "forbid"}  # for pydantic, which reads generators from a configuration
 
 
 class Generator(Protocol):

@@ -1,12 +1,12 @@
 """Traffic like that of KunServe's evaluation (§2.2, §5), which replays a scaled part of BurstGPT."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pengserve.planners.types.errors import ConfigError
 from pengserve.simulator.requests import Arrival
 from pengserve.simulator.traces import checks
-from pengserve.simulator.traces.generators.base import STRICT, trace_of
+from pengserve.simulator.traces.generators.base import trace_of
 from pengserve.simulator.traces.generators.lengths import Lengths, LognormalLengths
 from pengserve.simulator.traces.generators.rates import RateCurve
 from pengserve.simulator.traces.kv_demand import StayModel
@@ -31,7 +31,6 @@ class BurstGpt:
     their leads at `burst_over_mean / burst_factor`, and the rest is as low as makes `rate_per_s` the mean of all.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     default_lengths: ClassVar[Lengths | None] = BURSTGPT_LENGTHS
 
     rate_per_s: float
@@ -94,7 +93,6 @@ class BurstGpt:
 class ExtremeBurst:
     """The first burst of `BurstGpt`, replayed without a pause until `duration_s` (KunServe §5.6, Fig. 17)."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     default_lengths: ClassVar[Lengths | None] = BURSTGPT_LENGTHS
 
     rate_per_s: float  # mean of the trace that the burst is taken from

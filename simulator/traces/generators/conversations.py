@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from pengserve.planners.types.errors import ConfigError
 from pengserve.simulator.requests import Arrival
 from pengserve.simulator.traces import checks
-from pengserve.simulator.traces.generators.base import STRICT
 from pengserve.simulator.traces.generators.lengths import Lengths
 from pengserve.simulator.traces.generators.rates import RateCurve
 from pengserve.simulator.traces.randomness import streams
@@ -25,7 +24,6 @@ class MultiTurn:
     those of the turn before, so a prefix cache that kept them computes the new part alone.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     default_lengths: ClassVar[Lengths | None] = None
 
     conversations_per_s: float

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from pengserve.simulator.requests import Arrival
 from pengserve.simulator.traces import checks
-from pengserve.simulator.traces.generators.base import STRICT, trace_of
+from pengserve.simulator.traces.generators.base import trace_of
 from pengserve.simulator.traces.generators.lengths import Lengths, UniformLengths
 from pengserve.simulator.traces.generators.rates import Floats, RateCurve
 from pengserve.simulator.traces.randomness import streams
@@ -23,7 +23,6 @@ class Flying:
     Each phase has one rate, drawn from its range. How long phases are is not in the paper.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     default_lengths: ClassVar[Lengths | None] = FLYING_LENGTHS
 
     num_requests: int = 4000
@@ -62,7 +61,6 @@ class PriorityMix:
     How many have priority is not in the paper.
     """
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     default_lengths: ClassVar[Lengths | None] = FLYING_LENGTHS
 
     duration_s: float = 600.0

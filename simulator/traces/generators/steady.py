@@ -1,11 +1,11 @@
 """Traffic whose rate is given: Poisson, Gamma, and ramps."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from pengserve.simulator.requests import Arrival
 from pengserve.simulator.traces import checks
-from pengserve.simulator.traces.generators.base import STRICT, trace_of
+from pengserve.simulator.traces.generators.base import trace_of
 from pengserve.simulator.traces.generators.lengths import Lengths
 from pengserve.simulator.traces.generators.rates import RateCurve
 from pengserve.simulator.traces.randomness import streams
@@ -15,7 +15,6 @@ from pengserve.simulator.traces.randomness import streams
 class Poisson:
     """Requests that know nothing of each other."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     default_lengths: ClassVar[Lengths | None] = None
 
     rate_per_s: float
@@ -33,7 +32,6 @@ class Poisson:
 class Gamma:
     """Gamma-distributed gaps: burstier than Poisson with a `cv` above 1, smoother below."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     default_lengths: ClassVar[Lengths | None] = None
 
     rate_per_s: float
@@ -54,7 +52,6 @@ class Gamma:
 class Ramp:
     """A rate that goes straight from each of `points` (at_s, requests per second) to the next."""
 
-    __pydantic_config__: ClassVar[dict[str, Any]] = STRICT
     default_lengths: ClassVar[Lengths | None] = None
 
     points: tuple[tuple[float, float], ...]

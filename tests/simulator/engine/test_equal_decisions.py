@@ -1,0 +1,107 @@
+"""The fast scheduler decides as vLLM's own does: the same requests, tokens, blocks and victims in every step."""
+
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+pytest.importorskip("vllm")
+from pengserve.simulator.engine.fast_scheduler import FastScheduler
+from pengserve.simulator.engine.scheduler import LaneScheduler, Step
+from pengserve.simulator.engine.vllm_scheduler import VllmScheduler
+from pengserve.simulator.requests import LiveRequest
+from tests.simulator.engine.loads import Load, loads
+
+pytestmark = pytest.mark.slow
+
+MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+def ids(requests: Any) -> list[str]:
+    return [request.request_id for request in requests]
+
+
+def state(scheduler: LaneScheduler) -> dict[str, Any]:
+    running = scheduler.running
+    return {
+        "running": [(r.request_id, scheduler.computed_tokens(r), r.num_generated) for r in running],
+        "waiting": ids(scheduler.waiting),
+        "queued": scheduler.queued_tokens,
+        "free": scheduler.num_free,
+        "blocks": scheduler.num_blocks,
+    }
+
+
+def facts(step: Step | None) -> Any:
+    if step is None:
+        return None
+    return {
+        "batch": step.batch,
+        "requests": ids(step.requests),
+        "due": ids(step.due),
+        "admitted": sorted(ids(step.admitted)),
+        "preempted": sorted(ids(step.preempted)),
+    }
+
+
+def do(scheduler: LaneScheduler, what: str, request: LiveRequest) -> Any:
+    if what == "remove":
+        scheduler.remove([request])
+        return None
+    if what == "resize":
+        return scheduler.resize(request.arrival.prompt_tokens + request.arrival.output_tokens)
+    if what in ("resumed", "decoding") and request.arrival.output_tokens > 1:  # it comes from elsewhere
+        request.num_generated = 1
+    if what in ("decoding", "prefilling") and request.num_tokens > 1:
+        return scheduler.admit(request, request.num_tokens - 1)
+    return scheduler.add(request)
+
+
+def record(scheduler: LaneScheduler, load: Load) -> list[Any]:
+    """All that can be seen of a run, step by step."""
+    requests, seen = load.lives(), list[Any]()
+    events, flights = deque(load.events), deque[Step]()
+    for tick in range(4000):
+        while events and events[0][0] <= tick:
+            _, what, index = events.popleft()
+            seen.append(do(scheduler, what, requests[index]))
+        while len(flights) < load.options.num_stages:
+            step = scheduler.schedule()
+            seen.append((facts(step), state(scheduler)))
+            if step is None:
+                break
+            flights.append(step)
+        if flights:
+            step = flights.popleft()
+            seen.append((ids(scheduler.finish(step)), state(scheduler)))
+        elif not events:
+            break
+    seen.append((scheduler.totals, [(r.num_generated, r.num_preemptions) for r in requests]))
+    return seen
+
+
+def agree(load: Load) -> None:
+    fast = record(FastScheduler(load.capacity, load.options), load)
+    vllm = record(VllmScheduler(load.capacity, load.options), load)
+    for number, (ours, theirs) in enumerate(zip(fast, vllm, strict=False)):
+        assert ours == theirs, f"record {number}"
+    assert len(fast) == len(vllm)
+
+
+@MANY
+@given(loads())
+def test_arrivals_prompts_in_chunks_and_preemption(load: Load) -> None:
+    agree(load)
+
+
+@MANY
+@given(loads(max_stages=4))
+def test_several_unfinished_steps(load: Load) -> None:
+    agree(load)
+
+
+@MANY
+@given(loads(kinds=("add", "add", "resumed", "decoding", "prefilling", "resize")))
+def test_requests_that_come_with_their_kv_or_go_and_pools_that_change(load: Load) -> None:
+    agree(load)
