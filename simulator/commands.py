@@ -14,7 +14,7 @@ from pengserve.simulator.progress import Advance, progress_on
 from pengserve.simulator.replay import is_request_log, read_events, read_request_log, real_result
 from pengserve.simulator.reports.json_report import read_json
 from pengserve.simulator.reports.runs import Run, runs_of
-from pengserve.simulator.reports.save import save_page, save_run
+from pengserve.simulator.reports.save import check_folder, save_page, save_run
 from pengserve.simulator.reports.slo import SloBase
 from pengserve.simulator.reports.terminal import headline_table
 from pengserve.simulator.result import Result
@@ -57,6 +57,7 @@ def run_simulate(path: Path, *, policies: Sequence[str], seed: int | None, outpu
         ConfigError: names the file and field that cannot be used.
     """
     config = SimulationConfig.load(path)
+    check_folder(output)
     data = config.model_dump() | {"folder": path.parent}
     if seed is not None:
         data["seed"] = seed
@@ -71,6 +72,7 @@ def run_replay(options: ReplayOptions) -> None:
         ConfigError: names the file, option or field that cannot be used.
     """
     name = options.name or options.trace.name.removesuffix(".gz").rsplit(".", 1)[0]
+    check_folder(options.output)
     configs = _variants(_replay_data(options), name, options.policies, str(options.config or ""))
     real = _real(options)
     results = [*real, *_simulated(configs)]
@@ -85,6 +87,7 @@ def run_compare(
     Raises:
         ConfigError: a file is no run; names it.
     """
+    check_folder(output)
     results = [read_json(path) for path in paths]
     names = [result.name for result in results]
     if len(set(names)) < len(names):  # two folders may hold runs of one name

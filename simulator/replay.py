@@ -6,9 +6,8 @@ a report stay empty for the real run.
 """
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ from pengserve.planners.types.codec import from_data
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.layout import parse_groups
+from pengserve.simulator.reports.layouts import plain_groups
 from pengserve.simulator.requests import Outcome
 from pengserve.simulator.result import Gaps, Moment, Result
 
 MOST_MOMENTS = 3600
-_MORE = re.compile(r",? ?and \d+ more$")  # how the log ends a layout of very many groups
 _ENDED_WELL = frozenset({"stop", "length", "repetition"})
 
 
@@ -131,8 +130,15 @@ def real_result(
         outcomes=outcomes,
         moments=_moments(rows, layouts, start_s, end_s),
         gaps=Gaps(edges_s=(0.0, 1.0), counts=(0,)),
-        events=tuple(event for event in events if start_s <= event.time_s <= start_s + end_s),
+        events=_inside(events, start_s, end_s),
     )
+
+
+def _inside(events: Sequence[Event], start_s: float, end_s: float) -> tuple[Event, ...]:
+    """The events of the run in its own time, and before them the layout that it began with."""
+    shifted = [replace(event, time_s=event.time_s - start_s) for event in events]
+    before = [event for event in shifted if event.time_s < 0 and event.kind is EventKind.LAYOUT_CHANGED]
+    return (*before[-1:], *(event for event in shifted if 0 <= event.time_s <= end_s))
 
 
 def _outcome(number: int, row: Logged, start_s: float) -> Outcome:
@@ -215,7 +221,7 @@ def _layouts(events: Sequence[Event], start_s: float) -> list[tuple[float, str]]
     found = []
     for event in events:
         if event.kind is EventKind.LAYOUT_CHANGED and event.data.get("groups"):
-            text = _MORE.sub("", str(event.data["groups"])).replace("), ", ") ")
+            text = plain_groups(str(event.data["groups"]))
             try:
                 parse_groups(text)
             except ValueError as error:

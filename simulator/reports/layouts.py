@@ -1,15 +1,19 @@
 """Which layouts a run went through, and for how long. Pure."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
+from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.layout import Group, GroupKind, parse_groups
 from pengserve.simulator.result import Moment, Result
 
 Period = tuple[float, float]  # [start, stop) in virtual seconds
+
+_MORE = re.compile(r",? ?and \d+ more$")  # how the controller's log ends a layout of very many groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +35,11 @@ class LayoutSpan:
         return words_of(self.groups)
 
 
+def plain_groups(text: str) -> str:
+    """Groups as the event log writes them, "tp2@(0,1), dp@(2), and 3 more", without commas and what is left out."""
+    return _MORE.sub("", text).replace("), ", ") ")
+
+
 def words_of(groups: Sequence[Group]) -> str:
     """Groups as counts of shapes, wide ones first."""
     counts = Counter((-group.degree, group.shape) for group in groups)
@@ -38,15 +47,32 @@ def words_of(groups: Sequence[Group]) -> str:
 
 
 def layout_spans(result: Result) -> tuple[LayoutSpan, ...]:
-    """The layouts of a run, one after the other. A layout begins where a moment first shows it."""
+    """The layouts of a run, one after the other: from its events, or where they do not tell, from its moments."""
+    changes = _changes(result) or [(moment.at_s, moment.groups) for moment in result.moments]
+    if not changes:
+        return ()
     found: list[LayoutSpan] = []
-    for start_s, stop_s, moment in intervals(result):
-        groups = _parse(moment.groups)
+    ends = [at_s for at_s, _ in changes[1:]]
+    for (start_s, text), stop_s in zip(changes, [*ends, max(result.end_s, changes[-1][0])], strict=True):
+        groups = _parse(text)
         if found and found[-1].groups == groups:
             found[-1] = LayoutSpan(start_s=found[-1].start_s, stop_s=stop_s, groups=groups)
         else:
             found.append(LayoutSpan(start_s=start_s, stop_s=stop_s, groups=groups))
     return tuple(found)
+
+
+def _changes(result: Result) -> list[tuple[float, str]]:
+    """(since when, groups) from the event log: to the instant, where moments are samples.
+
+    Empty where the log does not tell the layout at the start, or has left groups out because they are so many.
+    """
+    events = [event for event in result.events if event.kind is EventKind.LAYOUT_CHANGED]
+    texts = [str(event.data.get("groups", "")) for event in events]
+    if not events or events[0].time_s > 0 or any(_MORE.search(text) or not text for text in texts):
+        return []
+    found = [(min(max(0.0, event.time_s), result.end_s), text) for event, text in zip(events, texts, strict=True)]
+    return [change for i, change in enumerate(found) if i + 1 == len(found) or found[i + 1][0] > change[0]]
 
 
 def drop_periods(spans: Sequence[LayoutSpan]) -> tuple[Period, ...]:
@@ -73,5 +99,5 @@ def intervals(result: Result) -> list[tuple[float, float, Moment]]:
 
 @lru_cache(maxsize=256)
 def _parse(text: str) -> tuple[Group, ...]:
-    # An event of the log writes "tp2@(0,1), dp@(2)"; a moment has no commas between the groups.
-    return parse_groups(text.replace("), ", ") "))
+    groups = parse_groups(plain_groups(text))
+    return tuple(sorted(groups, key=lambda group: group.leader))

@@ -1,5 +1,6 @@
 """Writes reports: a JSON file for each run, and one page."""
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,13 @@ from pengserve.simulator.reports.runs import Run
 def file_stem(name: str) -> str:
     """`name` as the first part of a file name: letters, digits, dots, dashes and underscores."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "run"
+
+
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError where nothing can be written to `folder`: better now than after an hour. Creates nothing."""
+    above = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise ConfigError(f"cannot write to {folder}: {above} is no folder to write to; give another --output")
 
 
 def save_run(run: Run, folder: Path) -> Path:

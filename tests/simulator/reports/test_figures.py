@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pengserve.planners.types.events import Event, EventKind
 from pengserve.simulator.reports.figures import base_of, figures_of, gaps_spread, spread
 from pengserve.simulator.reports.layouts import drop_periods, layout_spans
 from pengserve.simulator.reports.slo import SloBase, attainment
@@ -135,6 +136,17 @@ def test_time_in_layouts_is_all_time_and_each_shape_its_share() -> None:
     assert [(found.layout, found.seconds) for found in figures.layouts] == [("4 dp", 10.0), ("1 pp2 + 2 dp", 2.0)]
     assert dict(figures.shape_shares) == {"dp": pytest.approx(11 / 12), "pp2": pytest.approx(1 / 12)}
     assert (figures.drops, figures.num_switches) == (((4.0, 6.0),), 2)
+
+
+def test_layouts_between_two_samples_are_known_from_the_events() -> None:
+    def event(seq: int, at_s: float, groups: str) -> Event:
+        return Event(seq=seq, time_s=at_s, kind=EventKind.LAYOUT_CHANGED, data={"groups": groups})
+
+    texts = [text.replace(") ", "), ") for text in (DP, PP)]
+    events = (event(1, -2.0, texts[1]), event(2, -1.0, texts[0]), event(3, 4.25, texts[1]), event(4, 4.5, texts[0]))
+    assert figures_of(result(events=events)).drops == ((4.25, 4.5),)
+    cut = event(3, 4.25, texts[1] + " and 9 more")
+    assert figures_of(result(events=(*events[:2], cut))).drops == ((4.0, 6.0),)  # the moments say so
 
 
 def test_what_stays_dropped_ends_with_the_run_and_neighbours_are_one_period() -> None:

@@ -92,7 +92,7 @@ def test_layouts_and_drop_periods_are_those_of_the_event_log(tmp_path: Path) -> 
     (period,) = figures_of(real).drops
     assert period == (pytest.approx(1.1, abs=1e-4), pytest.approx(2.6, abs=1e-4))
     assert real.num_instances == 2 and real.moments[0].groups == "dp@(0) dp@(1)"
-    assert [event.seq for event in real.events] == [2, 3]
+    assert [(event.seq, round(event.time_s, 3)) for event in real.events] == [(1, -5.0), (2, 1.1), (3, 2.6)]
 
 
 def test_a_layout_of_very_many_groups_is_read_as_far_as_it_was_written() -> None:
