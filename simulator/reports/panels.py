@@ -6,7 +6,6 @@ from itertools import pairwise
 from pengserve.planners.types.layout import GroupKind, degree_of
 from pengserve.simulator.reports import words
 from pengserve.simulator.reports.charts import BOTTOM, HEIGHT, NARROW, TOP, Axis, Chart, log_axis
-from pengserve.simulator.reports.layouts import layout_spans
 from pengserve.simulator.reports.runs import Run
 from pengserve.simulator.reports.sampling import Point, distribution, histogram_distribution
 from pengserve.simulator.reports.slo import SloPoint
@@ -174,7 +173,7 @@ def _lanes(run: Run, time: TimeAxis) -> dict[str, list[tuple[float, float, float
     lanes, blocks = run.result.num_instances, dict[str, list[tuple[float, float, float, float]]]()
     least = time.axis.high / LANE_COLUMNS
     newest: dict[tuple[str, int, int], int] = {}  # (shape, first, last) -> its last block
-    for span in layout_spans(run.result):
+    for span in run.spans:
         start, stop = time.at(span.start_s), time.at(span.stop_s)
         for group in span.groups:
             for first, last in _neighbours(group.members):
@@ -191,7 +190,7 @@ def _lanes(run: Run, time: TimeAxis) -> dict[str, list[tuple[float, float, float
 
 def _shares_of_shapes(run: Run, time: TimeAxis) -> dict[str, list[tuple[float, float, float, float]]]:
     blocks: dict[str, list[tuple[float, float, float, float]]] = {}
-    spans, least = layout_spans(run.result), time.axis.high / LANE_COLUMNS
+    spans, least = run.spans, time.axis.high / LANE_COLUMNS
     kept = [span for i, span in enumerate(spans) if not i or time.at(span.stop_s - span.start_s) >= least]
     for span, after in zip(kept, [*(later.start_s for later in kept[1:]), run.result.end_s], strict=True):
         low, total = 0.0, sum(group.degree for group in span.groups)

@@ -1,5 +1,7 @@
 """Numbers as people read them in cards, tables and on axes."""
 
+import math
+
 NONE, TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 
 
@@ -56,7 +58,9 @@ def percent(share: float | None) -> str:
     """A share of one: "97.2 %"; a dash where there is none."""
     if share is None:
         return NONE
-    return f"{100 * share:.1f} %" if abs(share) < 0.9995 or share == 1 else f"{100 * share:.2f} %"
+    if 0.9995 <= share < 1:
+        return f"{math.floor(share * 1e4) / 100:.2f} %"  # almost all is not all
+    return f"{100 * share:.1f} %"
 
 
 def rate(value: float | None) -> str:
