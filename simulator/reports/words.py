@@ -6,7 +6,7 @@ NONE, TIMES = "\N{EN DASH}", "\N{MULTIPLICATION SIGN}"
 
 
 def seconds(value: float | None) -> str:
-    """A duration of any size: "1.4 ms", "0.31 s", "12.5 s", "2 min 05 s", "1 h 02 min"; a dash where there is none."""
+    """A duration of any size: "1.42 ms", "0.310 s", "2 min 05 s", "1 h 02 min"; a dash where there is none."""
     if value is None:
         return NONE
     if value <= 0:
@@ -85,4 +85,4 @@ def _three(value: float) -> str:
         return f"{value:,.0f}"
     if abs(value) >= 10:
         return f"{value:.1f}"
-    return f"{value:.2f}" if abs(value) >= 1 else f"{value:.3g}"
+    return f"{value:#.3g}"

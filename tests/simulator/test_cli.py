@@ -106,7 +106,7 @@ def test_a_trace_is_replayed_on_what_the_options_describe(run: Run) -> None:
     assert saved() == ["t.html", "t.json"]
     result = read_json(Path("simulations/t.json"))
     assert len(result.outcomes) == 10 and result.policy == "vllm_dp" and result.num_instances == 2
-    assert "Limits at scale 1: TTFT 0.5 s (the command line)" in Path("simulations/t.html").read_text()
+    assert "Limits at scale 1: TTFT 0.500 s (the command line)" in Path("simulations/t.html").read_text()
 
 
 def test_a_real_run_stands_before_the_policies_that_replay_it(run: Run, tmp_path: Path) -> None:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from pengserve.cluster import app
 from pengserve.cluster.ingress import request_log, vllm_openai_seam
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.wishes import RequestWish
+from pengserve.cluster.settings import load_settings
 from tests.support.moving import PROMPT, Cluster
 
 KEYS = [
@@ -142,6 +144,11 @@ def test_without_a_path_nothing_is_kept() -> None:
     served.request(0, 2)
     served.settle()
     assert served.finishes == {"r0": "length"} and not served.request_log._rows
+
+
+def test_the_setting_reaches_the_ingress() -> None:
+    settings = load_settings(None, model="m", request_log="/logs/requests.jsonl")
+    assert app.ingress_config(settings, app.instance_config(settings)).request_log == "/logs/requests.jsonl"
 
 
 def test_reasons_have_the_names_of_openai() -> None:

@@ -66,7 +66,7 @@ def test_a_comparison_has_a_chart_for_each_run_and_ratios_to_the_first() -> None
     page = Page(text)
     assert page.sections == SECTIONS and page.num_charts == 5 * 2 + 5
     row = re.search(r"<tr><td>TTFT P50</td>(.*?)</tr>", text)
-    assert row is not None and "0.5 s" in row[1] and "1.00 s" in row[1] and f"{words.TIMES}2.00" in row[1]
+    assert row is not None and "0.500 s" in row[1] and "1.00 s" in row[1] and f"{words.TIMES}2.00" in row[1]
 
 
 def test_the_same_runs_give_the_same_bytes() -> None:

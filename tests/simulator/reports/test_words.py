@@ -17,7 +17,7 @@ from tests.simulator.reports.results import outcome, result
 @pytest.mark.parametrize(
     ("value", "text"),
     [
-        (None, words.NONE), (0.0, "0 s"), (0.00142, "1.42 ms"), (0.0994, "99.4 ms"), (0.31, "0.31 s"),
+        (None, words.NONE), (0.0, "0 s"), (0.00142, "1.42 ms"), (0.0994, "99.4 ms"), (0.31, "0.310 s"),
         (12.54, "12.5 s"), (276.2, "4 min 36 s"), (3599.9, "1 h 00 min"), (3725.0, "1 h 02 min"),
     ],
 )  # fmt: skip
@@ -45,7 +45,7 @@ def test_the_table_has_a_column_for_each_run_and_ratios() -> None:
     console.print(headline_table(runs_of([result(name="fast"), result(name="slow", outcomes=slow)])))
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert lines[0].split() == ["fast", "slow"]
-    assert lines[1].split() == ["TTFT", "P50", "0.5", "s", "1.50", "s", f"{words.TIMES}3.00"]
+    assert lines[1].split() == ["TTFT", "P50", "0.500", "s", "1.50", "s", f"{words.TIMES}3.00"]
 
 
 def test_the_bar_follows_the_slower_of_time_and_requests() -> None:
