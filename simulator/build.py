@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import ValidationError
 
+from pengserve.planners.cost_model import CostModel
 from pengserve.planners.types.errors import ConfigError, UnsupportedShapeError
 from pengserve.simulator.config import ClusterConfig, SimulationConfig, explain
 from pengserve.simulator.engine.cluster import ClusterShape
@@ -18,8 +19,9 @@ from pengserve.simulator.machine import Machine
 from pengserve.simulator.policies.policy import Facts, Setup
 from pengserve.simulator.policies.registry import policy_named
 from pengserve.simulator.requests import Arrival
+from pengserve.simulator.timing.cost_model_times import fit_cost_model
 from pengserve.simulator.timing.choose import Timing, profile_times, step_times
-from pengserve.simulator.timing.steps import StepTimes
+from pengserve.simulator.timing.steps import ModelTimes
 from pengserve.simulator.traces.config import build
 
 MOST_FOR_VLLM = 64  # instances that vLLM's own schedulers serve in reasonable time
@@ -110,6 +112,7 @@ def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
         ),
         activation_bytes=named.model.activation_bytes_per_token,
         host_bytes_per_s=cluster.links.get("pcie", gpu.pcie_bytes_per_s) * width,
+        lookahead=_lookahead(cluster, sizes, times(1)) if setup.max_stages > 1 else None,
         costs=SwitchCosts(**config.switches.model_dump()),
         assumptions=assumptions,
     )
@@ -175,7 +178,7 @@ def _check_places(
 
 def _times(
     cluster: ClusterConfig, named: _Named, setup: Setup
-) -> tuple[Callable[[int], StepTimes], tuple[str, ...]]:
+) -> tuple[Callable[[int], ModelTimes], tuple[str, ...]]:
     """Step times by the instances that compute a layer together, and what had to be assumed for them."""
     found: dict[int, Timing] = {}
     for degree in (1, *setup.degrees):
@@ -191,6 +194,17 @@ def _times(
             )
     assumptions = dict.fromkeys(sentence for timing in found.values() for sentence in timing.assumptions)
     return lambda degree: found[degree].times, tuple(assumptions)
+
+
+def _lookahead(cluster: ClusterConfig, sizes: Sizes, times: ModelTimes) -> CostModel:
+    """What the production planner of microbatches is told that steps cost."""
+    model, _ = fit_cost_model(
+        times,
+        max_batched_tokens=cluster.max_num_batched_tokens,
+        max_num_seqs=cluster.max_num_seqs,
+        max_model_len=min(sizes.max_model_len, sizes.dp.num_tokens),
+    )
+    return model
 
 
 def _scheduler(config: SimulationConfig, setup: Setup) -> Literal["vllm", "fast"]:

@@ -19,6 +19,7 @@ from pengserve.simulator.engine.instance import SimInstance
 from pengserve.simulator.requests import Arrival, LiveRequest
 
 PLACE_PERIOD_S = 0.25  # how often waiting requests are tried again, as in production
+MOST_EXACT = 64  # routes whose loads are those of this moment; of more they are as of their last event
 MAX_REDIRECTS_IN_PLACE = 8  # in a row without a new token; more of them wait a period each
 
 
@@ -258,6 +259,9 @@ class Ingress:
 
     def _refresh(self) -> None:
         """Takes in what has changed since the last choice."""
+        if len(self._routes) <= MOST_EXACT:
+            for instance in self._ready():
+                instance.current.catch_up()
         for key in sorted(self._dirty):
             instance = self.cluster.instances.get(key)
             if instance is None or not instance.is_alive or instance.is_follower or key not in self._routes:

@@ -18,7 +18,7 @@ from pengserve.simulator.engine.pipeline_lane import PipelineLane
 from pengserve.simulator.engine.scheduler import LaneScheduler
 from pengserve.simulator.engine.switches.switch import Network, SwitchCosts
 from pengserve.simulator.requests import LiveRequest
-from pengserve.simulator.timing.steps import Batch, StepTimes, prefill_tokens
+from pengserve.simulator.timing.steps import Batch, ModelTimes, prefill_tokens
 
 
 class LinkSpeeds(Network, Protocol):
@@ -34,7 +34,7 @@ class Machine:
     """Everything about a cluster that is not a decision."""
 
     shape: ClusterShape
-    times: Callable[[int], StepTimes]  # of the whole model, by the instances that compute a layer together
+    times: Callable[[int], ModelTimes]  # of the whole model, by the instances that compute a layer together
     network: Callable[[], LinkSpeeds]  # made in the running loop
     scheduler: Literal["vllm", "fast"]
     options: SchedulerOptions
@@ -84,7 +84,15 @@ class Machine:
             self.options, num_stages=degree_of(shape), lookahead=self.lookahead, preemption="recompute"
         )
         scheduler = self._scheduler(capacity, options)
-        return PipelineLane(scheduler, times, on_end=on_end, transfer_s=transfer_s, on_step=on_step, gaps=gaps)
+        return PipelineLane(
+            scheduler,
+            times,
+            on_end=on_end,
+            transfer_s=transfer_s,
+            stage_times=times.stage(degree_of(shape)),
+            on_step=on_step,
+            gaps=gaps,
+        )
 
     def _scheduler(self, capacity: KvCapacity, options: SchedulerOptions) -> LaneScheduler:
         if self.scheduler == "fast":

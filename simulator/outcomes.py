@@ -32,7 +32,7 @@ class Outcomes:
             arrived_s=arrival.at_s,
             prompt_tokens=arrival.prompt_tokens,
             output_tokens=request.num_generated,
-            scheduled_s=self._since_start(request.scheduled_s),
+            scheduled_s=self._since_start(request.scheduled_s, arrival.at_s),
             first_token_s=self._since_start(request.first_token_s),
             end_s=None if refused else self._since_start(request.last_token_s),
             longest_gap_s=request.longest_gap_s,
@@ -53,5 +53,6 @@ class Outcomes:
         """In the order of `arrivals`, as far as they have come."""
         return tuple(self._found[a.request_id] for a in arrivals if a.request_id in self._found)
 
-    def _since_start(self, time_s: float | None) -> float | None:
-        return None if time_s is None else time_s - self.start_s
+    def _since_start(self, time_s: float | None, least_s: float = 0.0) -> float | None:
+        """`least_s`: what rounding must not bring it below."""
+        return None if time_s is None else max(least_s, time_s - self.start_s)

@@ -218,8 +218,8 @@ class VllmScheduler:
     def finish(self, step: Step, num_steps: int = 1) -> list[LiveRequest]:
         """See `LaneScheduler`."""
         output, sampled = step.handle
-        if output is not self._in_flight[0]:
-            raise PlanError("steps must be finished in the order in which they were scheduled")
+        if not self._in_flight or output is not self._in_flight[0]:
+            raise PlanError("steps must be finished in the order in which they were scheduled, each once")
         self._in_flight.popleft()
         ids = list(output.num_scheduled_tokens)
         index = {request_id: number for number, request_id in enumerate(ids)}

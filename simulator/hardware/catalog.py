@@ -29,7 +29,7 @@ from pengserve.planners.cost_model import CostModel
 from pengserve.planners.types.errors import ConfigError
 
 BUILT_IN = ("gpus.yaml", "models.yaml", "profiles.yaml")
-SUFFIX = re.compile(r"[-_](instruct|chat|hf|it)$")  # of Hugging Face names: how it was tuned changes no step
+SUFFIX = re.compile(r"([-_](instruct|chat|hf|it))+$")  # of Hugging Face names: how it was tuned changes no step
 
 Count = Annotated[int, Field(gt=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]

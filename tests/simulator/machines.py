@@ -28,6 +28,10 @@ class LinearTimes:
     def __init__(self, degree: int) -> None:
         self._degree = degree
 
+    def stage(self, num_stages: int) -> "LinearTimes":
+        """See `ModelTimes`."""
+        return LinearTimes(self._degree * num_stages)
+
     def step_s(self, batch: Batch) -> float:
         """See `StepTimes`."""
         work_s = 5e-3 + 5e-5 * batch.num_decodes + 2e-8 * batch.context_tokens + 5e-5 * prefill_tokens(batch.prefills)
