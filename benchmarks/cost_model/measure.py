@@ -1,11 +1,8 @@
 """Times steps of one engine, fits both models on a part of them, and runs both ways to form microbatches with ours."""
 
-import json
 import os
 import random
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -17,13 +14,11 @@ from benchmarks.harness import MIB
 from pengserve.planners.cost_model import CostModel, Sample, fit, fit_token_count, relative_errors
 from pengserve.planners.lookahead import Limits, Work, form_by_tokens, form_microbatches, next_budget, next_by_tokens
 from pengserve.planners.pipeline import Bubble, Former, Job, serve, simulate
-from pengserve.planners.types.codec import from_data, to_data
 from pengserve.planners.types.config import InstanceConfig
-from pengserve.replicas.environment import process_environment
+from pengserve.replicas.profile_process import ProfilePlan, profile_engine
 
 KINDS = ("decodes", "prefill", "both")
-OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_LOGGING_LEVEL": "WARNING"}
-MARK = "SAMPLE"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 MAX_MODEL_LEN = 8192
 NUM_PLANNED = 1000
 PLANNINGS = 9
@@ -130,30 +125,15 @@ class Result:
 
 
 def measure(plan: Plan, on_step: Callable[[], None]) -> list[Sample]:
-    """Times every batch in a process of its own: the median of its steps in a round, and of the rounds the least, as
-    whatever else runs on the machine only ever adds to it.
+    """Times every batch in a process of its own.
 
     Raises:
-        RuntimeError: the engine failed; with its last words.
+        EngineError: the engine failed; with its last words.
     """
+    os.environ.update(OFFLINE)  # for the engine's process
     config = InstanceConfig(app="bench", model=str(plan.model), degrees=(2,), engine=dict(plan.engine))
-    wishes = {name: getattr(plan, name) for name in ("num_batches", "seed", "repetitions", "rounds")}
-    command = [sys.executable, "-m", "benchmarks.cost_model.engine", json.dumps(to_data(config)), json.dumps(wishes)]
-    environment = {**os.environ, **OFFLINE, **process_environment(config)}
-    found: dict[int, list[Sample]] = {}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(MARK):
-                data = json.loads(line.removeprefix(MARK))
-                found.setdefault(data["batch"], []).append(from_data(Sample, data["sample"]))
-                on_step()
-    if process.returncode or len(found) != plan.num_batches:
-        raise RuntimeError(f"the engine ended with status {process.returncode} after {len(found)} batches")
-    return [
-        Sample(chunks=same[0].chunks, seconds=min(sample.seconds for sample in same))
-        for _, same in sorted(found.items())
-    ]
+    wishes = ProfilePlan(num_batches=plan.num_batches, rounds=plan.rounds, repetitions=plan.repetitions, seed=plan.seed)
+    return profile_engine(config, wishes, on_step)[1]
 
 
 def evaluate(plan: Plan, samples: Sequence[Sample]) -> Result:

@@ -1,6 +1,7 @@
 """The `pengserve` command: what each sub-command takes. The work is in the modules beside this one.
 
 Those are imported inside the commands, so that `pengserve --help` costs neither rich tables nor httpx, Ray or vLLM.
+Commands of other floors come through entry points (`commands.py`).
 """
 
 import sys
@@ -10,11 +11,13 @@ from typing import Annotated
 
 import typer
 
+from pengserve.cluster.cli.commands import Commands
 from pengserve.planners.types.errors import PengServeError
 from pengserve.planners.types.plans import SwitchStrategy as Strategy
 
 app = typer.Typer(
     name="pengserve",
+    cls=Commands,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",

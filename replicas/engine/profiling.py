@@ -9,13 +9,16 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from itertools import count, cycle, islice
+from typing import Any
 
+import torch
 from vllm import SamplingParams
 
 from pengserve.planners.cost_model import Chunk, Sample
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.planners.types.units import blocks_for
+from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.handoff import Handoff, revive
 from pengserve.replicas.engine.lane import Lane
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest, Request
@@ -39,6 +42,26 @@ def choose_batches(
         _choose(source, capacity, min(max_batched_tokens, room), room, *mix)
         for mix in islice(cycle(MIXES), num_batches)
     ]
+
+
+def describe(lane: DpLane) -> dict[str, Any]:
+    """What the engine is: its device, its model's sizes and its budget of tokens, by names in `EngineFacts`."""
+    vllm_config = lane.core.vllm_config
+    model: Any = vllm_config.model_config
+    hf_config = model.hf_text_config
+    kv_dtype = vllm_config.cache_config.cache_dtype
+    return {
+        "device_name": "cpu" if lane.worker.device.type == "cpu" else torch.cuda.get_device_name(lane.worker.device),
+        "max_num_batched_tokens": vllm_config.scheduler_config.max_num_batched_tokens,
+        "layers": hf_config.num_hidden_layers,
+        "hidden": hf_config.hidden_size,
+        "heads": hf_config.num_attention_heads,
+        "kv_heads": model.get_total_num_kv_heads(),
+        "head_dim": model.get_head_size(),
+        "experts": model.get_num_experts(),
+        "value_bytes": model.dtype.itemsize,
+        "kv_value_bytes": 1 if kv_dtype.startswith("fp8") else model.dtype.itemsize,
+    }
 
 
 def profile(lane: Lane, batches: Sequence[Sequence[Chunk]], repetitions: int = 5) -> Iterator[Sample]:

@@ -43,6 +43,7 @@ class Lane:
         times: StepTimes,
         *,
         on_end: Callable[[Sequence[LiveRequest]], None],
+        on_step: Callable[[], None] | None = None,
         gaps: GapCounter | None = None,
         swap_s: Callable[[int, int], float] | None = None,
     ) -> None:
@@ -50,6 +51,7 @@ class Lane:
 
         Args:
             on_end: hears of requests that have their last token, at a step boundary.
+            on_step: is called whenever steps have ended.
             gaps: counts all gaps between tokens.
             swap_s: seconds that a step waits for so many bytes to the host and so many from it; None: none.
         """
@@ -57,12 +59,12 @@ class Lane:
         self.last_step_s = 0.0  # of the newest step that has ended
         self.busy_s = 0.0  # of all steps that have ended
         self.gaps = gaps if gaps is not None else GapCounter()
-        self._on_end, self._swap_s = on_end, swap_s
+        self._on_end, self._on_step, self._swap_s = on_end, on_step, swap_s
         self._loop = asyncio.get_running_loop()
         self._flights: deque[Flight] = deque()
         self._timer: asyncio.TimerHandle | None = None
         self._ready_s = 0.0  # nothing begins before
-        self._is_paused = self._is_at_boundary = False
+        self._is_paused = self._is_at_boundary = self._is_closed = False
         self._pausing: list[asyncio.Future[None]] = []
         self._leaving: list[LiveRequest] = []  # as soon as they are in no unfinished step
 
@@ -124,7 +126,7 @@ class Lane:
 
     def resume(self) -> None:
         """Ends a pause."""
-        self._is_paused = False
+        self._is_paused = self._is_closed
         self._wake()
 
     def stall(self, seconds: float) -> None:
@@ -135,6 +137,15 @@ class Lane:
         for request in self.scheduler.running:
             request.stalls_s += seconds
         self._wake()
+
+    def close(self) -> None:
+        """Its instance is gone: what is under way never ends, and nothing runs here any more."""
+        self._is_closed = self._is_paused = True
+        self._flights.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        for waiter in self._pausing:
+            waiter.cancel()
 
     def catch_up(self) -> None:
         """Finishes all steps that have ended by now, so that the scheduler shows what is true now."""
@@ -181,6 +192,8 @@ class Lane:
         return self.times.decodes_s(batch, num_steps) if num_steps > 1 else self.times.step_s(batch)
 
     def _ended(self) -> None:
+        if self._is_closed:
+            return
         flight = self._flights.popleft()
         self._is_at_boundary = True
         ended = self._finish(flight, flight.num_steps, flight.end_s)
@@ -230,6 +243,8 @@ class Lane:
         """Gives out the tokens of `num_steps` steps; requests that have all of theirs."""
         step, batch = flight.step, flight.step.batch
         ended = self.scheduler.finish(step, num_steps)
+        if self._on_step is not None:
+            self._on_step()
         first_s, last_step_s = end_s, end_s - flight.begin_s
         self.busy_s += last_step_s
         if num_steps > 1:

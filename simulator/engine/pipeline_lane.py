@@ -77,6 +77,8 @@ class PipelineLane(Lane):
         *,
         on_end: Callable[[Sequence[LiveRequest]], None],
         transfer_s: Callable[[Batch], float],
+        stage_times: StepTimes | None = None,
+        on_step: Callable[[], None] | None = None,
         gaps: GapCounter | None = None,
         swap_s: Callable[[int, int], float] | None = None,
     ) -> None:
@@ -84,6 +86,7 @@ class PipelineLane(Lane):
 
         Args:
             times: of the whole model.
+            stage_times: of one stage; None: even shares of the whole.
             transfer_s: seconds in which a microbatch's activations go from one stage to the next.
 
         Raises:
@@ -92,9 +95,14 @@ class PipelineLane(Lane):
         self.num_stages = scheduler.options.num_stages
         if self.num_stages < 2:
             raise PlanError("a pipeline lane needs a scheduler with num_stages of 2 or more: use a plain lane")
-        super().__init__(scheduler, times, on_end=on_end, gaps=gaps, swap_s=swap_s)
+        super().__init__(scheduler, times, on_end=on_end, on_step=on_step, gaps=gaps, swap_s=swap_s)
         self.stages = Stages(self.num_stages)
-        self._transfer_s = transfer_s
+        self._transfer_s, self._stage_times = transfer_s, stage_times
+
+    def _stage_s(self, batch: Batch) -> float:
+        if self._stage_times is not None:
+            return self._stage_times.step_s(batch)
+        return self.times.step_s(batch) / self.num_stages
 
     def _wake(self) -> None:
         if not self._is_at_boundary:
@@ -108,7 +116,7 @@ class PipelineLane(Lane):
             if step is None:
                 break
             begin_s = self._started(step, now_s)
-            stage_s = self.times.step_s(step.batch) / self.num_stages
+            stage_s = self._stage_s(step.batch)
             is_queue = self.scheduler.queued_tokens > 0
             end_s = self.stages.enter(begin_s, stage_s, self._transfer_s(step.batch), is_queue)
             self._flights.append(Flight(step, begin_s, 1, end_s))

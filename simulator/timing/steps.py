@@ -33,6 +33,14 @@ class StepTimes(Protocol):
         ...
 
 
+class ModelTimes(StepTimes, Protocol):
+    """Those of a whole model, which can be cut into stages."""
+
+    def stage(self, num_stages: int) -> StepTimes:
+        """One of so many stages with as many layers each: its share of the layers' time, and all of the host's part."""
+        ...
+
+
 def prefill_tokens(chunks: Sequence[Chunk]) -> int:
     """New tokens of prefill chunks."""
     return sum(chunk.num_tokens for chunk in chunks)

@@ -1,0 +1,214 @@
+"""The instances of a simulated cluster: they start, serve, change their shape, and die."""
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from pengserve.planners.types.directory import PeerDirectory
+from pengserve.planners.types.errors import EngineError, FenceError, PengServeError, StepError
+from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
+from pengserve.planners.types.snapshot import DeviceInfo, InstanceState, KvCapacity
+from pengserve.simulator.engine.driver import Driver, Owner
+from pengserve.simulator.engine.group import end_group
+from pengserve.simulator.engine.instance import BuildLane, SimInstance
+from pengserve.simulator.engine.memory import Sizes, lane_infos
+from pengserve.simulator.engine.switches.drop import drop
+from pengserve.simulator.engine.switches.merge import check_merge, merge
+from pengserve.simulator.engine.switches.restore import restore
+from pengserve.simulator.engine.switches.split import check_split, split
+from pengserve.simulator.engine.switches.switch import Network, Switch, SwitchCosts
+
+_KINDS = {"merge": merge, "split": split, "drop": drop, "restore": restore}
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterShape:
+    """How many instances there are, where, and what they can be."""
+
+    num_instances: int
+    per_node: int  # instances of one node
+    sizes: Sizes
+    shapes: tuple[str, ...] = ()  # beside dp
+    start_s: float = 0.0  # until an instance that replaces another is ready
+
+
+@dataclass(slots=True, eq=False)
+class _UnderWay:
+    switch: Switch
+    task: "asyncio.Task[SwitchReport]"
+    failure: PengServeError | None = None  # why it was broken off
+
+
+class SimCluster:
+    """Who lives now, and which switches are under way. Everything runs on one event loop of virtual time."""
+
+    def __init__(
+        self, shape: ClusterShape, *, build: BuildLane, owner: Owner, network: Network, costs: SwitchCosts
+    ) -> None:
+        self.shape, self.owner, self.network, self.costs = shape, owner, network, costs
+        self.instances: dict[InstanceKey, SimInstance] = {}
+        self._build = build
+        self._lanes = lane_infos(shape.sizes, shape.shapes) if shape.shapes else ()
+        self._newest: dict[InstanceId, InstanceKey] = {}
+        self._prepared: dict[tuple[InstanceKey, str], SwitchPlan] = {}
+        self._under_way: dict[str, _UnderWay] = {}
+        self._reports: dict[str, SwitchReport] = {}
+        self._directory: tuple[PeerDirectory | None, dict[InstanceKey, tuple[str, ...]]] = (None, {})
+
+    # Lives ------------------------------------------------------------------------------------------------------------
+
+    def living(self) -> Iterator[SimInstance]:
+        """Instances that have not died."""
+        return (instance for instance in self.instances.values() if instance.is_alive)
+
+    def newest(self, instance_id: InstanceId) -> SimInstance | None:
+        """The newest life in a slot, if it lives."""
+        key = self._newest.get(instance_id)
+        instance = self.instances.get(key) if key is not None else None
+        return instance if instance is not None and instance.is_alive else None
+
+    def create(self, key: InstanceKey) -> None:
+        """Begins a life; one that replaces another is ready after `start_s`. One that exists is left alone."""
+        if key in self.instances:
+            return
+        slot, per_node = key.instance_id, self.shape.per_node
+        device = DeviceInfo(node_id=f"node{slot // per_node:05d}", device=f"gpu:{slot % per_node}", pid=slot + 1)
+        instance = SimInstance(key, device, self.shape.sizes, self._build, self._lanes)
+        self.instances[key], self._newest[key.instance_id] = instance, key
+        start_s = self.shape.start_s if key.incarnation > 1 else 0.0  # traffic begins when the first ones are ready
+        asyncio.get_running_loop().call_later(start_s, self._ready, instance)
+
+    def _ready(self, instance: SimInstance) -> None:
+        if instance.state is InstanceState.STARTING:
+            instance.state = InstanceState.READY
+            self.owner.touched(instance.key)
+
+    def find(self, key: InstanceKey) -> SimInstance:
+        """That life of an instance.
+
+        Raises:
+            EngineError: it is over.
+        """
+        instance = self.instances.get(key)
+        if instance is None or not instance.is_alive:
+            raise EngineError(f"instance {key} has ended")
+        return instance
+
+    def die(self, key: InstanceKey) -> None:
+        """The process of an instance ends at once. Its group ends, and its requests are resumed elsewhere."""
+        instance = self.instances.get(key)
+        if instance is None or not instance.is_alive:
+            return
+        instance.state = InstanceState.DEAD
+        for under_way in list(self._under_way.values()):
+            if instance in under_way.switch.members:
+                self._break_off(under_way, EngineError(f"instance {key} was lost"))
+        if instance.group is not None:
+            self._break_group(instance)
+        lost = instance.requests()
+        instance.lane.close()
+        self.owner.touched(key)
+        self.owner.lost(key, lost)
+
+    def _break_group(self, dead: SimInstance) -> None:
+        """The survivors of a group go on alone; what it ran is resumed from its tokens."""
+        run = dead.group
+        assert run is not None
+        lost = end_group(run)
+        for member in run.members:
+            if member.is_alive:
+                if run.group.kind is GroupKind.PP:
+                    member.lane.stall(self.costs.reload_s)
+                member.lane.resume()
+                self.owner.touched(member.key)
+        if run.leader.is_alive:
+            self.owner.moved(lost, None, carried=False)
+        else:
+            self.owner.lost(run.leader.key, lost)
+
+    def remove(self, key: InstanceKey) -> None:
+        """Ends an instance, if it lives, and frees its place."""
+        self.die(key)
+        self.instances.pop(key, None)
+
+    # Switches ---------------------------------------------------------------------------------------------------------
+
+    def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
+        """Takes a newer directory of peers."""
+        instance = self.find(key)
+        if self._directory[0] is not directory:
+            names: dict[InstanceKey, list[str]] = {}
+            for spec in directory.groups:
+                for member in spec.members:
+                    names.setdefault(member, []).append(spec.name)
+            self._directory = directory, {member: tuple(found) for member, found in names.items()}
+        instance.groups_ready = self._directory[1].get(key, ())
+
+    def prepare(self, key: InstanceKey, plan: SwitchPlan) -> None:
+        """Whether a member can take part; changes nothing visible. Raises StepError, FenceError, EngineError."""
+        instance = self.find(key)
+        if instance.state is not InstanceState.READY:
+            raise StepError(f"instance {key} is not ready to change its shape")
+        if key not in plan.members:
+            raise FenceError(f"instance {key} is not a member of {plan.group} any more")
+        if plan.epoch < instance.epoch:
+            raise FenceError(f"the plan is for epoch {plan.epoch}, and instance {key} is at {instance.epoch}")
+        if any(instance in under_way.switch.members for under_way in self._under_way.values()):
+            raise StepError(f"instance {key} is in the middle of another switch")
+        (check_merge if plan.is_merge else check_split)(plan, instance)
+        self._prepared[key, plan.plan_id] = plan
+
+    async def commit(self, key: InstanceKey, plan: SwitchPlan) -> SwitchReport:
+        """Carries out a prepared plan; goes on where the caller does not wait for it. Raises StepError, EngineError."""
+        if plan.plan_id in self._reports:
+            return self._reports[plan.plan_id]
+        if plan.plan_id not in self._under_way:
+            self._begin(key, plan)
+        under_way = self._under_way[plan.plan_id]
+        try:
+            return await asyncio.shield(under_way.task)
+        except asyncio.CancelledError:
+            if under_way.failure is not None:
+                raise under_way.failure from None
+            raise
+
+    def _begin(self, key: InstanceKey, plan: SwitchPlan) -> None:
+        for member in plan.members:
+            if (member, plan.plan_id) not in self._prepared:
+                raise StepError(f"instance {member} has not prepared {plan.plan_id}")
+            del self._prepared[member, plan.plan_id]
+        members = tuple(self.find(member) for member in plan.members)
+        switch = Switch(plan=plan, members=members, around=self)
+        task = asyncio.get_running_loop().create_task(self._carry_out(switch), name=plan.plan_id)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may have left
+        self._under_way[plan.plan_id] = _UnderWay(switch, task)
+
+    async def _carry_out(self, switch: Switch) -> SwitchReport:
+        plan = switch.plan
+        try:
+            report = await _KINDS[plan.verb](switch)
+        except BaseException:
+            switch.undo()
+            raise
+        finally:
+            del self._under_way[plan.plan_id]
+        self._reports[plan.plan_id] = report
+        return report
+
+    def abort(self, key: InstanceKey, plan_id: str) -> None:
+        """Forgets a prepared plan, and calls off one that has moved nothing yet."""
+        self._prepared.pop((key, plan_id), None)
+        under_way = self._under_way.get(plan_id)
+        if under_way is not None and under_way.switch.may_end:
+            self._break_off(under_way, StepError("the controller called it off"))
+
+    def _break_off(self, under_way: _UnderWay, failure: PengServeError) -> None:
+        if under_way.failure is None:
+            under_way.failure = failure
+            under_way.task.cancel()
+
+    def group_lane(self, group: Group, members: tuple[SimInstance, ...], capacity: KvCapacity) -> Driver:
+        """See `Surroundings`."""
+        lane = self._build(group.shape, capacity, members)
+        return lane

@@ -1,0 +1,171 @@
+"""One instance in virtual time: its dp lane, the group that it is in, and what it says of itself."""
+
+import asyncio
+from collections.abc import Callable, Collection
+
+from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
+from pengserve.planners.types.layout import GroupKind
+from pengserve.planners.types.snapshot import (
+    DeviceInfo,
+    InstanceSnapshot,
+    InstanceState,
+    InstanceStats,
+    KvCapacity,
+    LaneInfo,
+)
+from pengserve.simulator.engine.driver import Driver
+from pengserve.simulator.engine.group import GroupRun
+from pengserve.simulator.engine.memory import Sizes
+from pengserve.simulator.requests import LiveRequest
+
+BuildLane = Callable[[str, KvCapacity, "tuple[SimInstance, ...]"], Driver]
+"""A lane of a shape for these members, the first of which has its requests."""
+
+
+class SimInstance:
+    """What the production instance is to the controller: a state, lanes, stats.
+
+    Requests are in its dp lane, in the lane of the group that it leads, or held back while it drains.
+    """
+
+    def __init__(
+        self,
+        key: InstanceKey,
+        device: DeviceInfo,
+        sizes: Sizes,
+        build: BuildLane,
+        lanes: tuple[LaneInfo, ...] = (),
+    ) -> None:
+        """`lanes` are the shapes that it was asked to be able to run; empty where it is never in a group."""
+        self.key, self.device, self.sizes = key, device, sizes
+        self.state = InstanceState.STARTING
+        self.group: GroupRun | None = None
+        self.epoch = Epoch(0)
+        self.groups_ready: tuple[str, ...] = ()
+        self.num_switches = 0
+        self.held: list[LiveRequest] | None = None  # new requests, while it drains for a switch
+        self._lanes = lanes
+        self._leaving: set[LiveRequest] = set()  # a drain waits for these
+        self._drained: asyncio.Event | None = None
+        self.lane = build(GroupKind.DP, sizes.dp, (self,))
+
+    @property
+    def instance_id(self) -> InstanceId:
+        """Its slot."""
+        return self.key.instance_id
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it still answers."""
+        return self.state is not InstanceState.DEAD
+
+    @property
+    def is_follower(self) -> bool:
+        """Whether another instance schedules what runs here."""
+        return self.group is not None and self.group.leader is not self
+
+    @property
+    def current(self) -> Driver:
+        """The lane that takes requests here; of a follower its dp lane, which does not run."""
+        run = self.group
+        return self.lane if run is None or run.leader is not self else run.lane
+
+    @property
+    def capacity(self) -> KvCapacity:
+        """Of the shape that runs here."""
+        return self.sizes.dp if self.group is None else self.group.capacity
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that one request may ever have here."""
+        return 0 if self.is_follower else self.capacity.max_model_len
+
+    # Requests ---------------------------------------------------------------------------------------------------------
+
+    def add(self, request: LiveRequest) -> None:
+        """Takes a request, which is held back while the instance drains for a switch."""
+        if self.held is not None:
+            self.held.append(request)
+        else:
+            self.current.add(request)
+
+    def requests(self) -> list[LiveRequest]:
+        """All that are here, running ones first."""
+        own = [*self.lane.scheduler.running, *self.lane.scheduler.waiting]
+        groups = self.group.requests() if self.group is not None and self.group.leader is self else []
+        return [*groups, *own, *(self.held or ())]
+
+    def hold_new(self) -> None:
+        """From now on, no waiting request begins; what runs goes on."""
+        scheduler = self.current.scheduler
+        waiting = [request for request in scheduler.waiting if not request.num_generated]
+        self.current.remove(waiting)
+        self.held = waiting
+
+    def release_new(self) -> None:
+        """What was held back waits for its turn again."""
+        held, self.held = self.held, None
+        for request in held or ():
+            self.current.add(request)
+
+    async def drained(self, requests: Collection[LiveRequest]) -> None:
+        """Waits until these have ended."""
+        self._leaving = {request for request in requests if not request.is_done}
+        self._drained = asyncio.Event()
+        if self._leaving:
+            await self._drained.wait()
+
+    def note_ended(self, requests: Collection[LiveRequest]) -> None:
+        """These have ended here."""
+        if self._leaving:
+            self._leaving.difference_update(requests)
+            if not self._leaving and self._drained is not None:
+                self._drained.set()
+
+    # What it says -----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> InstanceStats:
+        """Its load, as a production instance sends it after its last step."""
+        lane, capacity, run = self.current, self.capacity, self.group
+        scheduler = lane.scheduler
+        held = self.held or ()
+        num_paused = reserved = longest = 0
+        shape = "dp"
+        if run is not None:
+            shape, own = run.group.shape, self.lane.scheduler
+            num_paused = len(own.running) + len(own.waiting)
+            if run.leader is self:
+                reserved = run.num_reserved
+                longest = max((r.num_tokens for r in run.requests()), default=0)
+        return InstanceStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting) + len(held),
+            kv_blocks_used=scheduler.num_blocks - scheduler.num_free + reserved,
+            queued_tokens=scheduler.queued_tokens + sum(request.num_tokens for request in held),
+            shape=shape,
+            is_follower=self.is_follower,
+            block_size=capacity.block_size,
+            kv_blocks_total=capacity.num_blocks,
+            max_model_len=capacity.max_model_len,
+            longest_tokens=longest,
+            num_paused=num_paused,
+            total_switches=self.num_switches,
+            **scheduler.totals,
+        )
+
+    def snapshot(self) -> InstanceSnapshot:
+        """All that it says of itself, as of its last step."""
+        is_up = self.state in (InstanceState.READY, InstanceState.DRAINING)
+        return InstanceSnapshot(
+            key=self.key,
+            state=self.state,
+            endpoint=f"instance-{self.key}" if is_up else "",
+            device=self.device,
+            capacity=self.sizes.dp if is_up else None,
+            stats=self.stats() if is_up else InstanceStats(),
+            lanes=self._lanes if is_up else (),
+            lane=GroupKind.DP.value if self.group is None else str(self.group.group),
+            epoch=self.epoch,
+            peer_endpoint=f"peer-{self.key}" if is_up and self._lanes else "",
+            groups_ready=self.groups_ready,
+        )

@@ -1,0 +1,129 @@
+"""What an instance's memory holds in each shape: weights, and KV in what they leave.
+
+    shape   weights of an instance                      a block
+    dp      all                                         block_size tokens, all layers
+    tp p    all, as views (a static cluster: its share)  p times the tokens, at each member the bytes of one dp block
+    pp s    all that is not in layers, and its layers    block_size tokens, at each member the bytes of its layers
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from pengserve.planners.stages import stage_layers
+from pengserve.planners.types.errors import ConfigError
+from pengserve.planners.types.layout import GroupKind
+from pengserve.planners.types.snapshot import KvCapacity, LaneInfo
+from pengserve.planners.types.units import format_bytes
+
+MIN_BLOCKS = 2  # of a lane that can serve at all
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """Of one instance, which may be several GPUs that always work together."""
+
+    memory_bytes: int  # for weights and KV together, over all of its GPUs
+    weight_bytes: int  # of the whole model
+    num_layers: int
+    layer_bytes: int  # weights of one layer
+    token_bytes: int  # KV of one token, over all layers and heads
+    num_kv_heads: int
+    base_degree: int = 1  # GPUs of an instance; each of its layers is sharded over them
+    block_size: int = 16
+    max_model_len: int = 1 << 30  # of the model, or as configured
+    max_num_seqs: int = 256
+    is_static: bool = False  # its tp lanes hold their share of the weights alone: it can never be dp again
+
+    @cached_property
+    def dp_token_bytes(self) -> int:
+        """KV of a token at an instance that is alone; more GPUs than KV heads keep copies."""
+        return self.token_bytes * max(1, self.base_degree // self.num_kv_heads)
+
+    @cached_property
+    def dp_block_bytes(self) -> int:
+        """Bytes of a dp block over all layers."""
+        return self.dp_token_bytes * self.block_size
+
+    @cached_property
+    def dp(self) -> KvCapacity:
+        """What one instance holds alone."""
+        return self._capacity((self.memory_bytes - self.weight_bytes) // self.dp_block_bytes, self.block_size)
+
+    def tp(self, degree: int) -> KvCapacity:
+        """What one member of a tensor-parallel group holds, in the group's blocks."""
+        factor = max(1, self.base_degree // self.num_kv_heads)
+        wide = max(1, self.base_degree * degree // self.num_kv_heads)
+        num_blocks = self.dp.num_blocks
+        if self.is_static:
+            num_blocks = (self.memory_bytes - self.weight_bytes // degree) // self.dp_block_bytes
+        return self._capacity(num_blocks, self.block_size * max(1, degree * factor // wide))
+
+    def pp(self, num_stages: int) -> KvCapacity:
+        """What a pipeline of such instances holds: as much as the stage with the least room.
+
+        Raises:
+            UnsupportedShapeError: there are fewer layers than stages.
+        """
+        return self._capacity(min(map(self.stage_blocks, self.stage_sizes(num_stages))), self.block_size)
+
+    def lane(self, shape: str) -> KvCapacity:
+        """What one member of a group of that shape holds. Raises as `pp`."""
+        if shape == GroupKind.DP:
+            return self.dp
+        degree = int(shape[2:])
+        return self.tp(degree) if shape.startswith(GroupKind.TP) else self.pp(degree)
+
+    def stage_sizes(self, num_stages: int) -> tuple[int, ...]:
+        """Layers by rank: the leader has the last stage, the others the stages before it in their order."""
+        stages = [stop - start for start, stop in stage_layers(self.num_layers, num_stages)]
+        return (stages[-1], *stages[:-1])
+
+    def stage_blocks(self, num_layers: int) -> int:
+        """Blocks of so many layers that fit beside the weights of these alone."""
+        weights = self.weight_bytes - (self.num_layers - num_layers) * self.layer_bytes
+        return self._blocks(self.memory_bytes - weights, num_layers)
+
+    def first_blocks(self, num_stages: int) -> int:
+        """Blocks of a pipeline that have memory at once on a drop: the layers' KV as it was, and the freed weights."""
+        counts = []
+        for num_layers in self.stage_sizes(num_stages):
+            freed = (self.num_layers - num_layers) * self.layer_bytes
+            counts.append(self.dp.num_blocks + self._blocks(freed, num_layers))
+        return min(counts)
+
+    def last_blocks(self, num_stages: int) -> int:
+        """Blocks that a pipeline keeps while all weights come back."""
+        room = self.memory_bytes - self.weight_bytes
+        return min(self._blocks(room, num_layers) for num_layers in self.stage_sizes(num_stages))
+
+    def _blocks(self, num_bytes: int, num_layers: int) -> int:
+        return max(0, num_bytes * self.num_layers // (num_layers * self.dp_block_bytes))
+
+    def _capacity(self, num_blocks: int, block_size: int) -> KvCapacity:
+        num_blocks = max(0, num_blocks)
+        return KvCapacity(
+            num_blocks=num_blocks,
+            block_size=block_size,
+            bytes_per_block=self.dp_block_bytes,
+            max_model_len=min(self.max_model_len, num_blocks * block_size),
+            max_num_seqs=self.max_num_seqs,
+            weight_bytes=self.weight_bytes,
+        )
+
+
+def lane_infos(sizes: Sizes, shapes: Iterable[str]) -> tuple[LaneInfo, ...]:
+    """What an instance says it can run: dp, and `shapes`."""
+    wide = [LaneInfo(shape=shape, capacity=sizes.lane(shape)) for shape in sorted(shapes)]
+    return (LaneInfo(shape="dp", capacity=sizes.dp), *wide)
+
+
+def require_room(sizes: Sizes, shape: str, what: str) -> None:
+    """Raise ConfigError where `what` (a model on a GPU, for people) leaves no room for KV in that shape."""
+    capacity = sizes.lane(shape)
+    if capacity.num_blocks < MIN_BLOCKS:
+        raise ConfigError(
+            f"{what} does not fit in {shape}: {format_bytes(sizes.weight_bytes)} of weights and some KV are too much for"
+            f" {format_bytes(sizes.memory_bytes)} of each instance; give an instance more GPUs (cluster.gpus_per_instance)"
+            " or take a larger GPU"
+        )

@@ -1,0 +1,59 @@
+"""The controller's port to a simulated cluster: `controller.ports.ReplicaPort` in virtual time."""
+
+from pengserve.controller.ports import Discovery
+from pengserve.planners.types.directory import PeerDirectory
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
+from pengserve.planners.types.snapshot import InstanceSnapshot, InstanceState
+from pengserve.simulator.engine.cluster import SimCluster
+
+# Above so many instances, what one says of itself is as of its last event: a few steps ago, where all of them decode.
+MOST_EXACT = 64
+
+
+class SimPort:
+    """Answers at once; what takes time in the real world takes virtual time here."""
+
+    def __init__(self, cluster: SimCluster) -> None:
+        self._cluster = cluster
+
+    async def create(self, key: InstanceKey) -> None:
+        """See `ReplicaPort`."""
+        self._cluster.create(key)
+
+    async def status(self, key: InstanceKey) -> InstanceSnapshot:
+        """See `ReplicaPort`."""
+        instance = self._cluster.find(key)
+        if len(self._cluster.instances) <= MOST_EXACT:
+            instance.current.catch_up()
+        return instance.snapshot()
+
+    async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
+        """See `ReplicaPort`. Nobody drains a simulation: it ends when its requests have."""
+        instance = self._cluster.find(key)
+        instance.state = InstanceState.DRAINING
+        return not instance.requests()
+
+    async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
+        """See `ReplicaPort`."""
+        self._cluster.connect(key, directory)
+
+    async def prepare(self, key: InstanceKey, plan: SwitchPlan) -> None:
+        """See `ReplicaPort`."""
+        self._cluster.prepare(key, plan)
+
+    async def commit(self, key: InstanceKey, plan: SwitchPlan) -> SwitchReport:
+        """See `ReplicaPort`."""
+        return await self._cluster.commit(key, plan)
+
+    async def abort(self, key: InstanceKey, plan_id: str) -> None:
+        """See `ReplicaPort`."""
+        self._cluster.abort(key, plan_id)
+
+    async def kill(self, key: InstanceKey) -> None:
+        """See `ReplicaPort`."""
+        self._cluster.remove(key)
+
+    async def discover(self) -> Discovery:
+        """See `ReplicaPort`. A simulation begins with nothing."""
+        return Discovery()

@@ -1,0 +1,1 @@
+"""What a change of shape does with requests, KV and weights, in virtual time: one file for each kind."""

@@ -1,0 +1,102 @@
+"""One tp group becomes dp groups: each request goes, with its KV, where most blocks are free."""
+
+import asyncio
+
+from pengserve.planners.types.errors import StepError
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.planners.types.units import blocks_for
+from pengserve.simulator.engine.group import GroupRun, Traveller, end_group
+from pengserve.simulator.engine.instance import SimInstance
+from pengserve.simulator.engine.switches.draining import drain
+from pengserve.simulator.engine.switches.merge import MAX_WAVE_TOKENS, note_stall
+from pengserve.simulator.engine.switches.switch import Switch, by_head
+from pengserve.simulator.requests import LiveRequest
+
+
+def check_split(plan: SwitchPlan, member: SimInstance) -> None:
+    """Raise StepError where this member cannot take part in a split or restore now."""
+    run = member.group
+    if run is None or run.group != plan.group:
+        raise StepError(f"instance {member.key} does not run {plan.group}")
+    if run.leader is not member:
+        return
+    if run.is_exchanging:
+        raise StepError(f"{run.group} still waits for KV since its drop; restore it when that has come")
+    limit = member.sizes.dp.max_model_len
+    for request in run.requests():
+        total = request.arrival.prompt_tokens + request.arrival.output_tokens
+        if total > limit:
+            raise StepError(
+                f"request {request.request_id} may grow to {total} tokens and one instance holds {limit};"
+                " wait until it has ended"
+            )
+
+
+async def split(switch: Switch) -> SwitchReport:
+    """Carries out a split. Until the lane has stopped it may be called off."""
+    loop, plan, run = asyncio.get_running_loop(), switch.plan, switch.leader.group
+    assert run is not None
+    _, drain_s = await drain(switch)
+    check_split(plan, switch.leader)
+    meet_s = await switch.meet()
+    started_s = loop.time()
+    going = list(run.lane.scheduler.running) if plan.strategy is not SwitchStrategy.SOFT else []
+    carried = await _hand_on(switch, run, going)
+    await asyncio.sleep(switch.around.costs.cutover_s)
+    num_running = len(run.lane.scheduler.running)
+    rest = end_group(run)
+    switch.leave_group()
+    switch.around.owner.moved(rest, None, carried=False)
+    note_stall(carried, loop.time() - started_s)
+    return SwitchReport(
+        plan_id=plan.plan_id,
+        epoch=switch.epoch,
+        drain_s=drain_s,
+        meet_s=meet_s,
+        cutover_s=loop.time() - started_s,
+        num_carried=len(carried),
+        num_recomputed=num_running,
+        num_redirected=len(rest) - num_running,
+        carried_bytes=switch.sent_bytes,
+    )
+
+
+async def _hand_on(switch: Switch, run: GroupRun, going: list[LiveRequest]) -> list[LiveRequest]:
+    """Moves what finds room, a wave at a time; the requests that were carried."""
+    scheduler, carried = run.lane.scheduler, []
+    while going:
+        num_used = scheduler.num_blocks - scheduler.num_free  # each takes a dp block of every member
+        free = [member.lane.scheduler.num_free - num_used for member in switch.members]
+        wave, going = _next_wave(switch, run, going, free)
+        if not wave:
+            break
+        await switch.send(by_head(wave, len(switch.members), switch.token_bytes, is_merge=False))
+        for traveller in wave:
+            member = switch.members[traveller.rank]
+            run.lane.remove([traveller.request])
+            has_room = member.lane.admit(traveller.request, traveller.num_tokens)
+            assert has_room, "its blocks were counted"
+            switch.around.owner.moved([traveller.request], member.key, carried=True)
+            carried.append(traveller.request)
+    return carried
+
+
+def _next_wave(
+    switch: Switch, run: GroupRun, going: list[LiveRequest], free: list[int]
+) -> tuple[list[Traveller], list[LiveRequest]]:
+    wave: list[Traveller] = []
+    left: list[LiveRequest] = []
+    num_tokens = 0
+    for request in going:
+        computed = run.lane.scheduler.computed_tokens(request)
+        if not computed:
+            continue  # nothing to carry: it is sent again
+        needed = blocks_for(computed + 1, switch.leader.sizes.dp.block_size)
+        rank = max(range(len(free)), key=lambda r: (free[r], -r))
+        if free[rank] < needed or num_tokens > MAX_WAVE_TOKENS:
+            left.append(request)
+            continue
+        free[rank] -= needed
+        num_tokens += computed
+        wave.append(Traveller(request, rank, computed))
+    return wave, left

@@ -1,0 +1,169 @@
+"""One switch under way: who takes part, what it may use, and how it ends where something breaks."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pengserve.planners.types.ids import Epoch
+from pengserve.planners.types.layout import Group
+from pengserve.planners.types.plans import SwitchPlan
+from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.simulator.engine.driver import Driver, Owner
+from pengserve.simulator.engine.group import GroupRun, Traveller
+from pengserve.simulator.engine.instance import SimInstance
+
+Pair = tuple[int, int]  # ranks: from, to
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchCosts:
+    """Seconds that a change of shape takes beside what it sends."""
+
+    cutover_s: float = 0.015  # members agree, and the new shape begins
+    remap_s: float = 0.005  # memory changes hands between weights and KV
+    reload_s: float = 1.0  # a survivor of a broken pipeline reads its missing layers from its own copy
+
+
+class Network(Protocol):
+    """Links between instances."""
+
+    async def send(self, source: SimInstance, target: SimInstance, num_bytes: int, *, is_weights: bool) -> None:
+        """Returns when the bytes have come; KV goes first where links are shared, weights have what is left."""
+        ...
+
+
+class Surroundings(Protocol):
+    """What a switch needs of the cluster."""
+
+    @property
+    def costs(self) -> SwitchCosts: ...
+
+    @property
+    def network(self) -> Network: ...
+
+    @property
+    def owner(self) -> Owner: ...
+
+    def group_lane(self, group: Group, members: tuple[SimInstance, ...], capacity: KvCapacity) -> Driver:
+        """A lane for a group, with no requests and all of its blocks."""
+        ...
+
+
+@dataclass(eq=False, kw_only=True)
+class Switch:
+    """State that the kinds of switches share."""
+
+    plan: SwitchPlan
+    members: tuple[SimInstance, ...]
+    around: Surroundings
+    run: GroupRun | None = None  # that begins and is not entered yet
+    may_end: bool = True  # nothing has moved yet: it can be called off
+    sent_bytes: int = 0
+    kept: frozenset[object] = field(default_factory=frozenset)
+
+    @property
+    def leader(self) -> SimInstance:
+        """Who commits."""
+        return self.members[0]
+
+    @property
+    def epoch(self) -> Epoch:
+        """That it leads to."""
+        return Epoch(self.plan.epoch + 1)
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of one token."""
+        return self.leader.sizes.dp_token_bytes
+
+    async def meet(self) -> float:
+        """All members stop at a step boundary; the leader goes on until the others have. Seconds that took."""
+        loop = asyncio.get_running_loop()
+        started_s = loop.time()
+        await asyncio.gather(*(member.lane.pause() for member in self.members[1:]))
+        await self.leader.current.pause()
+        self.may_end = False
+        for member in self.members:
+            if member.held is not None:
+                member.release_new()
+        return loop.time() - started_s
+
+    async def begin_group(self) -> GroupRun:
+        """The group that this switch forms, which nobody is in yet."""
+        group = self.plan.group
+        capacity = self.leader.sizes.lane(group.shape)
+        lane = self.around.group_lane(group, self.members, capacity)
+        await lane.pause()
+        self.run = GroupRun(group=group, members=self.members, lane=lane, capacity=capacity)
+        return self.run
+
+    def enter_group(self, run: GroupRun) -> None:
+        """From now on its members run the group."""
+        self.run = None
+        for member in self.members:
+            member.group = run
+            member.num_switches += 1
+            member.epoch = self.epoch
+            self.around.owner.touched(member.key)
+        run.lane.resume()
+
+    def leave_group(self) -> None:
+        """From now on the members are alone."""
+        for member in self.members:
+            member.epoch = self.epoch
+            member.lane.resume()
+            self.around.owner.touched(member.key)
+
+    async def send(self, pairs: Mapping[Pair, int], *, is_weights: bool = False) -> None:
+        """Sends so many bytes from rank to rank, all at once, and returns when all have come."""
+        self.sent_bytes += sum(pairs.values())
+        network, members = self.around.network, self.members
+        async with asyncio.TaskGroup() as group:
+            for (source, target), num_bytes in sorted(pairs.items()):
+                if num_bytes > 0 and source != target:
+                    work = network.send(members[source], members[target], num_bytes, is_weights=is_weights)
+                    group.create_task(work)
+
+    def undo(self) -> None:
+        """After a failure: whoever lives goes on as before, or alone; what had begun to move is sent again."""
+        run, self.run = self.run, None
+        if run is not None:
+            requests = run.requests()
+            run.close()
+            self.around.owner.moved(requests, None, carried=False)
+        for member in self.members:
+            if member.is_alive:
+                if member.held is not None:
+                    member.release_new()
+                if member.group is None:
+                    member.lane.resume()
+                elif not member.is_follower:
+                    member.current.resume()
+                self.around.owner.touched(member.key)
+
+
+def by_head(travellers: list[Traveller], num_members: int, token_bytes: int, *, is_merge: bool) -> dict[Pair, int]:
+    """Bytes of KV that change member where requests are re-sharded by head: all but a member's own share."""
+    pairs: dict[Pair, int] = {}
+    for traveller in travellers:
+        share = traveller.num_tokens * token_bytes // num_members
+        for other in range(num_members):
+            if other != traveller.rank:
+                pair = (traveller.rank, other) if is_merge else (other, traveller.rank)
+                pairs[pair] = pairs.get(pair, 0) + share
+    return pairs
+
+
+def by_layer(
+    travellers: list[Traveller], layers: tuple[int, ...], token_bytes: int, *, is_drop: bool
+) -> dict[Pair, int]:
+    """Bytes of KV that change member where each one keeps so many `layers`, by rank."""
+    pairs: dict[Pair, int] = {}
+    for traveller in travellers:
+        for other, num_layers in enumerate(layers):
+            if other != traveller.rank:
+                pair = (traveller.rank, other) if is_drop else (other, traveller.rank)
+                share = traveller.num_tokens * token_bytes * num_layers // sum(layers)
+                pairs[pair] = pairs.get(pair, 0) + share
+    return pairs

@@ -1,0 +1,106 @@
+"""What a configuration's machines are, in figures: memory, step times, links; and lanes made of them."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+from pengserve.planners.cost_model import CostModel
+from pengserve.planners.types.layout import GroupKind, degree_of, tensor_degree_of
+from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.simulator.engine.cluster import ClusterShape, SimCluster
+from pengserve.simulator.engine.driver import Driver, Owner
+from pengserve.simulator.engine.fast_scheduler import FastScheduler
+from pengserve.simulator.engine.gaps import GapCounter
+from pengserve.simulator.engine.instance import SimInstance
+from pengserve.simulator.engine.lane import Lane
+from pengserve.simulator.engine.options import SchedulerOptions
+from pengserve.simulator.engine.pipeline_lane import PipelineLane
+from pengserve.simulator.engine.scheduler import LaneScheduler
+from pengserve.simulator.engine.switches.switch import Network, SwitchCosts
+from pengserve.simulator.requests import LiveRequest
+from pengserve.simulator.timing.steps import Batch, ModelTimes, prefill_tokens
+
+
+class LinkSpeeds(Network, Protocol):
+    """A network that also tells how fast an idle link is."""
+
+    def bytes_per_s(self, source: SimInstance, target: SimInstance) -> float:
+        """Of one direction."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """Everything about a cluster that is not a decision."""
+
+    shape: ClusterShape
+    times: Callable[[int], ModelTimes]  # of the whole model, by the instances that compute a layer together
+    network: Callable[[], LinkSpeeds]  # made in the running loop
+    scheduler: Literal["vllm", "fast"]
+    options: SchedulerOptions
+    activation_bytes: int  # that a stage sends on for a token
+    host_bytes_per_s: float  # of one instance, to its host's memory
+    lookahead: CostModel | None = None  # of the whole model, for the microbatches of pipelines
+    costs: SwitchCosts = SwitchCosts()
+    assumptions: tuple[str, ...] = ()
+
+    def cluster(self, owner: Owner, gaps: GapCounter) -> SimCluster:
+        """A cluster without instances, in the running loop."""
+        network = self.network()
+
+        def build(shape: str, capacity: KvCapacity, members: tuple[SimInstance, ...]) -> Driver:
+            return self._lane(shape, capacity, members, owner, gaps, network)
+
+        return SimCluster(self.shape, build=build, owner=owner, network=network, costs=self.costs)
+
+    def _lane(
+        self,
+        shape: str,
+        capacity: KvCapacity,
+        members: tuple[SimInstance, ...],
+        owner: Owner,
+        gaps: GapCounter,
+        network: LinkSpeeds,
+    ) -> Driver:
+        leader, times = members[0], self.times(tensor_degree_of(shape))
+
+        def on_end(requests: Sequence[LiveRequest]) -> None:
+            leader.note_ended(requests)
+            owner.ended(requests)
+
+        def on_step() -> None:
+            owner.stepped(leader.key)
+
+        if not shape.startswith(GroupKind.PP):
+            scheduler = self._scheduler(capacity, self.options)
+            swap_s = self._swap_s if self.options.preemption == "swap" else None
+            return Lane(scheduler, times, on_end=on_end, on_step=on_step, gaps=gaps, swap_s=swap_s)
+        slowest = min(network.bytes_per_s(a, b) for a, b in zip(members, (*members[1:], leader), strict=True))
+
+        def transfer_s(batch: Batch) -> float:
+            return (batch.num_decodes + prefill_tokens(batch.prefills)) * self.activation_bytes / slowest
+
+        options = replace(
+            self.options, num_stages=degree_of(shape), lookahead=self.lookahead, preemption="recompute"
+        )
+        scheduler = self._scheduler(capacity, options)
+        return PipelineLane(
+            scheduler,
+            times,
+            on_end=on_end,
+            transfer_s=transfer_s,
+            stage_times=times.stage(degree_of(shape)),
+            on_step=on_step,
+            gaps=gaps,
+        )
+
+    def _scheduler(self, capacity: KvCapacity, options: SchedulerOptions) -> LaneScheduler:
+        if self.scheduler == "fast":
+            return FastScheduler(capacity, options)
+        from pengserve.simulator.engine.vllm_scheduler import VllmScheduler  # importing vLLM takes seconds
+
+        return VllmScheduler(capacity, options)
+
+    def _swap_s(self, out_bytes: int, in_bytes: int) -> float:
+        """Both directions at once."""
+        return max(out_bytes, in_bytes) / self.host_bytes_per_s

@@ -1,0 +1,118 @@
+"""Data parallelism where running requests migrate from full instances to free ones, live (Llumnix-like).
+
+A request's KV is copied while it runs; what it has generated meanwhile is copied again, until little is left. Then it
+stops for that little, and goes on at the other instance (Llumnix section 4.2).
+"""
+
+import asyncio
+from functools import partial
+
+from pydantic import Field
+
+from pengserve.planners.types.snapshot import InstanceState
+from pengserve.planners.types.units import blocks_for
+from pengserve.simulator.engine.cluster import SimCluster
+from pengserve.simulator.engine.instance import SimInstance
+from pengserve.simulator.policies.policy import Facts, Policy, Setup
+from pengserve.simulator.requests import LiveRequest
+
+_MAX_COPIES = 4  # of one request, the last one while it stops
+
+
+class Migration(Policy):
+    """Every `interval_s` the fullest instances are paired with the freest ones, and one request of each pair moves."""
+
+    interval_s: float = Field(default=1.0, gt=0)
+    full_above: float = Field(default=0.85, gt=0)  # virtual KV load from which requests leave an instance
+    free_below: float = Field(default=0.6, gt=0)  # ... and below which an instance takes them
+
+    def setup(self, facts: Facts) -> Setup:
+        """See `Policy`."""
+        return Setup(companion=partial(_balance, self))
+
+
+async def _balance(options: Migration, cluster: SimCluster) -> None:
+    """Pairs instances again and again; migrations run beside each other, one an instance."""
+    busy: set[SimInstance] = set()
+    moves: set[asyncio.Task[None]] = set()
+    loop = asyncio.get_running_loop()
+    while True:
+        await asyncio.sleep(options.interval_s)
+        ready = [i for i in cluster.living() if i.state is InstanceState.READY and i not in busy]
+        loads = sorted(((_load(instance), instance.key, instance) for instance in ready), key=lambda row: row[:2])
+        free = [row for row in loads if row[0] < options.free_below]
+        full = [row for row in reversed(loads) if row[0] > options.full_above]
+        for (_, _, source), (_, _, target) in zip(full, free, strict=False):
+            request = _choose(source, target)
+            if request is None:
+                continue
+            busy |= {source, target}
+            task = loop.create_task(_migrate(cluster, request, source, target))
+            moves.add(task)
+
+            def ended(done: asyncio.Task[None], pair: tuple[SimInstance, SimInstance] = (source, target)) -> None:
+                busy.difference_update(pair)
+                moves.discard(done)
+
+            task.add_done_callback(ended)
+
+
+def _load(instance: SimInstance) -> float:
+    """Virtual KV load: what is resident, and what the queue will need."""
+    scheduler = instance.lane.scheduler
+    used = scheduler.num_blocks - scheduler.num_free
+    return (used + blocks_for(scheduler.queued_tokens, instance.capacity.block_size)) / max(1, scheduler.num_blocks)
+
+
+def _choose(source: SimInstance, target: SimInstance) -> LiveRequest | None:
+    """The shortest request that fits: it is copied soonest. None where there is none."""
+    scheduler = source.lane.scheduler
+    room = target.lane.scheduler.num_free * target.capacity.block_size // 2
+    able = [r for r in scheduler.running if r.num_generated and scheduler.computed_tokens(r) < room]
+    return min(able, key=lambda r: (scheduler.computed_tokens(r), r.request_id), default=None)
+
+
+async def _migrate(cluster: SimCluster, request: LiveRequest, source: SimInstance, target: SimInstance) -> None:
+    """Copies one request's KV, and moves it; it stays where it is when it ends, or one of the two dies, meanwhile."""
+    copied, few = 0, source.capacity.block_size
+    for _ in range(_MAX_COPIES):
+        left = _computed(request, source) - copied
+        if left <= few:
+            break
+        await _send(cluster, source, target, left)
+        copied += left
+        if not _is_there(request, source) or not target.is_alive:
+            return
+    await source.lane.pause()
+    try:
+        left = _computed(request, source) - copied
+        if left < 0 or not _is_there(request, source) or not target.is_alive:
+            return
+        computed = left + copied
+        source.lane.remove([request])
+    finally:
+        if source.is_alive:
+            source.lane.resume()
+    started_s = asyncio.get_running_loop().time()
+    # In nobody's hands while its last blocks are on their way: `moved` puts it back where the target cannot take it.
+    await _send(cluster, source, target, left)
+    request.stalls_s += asyncio.get_running_loop().time() - started_s
+    if target.is_alive and target.lane.admit(request, computed):
+        cluster.owner.moved([request], target.key, carried=True)
+        target.lane.resume()
+    else:
+        cluster.owner.moved([request], None, carried=False)
+    cluster.owner.touched(source.key)
+    cluster.owner.touched(target.key)
+
+
+async def _send(cluster: SimCluster, source: SimInstance, target: SimInstance, num_tokens: int) -> None:
+    await cluster.network.send(source, target, num_tokens * source.sizes.dp_token_bytes, is_weights=False)
+
+
+def _is_there(request: LiveRequest, instance: SimInstance) -> bool:
+    return instance.is_alive and request.at == instance.key and request in instance.lane.scheduler.running
+
+
+def _computed(request: LiveRequest, instance: SimInstance) -> int:
+    return instance.lane.scheduler.computed_tokens(request) if _is_there(request, instance) else 0

@@ -1,0 +1,26 @@
+"""PengServe: the production controller decides, by load and by memory."""
+
+from typing import Any
+
+from pengserve.planners.types.config import DropConfig, MergeConfig
+from pengserve.simulator.policies.policy import Facts, Policy, Setup, planner_config
+
+
+class PengServe(Policy):
+    """Merges where `cluster.degrees` allow it, and drops where `cluster.max_stages` does.
+
+    `merge` and `drop` are fields of `planners.types.config.MergeConfig` and `DropConfig`.
+    """
+
+    merge: dict[str, Any] = {}
+    drop: dict[str, Any] = {}
+
+    def setup(self, facts: Facts) -> Setup:
+        """See `Policy`."""
+        drop = planner_config(DropConfig, self.drop, "policy.options.drop", max_stages=facts.max_stages)
+        return Setup(
+            degrees=facts.degrees,
+            max_stages=facts.max_stages,
+            merge=planner_config(MergeConfig, self.merge, "policy.options.merge"),
+            drop=drop,
+        )

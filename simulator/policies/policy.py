@@ -1,0 +1,100 @@
+"""What a policy says about a cluster before it serves: which shapes there are, who decides, what runs beside."""
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from pengserve.planners.groups import groups_for
+from pengserve.planners.types.config import DropConfig, MergeConfig
+from pengserve.planners.types.errors import ConfigError
+from pengserve.planners.types.ids import InstanceId
+from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.simulator.engine.cluster import SimCluster
+
+Companion = Callable[[SimCluster], Coroutine[Any, Any, None]]
+"""Something that runs beside the controller while requests are served, until it is cancelled."""
+
+REST = MergeConfig(is_auto=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """The cluster that a policy is for."""
+
+    num_instances: int
+    per_node: int
+    degrees: tuple[int, ...]  # tensor-parallel degrees that the configuration allows
+    max_stages: int  # of pipelines, likewise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """How a policy wants the cluster to be."""
+
+    degrees: tuple[int, ...] = ()  # of lanes to build
+    max_stages: int = 1
+    merge: MergeConfig = REST
+    drop: DropConfig = field(default_factory=lambda: DropConfig(is_auto=False))
+    layout: tuple[Group, ...] = ()  # that is formed before the first request comes, and kept; empty: nothing is pinned
+    is_static: bool = False  # members of tp groups hold their share of the weights alone
+    preemption: Literal["recompute", "swap"] = "recompute"
+    companion: Companion | None = None
+
+
+class Policy(BaseModel):
+    """Options of one policy; each kind is a small file of this folder."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    def setup(self, facts: Facts) -> Setup:
+        """What it wants.
+
+        Raises:
+            ConfigError: this cluster cannot be so.
+        """
+        raise NotImplementedError
+
+
+def groups_of(facts: Facts, kind: GroupKind, degree: int, field_name: str) -> tuple[Group, ...]:
+    """All instances in groups of `degree`.
+
+    Raises:
+        ConfigError: they cannot be grouped so; names the field.
+    """
+    count, room = facts.num_instances, facts.per_node if kind is GroupKind.TP else facts.num_instances
+    if degree > count:
+        raise ConfigError(f"{field_name} is {degree}, and cluster.instances only {count}: take more instances or less")
+    if count % degree or (kind is GroupKind.TP and room % degree and count > room):
+        raise ConfigError(
+            f"{field_name} is {degree}: {count} instances, {min(room, count)} a node, cannot all be in such groups;"
+            " take a number that divides both"
+        )
+    ranks = [InstanceId(i) for i in range(count)]
+    nodes = {i: str(i // room) for i in ranks}
+    return groups_for(ranks, nodes, [degree], kind)
+
+
+T = TypeVar("T")
+
+
+def planner_config(kind: type[T], given: dict[str, Any], where: str, **fixed: Any) -> T:
+    """The planners' config with the fields that are `given`.
+
+    Raises:
+        ConfigError: there is no such field, or its value is of another type.
+    """
+    defaults = kind()
+    known = {name: getattr(defaults, name) for name in kind.__dataclass_fields__ if name not in fixed}  # type: ignore[attr-defined]
+    for name, value in given.items():
+        if name not in known:
+            raise ConfigError(f"{where}.{name} is not known: choose among {', '.join(known)}")
+        wanted = type(known[name])
+        is_right = isinstance(value, (int, float)) and not isinstance(value, bool) if wanted in (int, float) else isinstance(value, wanted)
+        if not is_right:
+            raise ConfigError(f"{where}.{name} must be {_NAMES[wanted]}, not {value!r}")
+    return kind(**{**given, **fixed})
+
+
+_NAMES: dict[type, str] = {bool: "true or false", int: "a number", float: "a number", str: "a word"}

@@ -1,0 +1,34 @@
+"""All policies by name."""
+
+import difflib
+
+from pengserve.planners.types.errors import ConfigError
+from pengserve.simulator.policies.migration import Migration
+from pengserve.simulator.policies.pengserve import PengServe
+from pengserve.simulator.policies.policy import Policy
+from pengserve.simulator.policies.swap import Swap
+from pengserve.simulator.policies.vllm_dp import VllmDp
+from pengserve.simulator.policies.vllm_pp import VllmPp
+from pengserve.simulator.policies.vllm_tp import VllmTp
+
+POLICIES: dict[str, type[Policy]] = {
+    "pengserve": PengServe,
+    "vllm_dp": VllmDp,
+    "vllm_tp": VllmTp,
+    "vllm_pp": VllmPp,
+    "swap": Swap,
+    "migration": Migration,
+}
+
+
+def policy_named(name: str) -> type[Policy]:
+    """The policy of that name.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if name not in POLICIES:
+        near = difflib.get_close_matches(name, POLICIES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose among {', '.join(POLICIES)}"
+        raise ConfigError(f'there is no policy "{name}": {hint}')
+    return POLICIES[name]

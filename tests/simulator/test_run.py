@@ -1,0 +1,195 @@
+"""Laws of whole simulations, under each policy, strategy and fault."""
+
+import pytest
+
+from pengserve.planners.types.events import EventKind
+from pengserve.planners.types.snapshot import InstanceState
+from pengserve.simulator.config import SimulationConfig
+from pengserve.simulator.requests import Arrival
+from pengserve.simulator.result import Result
+from pengserve.simulator.run import Simulation
+from tests.simulator.machines import config_of, poisson, simulate_small, simulation_of
+
+SHORT_OF_KV = 8_000  # tokens of an instance, for which 20 requests a second are too many
+
+CASES = {
+    "vllm_dp": config_of("vllm_dp"),
+    "vllm_tp": config_of("vllm_tp"),
+    "vllm_pp": config_of("vllm_pp"),
+    "swap": config_of("swap"),
+    "migration": config_of(
+        "migration", {"interval_s": 0.2, "full_above": 0.5, "free_below": 0.9}, cluster={"instances": 4}
+    ),
+    "drops": config_of(cluster={"max_stages": 2}),
+    "drops-4": config_of(cluster={"max_stages": 4, "instances": 4}),
+    "merges": config_of(cluster={"degrees": [2]}),
+    "both": config_of(cluster={"degrees": [2, 4], "max_stages": 4, "instances": 4}),
+    "by-priority": config_of(cluster={"degrees": [2], "scheduling": "priority"}),
+    **{
+        f"asked-{strategy}": config_of(
+            cluster={"degrees": [2]},
+            layouts=[
+                {"at_s": 3, "layout": "tp2", "strategy": strategy},
+                {"at_s": 9, "layout": "dp", "strategy": strategy},
+                {"at_s": 12, "layout": "auto"},
+            ],
+        )
+        for strategy in ("sequential", "soft", "hard", "carry")
+    },
+    "asked-pipelines": config_of(
+        cluster={"max_stages": 2}, layouts=[{"at_s": at, "layout": "pp2" if at % 4 else "dp"} for at in range(2, 20, 2)]
+    ),
+    "deaths": config_of(
+        cluster={"degrees": [2], "max_stages": 2, "start_s": 2},
+        deaths=[{"instance": i % 2, "at_s": at} for i, at in enumerate((4, 9, 14.03, 18))],
+        layouts=[{"at_s": 2, "layout": "tp2"}, {"at_s": 7.9, "layout": "pp2"}, {"at_s": 13, "layout": "auto"}],
+    ),
+}
+
+
+def mixed_load(count: int = 300) -> list[Arrival]:
+    """Ordinary requests, urgent ones, and such as ask for a shape."""
+    urgent = poisson(count // 20, 1, seed=5, name="urgent", priority=-1)
+    wide = poisson(count // 20, 1, seed=6, name="wide", degree=2)
+    return sorted([*poisson(count, 20), *urgent, *wide], key=lambda arrival: arrival.at_s)
+
+
+def burst() -> list[Arrival]:
+    """Quiet, then more than memory holds, then quiet."""
+    parts = [poisson(40, 2), poisson(250, 30, seed=2, start_s=20, name="b"), poisson(40, 2, seed=3, start_s=30, name="c")]
+    return [arrival for part in parts for arrival in part]
+
+
+def switches(result: Result) -> list[str]:
+    """What switched, in order."""
+    return [str(e.data["switch"]) for e in result.events if e.kind is EventKind.TRANSITION_END]
+
+
+def leftovers(simulation: Simulation) -> list[str]:
+    """What is still held when everything has ended."""
+    found = []
+    for instance in simulation.cluster.living():
+        if instance.state is InstanceState.READY:
+            lanes = [instance.lane, *([instance.group.lane] if instance.group else [])]
+            for lane in lanes:
+                scheduler = lane.scheduler
+                if scheduler.num_free != scheduler.num_blocks or scheduler.running or scheduler.waiting:
+                    found.append(f"{instance.key}: {scheduler.num_blocks - scheduler.num_free} blocks")
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_request_ends_once_with_its_tokens_and_gives_back_its_blocks(name: str) -> None:
+    arrivals = mixed_load()
+    simulation = simulation_of(CASES[name], arrivals, kv_tokens=SHORT_OF_KV)
+    result = simulation.run_to_end()
+    assert [o.request_id for o in result.outcomes] == [a.request_id for a in arrivals]
+    assert [(o.output_tokens, o.refused) for o in result.outcomes] == [(a.output_tokens, "") for a in arrivals]
+    assert all(o.arrived_s <= o.scheduled_s < o.first_token_s <= o.end_s for o in result.outcomes)  # type: ignore[operator]
+    assert leftovers(simulation) == []
+    assert sum(moment.generated_tokens for moment in result.moments) == sum(a.output_tokens for a in arrivals)
+
+
+@pytest.mark.parametrize("name", ["drops-4", "both", "deaths", "migration"])
+def test_the_same_seed_gives_the_same_result(name: str) -> None:
+    first, second = (simulate_small(CASES[name], mixed_load(), kv_tokens=SHORT_OF_KV) for _ in range(2))
+    assert repr(first) == repr(second)
+
+
+@pytest.mark.slow
+def test_vllms_own_scheduler_keeps_the_same_laws() -> None:
+    arrivals = mixed_load(100)
+    config = config_of(
+        cluster={"degrees": [2], "max_stages": 2},
+        scheduler="vllm",
+        layouts=[{"at_s": 1, "layout": "tp2"}, {"at_s": 2.5, "layout": "pp2"}, {"at_s": 5, "layout": "dp"}],
+    )
+    simulation = simulation_of(config, arrivals, kv_tokens=SHORT_OF_KV)
+    result = simulation.run_to_end()
+    assert [(o.output_tokens, o.refused) for o in result.outcomes] == [(a.output_tokens, "") for a in arrivals]
+    assert switches(result)[:4] == ["merge", "split", "drop", "restore"]
+    assert leftovers(simulation) == []
+
+
+def test_a_burst_is_met_by_a_drop_and_undone_by_a_restore() -> None:
+    result = simulate_small(config_of(cluster={"max_stages": 2}), burst(), kv_tokens=SHORT_OF_KV)
+    assert switches(result) == ["drop", "restore"]
+
+
+def test_a_drop_makes_a_burst_wait_less() -> None:
+    alone, dropped = (
+        simulate_small(config_of(name, cluster={"max_stages": 2}), burst(), kv_tokens=SHORT_OF_KV)
+        for name in ("vllm_dp", "pengserve")
+    )
+    assert sum(o.ttft_s or 0 for o in dropped.outcomes) < 0.5 * sum(o.ttft_s or 0 for o in alone.outcomes)
+
+
+def test_carried_requests_are_not_computed_again() -> None:
+    config = config_of(cluster={"max_stages": 2}, layouts=[{"at_s": 3, "layout": "pp2"}, {"at_s": 9, "layout": "dp"}])
+    result = simulate_small(config, poisson(200, 10))
+    reports = [e.data for e in result.events if e.kind is EventKind.TRANSITION_END]
+    assert all(report["num_carried"] > 0 and report["num_recomputed"] == 0 for report in reports)
+    assert sum(o.num_preemptions for o in result.outcomes) == 0
+
+
+def test_a_hard_merge_pauses_what_runs_until_the_split() -> None:
+    config = config_of(
+        options={"merge": {"is_auto": False}},
+        cluster={"degrees": [2]},
+        layouts=[{"at_s": 3, "layout": "tp2", "strategy": "hard"}, {"at_s": 6, "layout": "dp"}],
+    )
+    early = [Arrival(request_id=f"r{i}", at_s=2.9, prompt_tokens=100, output_tokens=200) for i in range(4)]
+    late = Arrival(request_id="late", at_s=3.5, prompt_tokens=100, output_tokens=50)
+    result = simulate_small(config, [*early, late])
+    assert all(o.longest_gap_s > 2.5 for o in result.outcomes[:4])
+    assert result.outcomes[4].end_s is not None and result.outcomes[4].end_s < 6
+
+
+def test_a_death_is_seen_replaced_and_resumed() -> None:
+    config = config_of("vllm_dp", cluster={"start_s": 3}, deaths=[{"instance": 1, "at_s": 5}])
+    result = simulate_small(config, poisson(200, 10))
+    kinds = [e.kind for e in result.events if e.time_s > 0]
+    assert kinds.count(EventKind.INSTANCE_LOST) == 1 and kinds.count(EventKind.INSTANCE_READY) == 1
+
+
+def test_a_request_that_no_shape_holds_is_refused_with_a_sentence() -> None:
+    long = Arrival(request_id="long", at_s=1, prompt_tokens=9_000, output_tokens=10)
+    result = simulate_small(config_of("vllm_dp"), [*poisson(5, 1), long])
+    refused = {o.request_id: o.refused for o in result.outcomes if o.refused}
+    assert list(refused) == ["long"] and "9010 tokens" in refused["long"]
+
+
+def test_a_long_request_waits_for_the_group_that_holds_it() -> None:
+    long = Arrival(request_id="long", at_s=1, prompt_tokens=7_000, output_tokens=100)
+    result = simulate_small(config_of(cluster={"degrees": [2]}), [*poisson(30, 3), long], kv_tokens=4_000)
+    assert not any(o.refused for o in result.outcomes) and switches(result)[0] == "merge"
+
+
+def test_a_horizon_ends_a_run_and_says_what_had_not_ended() -> None:
+    result = simulate_small(config_of("vllm_dp", horizon_s=5.0), poisson(200, 20))
+    assert result.end_s == pytest.approx(5.0) and any(o.refused for o in result.outcomes)
+
+
+def test_admission_refuses_what_does_not_fit_the_queue() -> None:
+    config = config_of("vllm_dp", cluster={"max_num_seqs": 4}, limits={"max_queued_requests": 2})
+    result = simulate_small(config, [Arrival(request_id=f"r{i}", at_s=0, prompt_tokens=9, output_tokens=9) for i in range(20)])
+    assert sum(bool(o.refused) for o in result.outcomes) == 20 - 2 * 4 - 2
+
+
+def test_moments_tell_the_layout_and_come_at_regular_times() -> None:
+    config = config_of(cluster={"max_stages": 2}, layouts=[{"at_s": 3, "layout": "pp2"}], sample_s=0.5)
+    result = simulate_small(config, poisson(100, 10))
+    assert result.moments[0].groups == "dp@(0) dp@(1)" and result.moments[-1].groups == "pp2@(0,1)"
+    assert [m.at_s for m in result.moments[:-1]] == pytest.approx([0.5 * i for i in range(len(result.moments) - 1)])
+    assert len(result.instance_kv) == len(result.moments)
+
+
+def test_static_layouts_stand_before_the_first_request() -> None:
+    result = simulate_small(config_of("vllm_tp", {"degree": 4}, cluster={"instances": 4}), poisson(20, 10))
+    assert {m.groups for m in result.moments} == {"tp4@(0,1,2,3)"}
+
+
+def test_a_configuration_survives_its_result() -> None:
+    config = config_of(cluster={"max_stages": 2}, deaths=[{"instance": 0, "at_s": 1}])
+    result = simulate_small(config, poisson(5, 10))
+    assert SimulationConfig.parse(result.config).model_dump() == config.model_dump()
