@@ -79,8 +79,8 @@ def run_profile(wishes: Wishes) -> None:
     except ConfigError as error:
         console.print(f"{error}: under `gpus` in {wishes.output}, as `{gpu}`")
     write(wishes.output, profile_row(wishes, gpu, config.engine, facts, fitted), wishes.name)
-    for kind, error in fitted.errors.items():
-        print(f"{kind:<8} mean error on held-back batches {error:6.1%}")
+    for kind, mean_error in fitted.errors.items():
+        print(f"{kind:<8} mean error on held-back batches {mean_error:6.1%}")
     print(f"{'all':<8} mean error on held-back batches {fitted.error:6.1%}")
     console.print(f"wrote {wishes.output}: name it in a simulation as `catalog` and its row {wishes.name} as `profile`")
 
