@@ -95,7 +95,7 @@ class Simulation:
         self.outcomes = Outcomes(on_all=self._over.set, num_requests=len(self._arrivals))
         self.ingress = Ingress(Limits(**self.config.limits.model_dump()), self.outcomes.end)
         self.cluster = self.machine.cluster(self.ingress, self.outcomes.gaps)
-        self.ingress.cluster = self.cluster
+        self.ingress.serve(self.cluster)
         controller = Controller(
             self._controller_config(), SimPort(self.cluster), log, clock=loop.time, wall_clock=loop.time
         )
@@ -105,7 +105,8 @@ class Simulation:
             await self._until_ready()
             start_s = self.outcomes.start_s = loop.time()
             sampler = Sampler(self.cluster, self.ingress, controller, self.outcomes, self.config.sample_s)
-            tasks += [group.create_task(work) for work in (self._report_demand(), self._watch(sampler), *self._asked())]
+            works = [*self._asked(), self._report_demand(), self._watch(sampler)]
+            tasks += [group.create_task(work) for work in works]
             if self.setup.companion is not None:
                 tasks.append(group.create_task(self.setup.companion(self.cluster)))
             self._feed()
@@ -249,16 +250,19 @@ class Simulation:
             else:
                 self.controller.set_layout(LayoutTarget(groups=groups, strategy=SwitchStrategy(strategy)))
 
-        possible = self.controller.state().wiring.topology.groups
+        layouts = [(self._groups(change.layout), change.strategy, change.at_s) for change in self.config.layouts]
+        deaths = [(death.instance, death.at_s) for death in self.config.deaths]
+        return [*(lay_out(*layout) for layout in layouts), *(die(*death) for death in deaths)]
+
+    def _groups(self, layout: str) -> tuple[Group, ...] | None:
+        """The groups of a layout that is asked for; None: the planners decide."""
+        if layout == "auto":
+            return None
         ranks = [InstanceId(i) for i in range(self.config.cluster.instances)]
-        asked = [die(death.instance, death.at_s) for death in self.config.deaths]
-        for change in self.config.layouts:
-            try:
-                groups = None if change.layout == "auto" else expand(change.layout, possible, ranks)
-            except ValueError as error:
-                raise ConfigError(f"layouts: {error}") from None
-            asked.append(lay_out(groups, change.strategy, change.at_s))
-        return asked
+        try:
+            return expand(layout, self.controller.state().wiring.topology.groups, ranks)
+        except ValueError as error:
+            raise ConfigError(f"layouts: {error}") from None
 
     def _fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An error in a callback, which nobody waits for, ends the run."""
