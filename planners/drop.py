@@ -9,10 +9,10 @@ of ranks of such a length: two halves merge into it. So it is one pass over what
 all pipelines of one length at once.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from pengserve.planners.overload import MemoryDemand
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.snapshot import ClusterSnapshot
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot
 
 _SHOWN_GROUPS = 4
 
@@ -183,11 +183,13 @@ class _Search:
         start = np.arange(members.shape[1]) - place  # of the part, in the row
         fits = (leader >= 0) & (start >= 0) & (np.take_along_axis(members, start.clip(0), axis=1) == leader)
         whole: Bools = (self.length[members] * (place == 0)).sum(axis=1) == members.shape[1]
-        return fits.all(axis=1) & whole
+        is_union: Bools = fits.all(axis=1) & whole
+        return is_union
 
     def _pipeline_blocks(self, members: Ints, shape: str) -> Ints:
         """Blocks that each row would hold, which is what its narrowest member can; 0 where one has no such lane."""
-        instances = list(map(self.demand.instances.__getitem__, members.ravel().tolist()))
+        instance_of = cast(Mapping[int, InstanceSnapshot], self.demand.instances)
+        instances = [instance_of[i] for i in members.ravel().tolist()]
         blocks = ints([0 if lane is None else lane.num_blocks for lane in capacities(instances, shape)])
         narrowest: Ints = blocks.reshape(members.shape).min(axis=1)
         return narrowest

@@ -88,9 +88,9 @@ class GroupDemands(Mapping[InstanceId, GroupDemand]):
         """The demands of the groups at these positions."""
         made, groups, c = self._made, self.table.groups, self.columns
         new = [at for at in positions.tolist() if at not in made]
-        columns = (c.capacity_blocks, c.resident_blocks, c.queued_blocks, c.growth_blocks)
-        columns += (c.num_running, c.num_waiting, c.num_paused, c.bytes_per_block)
-        rows = zip(new, c.is_known[new].tolist(), *(column[new].tolist() for column in columns), strict=True)
+        blocks = (c.capacity_blocks, c.resident_blocks, c.queued_blocks, c.growth_blocks)
+        numbers = (*blocks, c.num_running, c.num_waiting, c.num_paused, c.bytes_per_block)
+        rows = zip(new, c.is_known[new].tolist(), *(number[new].tolist() for number in numbers), strict=True)
         for at, is_known, capacity, resident, queued, growth, running, waiting, paused, block_bytes in rows:
             made[at] = GroupDemand(
                 group=groups[at],

@@ -33,7 +33,7 @@ def projected_loads(view: ClusterView, max_degree: int, below: float) -> Iterato
     size = max([view.table.size, *(1 + int(members.max()) for _, members in buckets)])
     alone = _alone(view, size)
     for groups, members in buckets:
-        is_alone = alone.is_alone[members].all(axis=1)
+        is_alone: Bools = np.asarray(alone.is_alone[members].all(axis=1))
         at = np.flatnonzero(is_alone)
         yield from _of_instances(view, alone, groups, members[at], at, below)
         for i in np.flatnonzero(~is_alone).tolist():
@@ -54,7 +54,7 @@ def _of_instances(
         kv_share = kv_share + alone.kv_share[members[:, place]]
     load = np.maximum(kv_share / degree, alone.num_requests[members].sum(axis=1) / slots.clip(1))
     load = np.where(alone.is_queue[members].any(axis=1), np.maximum(load, OVERLOAD), load)
-    is_known = alone.is_known[members].all(axis=1)
+    is_known: Bools = np.asarray(alone.is_known[members].all(axis=1))
     shown = np.flatnonzero((slots > 0) & ((load < below) | ~is_known))
     for i, value, known in zip(at[shown].tolist(), load[shown].tolist(), is_known[shown].tolist(), strict=True):
         yield groups[i], value, known
