@@ -116,12 +116,15 @@ def random_history(seed: int) -> SimulationConfig:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_no_history_of_layouts_and_deaths_loses_a_request_or_a_block(seed: int) -> None:
+def test_no_history_of_layouts_and_deaths_loses_a_request_or_a_block(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
     arrivals = mixed_load(200)
     simulation = simulation_of(random_history(seed), arrivals, kv_tokens=SHORT_OF_KV)
     result = simulation.run_to_end()
     assert [(o.output_tokens, o.refused) for o in result.outcomes] == [(a.output_tokens, "") for a in arrivals]
     assert leftovers(simulation) == []
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]  # the controller survives its own
 
 
 @pytest.mark.parametrize("name", ["drops-4", "both", "deaths", "migration"])
