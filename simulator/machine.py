@@ -66,8 +66,13 @@ class Machine:
 
         if not shape.startswith(GroupKind.PP):
             scheduler = self._scheduler(capacity, self.options)
-            swap_s = self._swap_s if self.options.preemption == "swap" else None
-            return Lane(scheduler, times, on_end=on_end, on_step=on_step, gaps=gaps, swap_s=swap_s)
+
+            def swap_s(out_bytes: int, in_bytes: int) -> float:
+                # Copies go both ways at once, beside the step before (as InferCept overlaps them).
+                return max(0.0, max(out_bytes, in_bytes) / self.host_bytes_per_s - lane.last_step_s)
+
+            lane = Lane(scheduler, times, on_end=on_end, on_step=on_step, gaps=gaps, swap_s=swap_s)
+            return lane
         first_s = network.hop_s(members, 0)
         each_s = (network.hop_s(members, 1 << 30) - first_s) * self.activation_bytes / (1 << 30)
 
@@ -92,7 +97,3 @@ class Machine:
         from pengserve.simulator.engine.vllm_scheduler import VllmScheduler  # importing vLLM takes seconds
 
         return VllmScheduler(capacity, options)
-
-    def _swap_s(self, out_bytes: int, in_bytes: int) -> float:
-        """Both directions at once."""
-        return max(out_bytes, in_bytes) / self.host_bytes_per_s

@@ -122,6 +122,9 @@ class Simulation:
         if self._failure is not None:
             raise self._failure
         self.outcomes.give_up(self.ingress.requests(), "the simulation ended before it did")
+        return self._result(sampler, end_s, log)
+
+    def _result(self, sampler: Sampler, end_s: float, log: RecordedLog) -> Result:
         return Result(
             name=self.config.name,
             policy=self.config.policy.name,
@@ -133,7 +136,7 @@ class Simulation:
             outcomes=self.outcomes.by_arrival(self._arrivals),
             moments=tuple(sampler.moments),
             gaps=self.outcomes.gaps.gaps(),
-            events=tuple(_shifted(event, start_s) for event in log.events),
+            events=tuple(_shifted(event, self.outcomes.start_s) for event in log.events),
             instance_kv=tuple(sampler.instance_kv),
         )
 

@@ -200,7 +200,7 @@ class SimCluster:
         members = tuple(self.find(member) for member in plan.members)
         switch = Switch(plan=plan, members=members, around=self)
         task = asyncio.get_running_loop().create_task(self._carry_out(switch), name=plan.plan_id)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # its caller may have left
+        task.add_done_callback(_report)
         self._under_way[plan.plan_id] = _UnderWay(switch, task)
 
     async def _carry_out(self, switch: Switch) -> SwitchReport:
@@ -230,3 +230,10 @@ class SimCluster:
     def group_lane(self, group: Group, members: tuple[SimInstance, ...], capacity: KvCapacity) -> Driver:
         """See `Surroundings`."""
         return self._build(group.shape, capacity, members)
+
+
+def _report(task: "asyncio.Task[SwitchReport]") -> None:
+    """A switch has ended; its caller may have left. What nobody foresaw ends the simulation."""
+    error = None if task.cancelled() else task.exception()
+    if error is not None and not isinstance(error, PengServeError):
+        task.get_loop().call_exception_handler({"message": f"{task.get_name()} failed", "exception": error})

@@ -137,7 +137,7 @@ class SimInstance:
             num_paused = len(own.running) + len(own.waiting)
             if run.leader is self:
                 reserved = run.num_reserved
-                longest = max((r.num_tokens for r in run.requests()), default=0)
+                longest = max((request.num_tokens for request in scheduler.running), default=0)
         return InstanceStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + len(held),

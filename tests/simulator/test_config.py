@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import BaseModel
 
 from pengserve.planners.types.errors import ConfigError
-from pengserve.simulator.config import SimulationConfig
+from pengserve.simulator.config import ClusterConfig, SimulationConfig
+from pengserve.simulator.policies.registry import POLICIES
 from pengserve.simulator.run import simulate
 from tests.simulator.machines import poisson
 
@@ -99,3 +101,9 @@ def test_progress_is_told_and_grows() -> None:
     seen = []
     simulate(config, poisson(20, 2), seen.append)
     assert [p.num_ended for p in seen] == sorted(p.num_ended for p in seen) and seen[-1].num_requests == 20
+
+
+@pytest.mark.parametrize("kind", [SimulationConfig, ClusterConfig, *POLICIES.values()])
+def test_every_field_is_in_the_manual(kind: type[BaseModel]) -> None:
+    manual = (Path(__file__).parents[2] / "docs" / "simulation-config.md").read_text()
+    assert [name for name in kind.model_fields if f"`{name}`" not in manual and name != "folder"] == []

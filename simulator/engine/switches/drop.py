@@ -26,6 +26,7 @@ async def drop(switch: Switch) -> SwitchReport:
     layers = switch.leader.sizes.stage_sizes(len(switch.members))
     pairs = by_layer(run.arriving, layers, switch.token_bytes, is_drop=True)
     run.exchange = loop.create_task(_exchange(switch, run, pairs), name=f"exchange {plan.plan_id}")
+    run.exchange.add_done_callback(lambda done: done.cancelled() or done.result())  # an error ends the simulation
     return SwitchReport(
         plan_id=plan.plan_id,
         epoch=switch.epoch,
