@@ -58,6 +58,7 @@ class Plan:
     calibrate_s: float = 10.0  # about, at each level
     start_timeout_s: float = 240.0
     seed: int = 7
+    has_profiles: bool = True  # steps are timed, for simulations of the runs
     engine: Mapping[str, Any] = field(
         # Memory must be what runs out, not slots.
         default_factory=partial(engine_flags, max_num_seqs=128)

@@ -3,13 +3,15 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.figures import complete, mean, percentile, tpots_s, ttfts_s
 from benchmarks.overload import timeline
 from benchmarks.overload.load import Calibration, Course, Level, Phase, Plan, make_course, with_tokens
+from benchmarks.overload.profiles import Profile, profile
+from benchmarks.overload.record import Record, records
 from benchmarks.overload.systems import PengServe, Served, System, Vllm
 from benchmarks.overload.timeline import Timeline
 from benchmarks.sse import Answer
@@ -40,6 +42,7 @@ class Run:
     demand_mean: float  # while the load was sent
     demand_peak: float
     timeline: Timeline
+    requests: tuple[Record, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,8 @@ class Size:
     weight_bytes: int  # of an instance
     calibration: Calibration
     course: Course
+    levels: tuple[tuple[Record, ...], ...] = ()  # the requests of both levels of the calibration
+    profiles: tuple[Profile, ...] = ()  # how long steps take, where all instances make them
 
 
 def measure(
@@ -63,6 +68,9 @@ def measure(
     for num_instances in plan.sizes:
         with PengServe(plan, num_instances) as cluster:
             size = calibrate(plan, num_instances, cluster)
+        if plan.has_profiles:
+            found = [profile(plan, system, num_instances, size.weight_bytes) for system in ("vllm", "pengserve")]
+            size = replace(size, profiles=tuple(found))
         on_size(size)
         for round_index in range(plan.rounds):
             for names in _in_turn(systems, round_index):
@@ -95,23 +103,23 @@ def calibrate(plan: Plan, num_instances: int, system: PengServe) -> Size:
     resident = prompt_tokens + plan.mean_output(num_instances) / 2 + alone.block_size / 2
     full = max(2, int(0.9 * dp_tokens / resident))  # nobody waits or is preempted
     few = max(1, int(plan.low_share * full))
+    (few_level, few_records), (full_level, full_records) = (
+        _level(plan, num_instances, system, in_flight) for in_flight in (few, full)
+    )
     found = Calibration(
-        prompt_tokens=prompt_tokens,
-        dp_tokens=dp_tokens,
-        pp_tokens=wide.num_tokens,
-        few=_level(plan, num_instances, system, few),
-        full=_level(plan, num_instances, system, full),
+        prompt_tokens=prompt_tokens, dp_tokens=dp_tokens, pp_tokens=wide.num_tokens, few=few_level, full=full_level
     )
     return Size(
         num_instances=num_instances,
         weight_bytes=alone.weight_bytes,
         calibration=found,
         course=make_course(plan, num_instances, found),
+        levels=(few_records, full_records),
     )
 
 
-def _level(plan: Plan, num_instances: int, system: PengServe, in_flight: int) -> Level:
-    """So many in flight for about `calibrate_s`. Ramps at both ends do not count."""
+def _level(plan: Plan, num_instances: int, system: PengServe, in_flight: int) -> tuple[Level, tuple[Record, ...]]:
+    """So many in flight for about `calibrate_s`. Ramps at both ends do not count. The level, and its requests."""
     name = f"{in_flight}"
     first = plan.calibration(num_instances, in_flight, f"{name}/first")
     start_s = time.perf_counter()
@@ -123,7 +131,8 @@ def _level(plan: Plan, num_instances: int, system: PengServe, in_flight: int) ->
     # Until the last is sent, so many are in flight; the first of them end together.
     stop_s = max(answer.sent_s for answer in answers)
     begin_s = min(answer.sent_s for answer in answers)
-    return Level(in_flight=in_flight, requests_per_s=sum(end <= stop_s for end in ends_s) / (stop_s - begin_s))
+    level = Level(in_flight=in_flight, requests_per_s=sum(end <= stop_s for end in ends_s) / (stop_s - begin_s))
+    return level, records(answers, begin_s)
 
 
 def _good(answers: list[Answer]) -> list[Answer]:
@@ -162,6 +171,7 @@ def run(plan: Plan, size: Size, name: str, round_index: int, system: System) -> 
         demand_mean=timeline.mean_until(line.demand, course.end_s) / calibration.dp_tokens,
         demand_peak=max(line.demand, default=0.0) / calibration.dp_tokens,
         timeline=line,
+        requests=records(served.answers, served.start_s),
     )
 
 

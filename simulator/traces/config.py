@@ -96,9 +96,11 @@ class TraceConfig(_Section):
     @classmethod
     def _gather_settings(cls, data: Any) -> Any:
         # {generator: gamma, cv: 2, window: ...} -> {generator: gamma, settings: Gamma(cv=2), window: ...}
-        if not isinstance(data, Mapping) or "settings" in data or data.get("generator") is None:
-            if isinstance(data, Mapping) and isinstance(data.get("settings"), Mapping):
-                raise ValueError("unknown key 'settings': a generator's fields stand beside its name")
+        if not isinstance(data, Mapping):
+            return data
+        if "settings" in data:
+            raise ValueError("unknown key 'settings': a generator's fields stand beside its name")
+        if data.get("generator") is None:
             return data
         name = data["generator"]
         if not isinstance(name, str) or name not in GENERATORS:
@@ -144,8 +146,8 @@ class TraceConfig(_Section):
     def _flat(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
         # As it would be written, with defaults filled in.
         data: dict[str, Any] = {key: value for key, value in serialize(self).items() if value is not None}
-        settings = data.pop("settings", {})
-        return {**data, **settings}
+        own: dict[str, Any] = data.pop("settings", {})
+        return data | own
 
 
 def parse(data: Mapping[str, Any], source: str = "") -> TraceConfig:
@@ -217,6 +219,8 @@ def _explain(error: Mapping[str, Any]) -> str:
         return f"{key} is missing: give it"
     if error["type"] == "value_error":
         return f"{key}: {message}" if key else message
+    if not key:
+        return f"a trace must hold keys and values, such as `file: trace.csv`, got {error['input']!r}"
     return f"{key}: {message[:1].lower()}{message[1:]}, got {error['input']!r}"
 
 

@@ -27,7 +27,7 @@ def window(arrivals: Sequence[Arrival], start_s: float, stop_s: float) -> tuple[
     if not kept:
         last_s = max((request.at_s for request in arrivals), default=0.0)
         raise ConfigError(
-            f"no request arrives in [{start_s:g}, {stop_s:g}) s: the last one of the trace is at {last_s:g} s"
+            f"window [{start_s:g}, {stop_s:g}) s holds no request: the last one of the trace arrives at {last_s:g} s"
         )
     return kept
 

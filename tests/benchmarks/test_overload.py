@@ -276,3 +276,9 @@ def test_a_small_run_answers_everything_on_every_system(tmp_path: Path) -> None:
     assert held["vllm-dp"] == pytest.approx(held["dp"], rel=0.1)
     assert held["vllm-pp"] == pytest.approx(sizes[0].calibration.pp_tokens, rel=0.1)
     assert all(r.demand_mean > 0 for r in runs)
+    # What a simulation of the runs needs.
+    assert all(len(r.requests) == r.num_requests for r in runs)
+    assert all(record.at_s < record.first_s <= record.end_s for r in runs for record in r.requests)
+    assert [found.system for found in sizes[0].profiles] == ["vllm", "pengserve"]
+    assert all(0 < found.model.batch_s([]) + found.model.tokens_s(100, 1) < 1 for found in sizes[0].profiles)
+    assert all(len(level) > 0 for level in sizes[0].levels)

@@ -38,6 +38,16 @@ WIDE = LlamaShape(
     max_len=2048,
     tie_embeddings=False,
 )
+DEEP = LlamaShape(
+    vocab_size=512,
+    hidden_size=384,
+    intermediate_size=768,
+    num_layers=12,
+    num_heads=6,
+    num_kv_heads=6,
+    max_len=2048,
+    tie_embeddings=False,
+)
 RECIPE_VERSION = 2  # raise it when the code below changes what is written
 SEED = 20
 TEXT_MODULES = ("argparse", "json", "textwrap")
@@ -69,6 +79,11 @@ def tiny_model() -> Path:
 def wide_model() -> Path:
     """The same, larger and with a KV head per query head: a step computes for longer than it is prepared."""
     return _made("wide", WIDE)
+
+
+def deep_model() -> Path:
+    """The same, with so many layers that a half of them computes for far longer than a step is prepared."""
+    return _made("deep", DEEP)
 
 
 def _made(name: str, shape: LlamaShape) -> Path:

@@ -7,7 +7,7 @@ import json
 import math
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
@@ -97,20 +97,15 @@ class Row:
         value = self._get(name)
         if type(value) is int:
             return value
-        try:
-            return int(value) if isinstance(value, str) else self._integral(value)
-        except ValueError:
-            pass
-        try:
-            return self._integral(float(value))  # "12.0", as pandas writes a column with gaps
-        except (TypeError, ValueError):
-            raise self.wrong(name, expected) from None
-
-    @staticmethod
-    def _integral(value: Any) -> int:
+        if isinstance(value, str):
+            try:
+                return int(value)
+            except ValueError:
+                with suppress(ValueError):
+                    value = float(value)  # "12.0", as pandas writes a column with gaps
         if isinstance(value, float) and value.is_integer():
             return int(value)
-        raise ValueError
+        raise self.wrong(name, expected)
 
 
 def read_rows(path: Path) -> Iterator[Row]:

@@ -97,6 +97,7 @@ def test_a_section_can_stand_within_a_larger_model() -> None:
         ({"generator": "flying", "step_s": 1}, "step_s is for files: leave it out beside generator 'flying'"),
         ({"generator": "flying", "settings": {}}, "unknown key 'settings'"),
         ({"generator": "poisson", "rate_per_s": 1, "duration_s": 3}, "generator 'poisson' has no lengths of its own"),
+        ("trace.csv", "a trace must hold keys and values, such as `file: trace.csv`, got 'trace.csv'"),
         ({"file": "a", "windw": [1, 2]}, "unknown key 'windw'; did you mean window?"),
         ({"file": "a", "window": [2, 1]}, r"window: give \[start_s, stop_s\] with 0 <= start_s < stop_s"),
         ({"file": "a", "upscale": 0}, "upscale: input should be greater than 0, got 0"),
@@ -107,7 +108,7 @@ def test_a_section_can_stand_within_a_larger_model() -> None:
         ({"file": "a", "lengths": {"prompt": [9, 2], "output": [1, 2]}}, "lengths: prompt must be two numbers above 0"),
     ],
 )
-def test_a_wrong_section_names_file_and_field(section: dict[str, Any], sentence: str) -> None:
+def test_a_wrong_section_names_file_and_field(section: Any, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as error:
         parse(section, source="run.yaml")
     assert str(error.value).endswith("(in run.yaml)")

@@ -16,7 +16,8 @@ FILES = {
     "100,GPT-4,10,4,14,API log\n101.5,GPT-4,1025,2,1027,API log\n",
     "mooncake": '{"timestamp": 0, "input_length": 10, "output_length": 4, "hash_ids": [7]}\n'
     '{"timestamp": 1500, "input_length": 1025, "output_length": 2, "hash_ids": [7, 8, 9]}\n',
-    "orbitflow": "trace_id,req,category,arrival_step,input_tokens,output_tokens,slo_s\n0,a,x,0,10,4,1\n0,b,x,3,1025,2,1\n",
+    "orbitflow": "trace_id,req,category,arrival_step,input_tokens,output_tokens,slo_s\n"
+    "0,a,x,0,10,4,1\n0,b,x,3,1025,2,1\n",
     "servegen": "arrival_s,client,input_tokens,output_tokens\n0,65,10,4\n1.5,23,1025,2\n",
     "plain": "arrival_s,input_tokens,output_tokens\n0,10,4\n1.5,1025,2\n",
     "serving_sim": '{"request_id": "a", "input_toks": 10, "output_toks": 4, "arrival_time": 1787267980.5}\n'
@@ -170,7 +171,7 @@ def test_files_that_cannot_be_read_say_why(tmp_path: Path) -> None:
 
 
 def test_an_unknown_format_lists_the_known_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="unknown trace format 'azzure'; known formats are azure .*servegen"):
+    with pytest.raises(ConfigError, match=r"unknown trace format 'azzure'; known formats are azure .*servegen"):
         load(written(tmp_path, FILES["plain"]), format="azzure")
 
 

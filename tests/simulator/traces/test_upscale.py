@@ -38,7 +38,7 @@ def test_the_rate_is_multiplied_over_the_same_time(factor: float) -> None:
 def test_the_burstiness_of_gaps_stays(cv: float, factor: float) -> None:
     trace = Gamma(rate_per_s=10, duration_s=600, cv=cv).generate(LENGTHS, 0)
     before, after = statistics_of(trace).gap_cv, statistics_of(upscale(trace, factor, 1)).gap_cv
-    assert after == pytest.approx(before, rel=1e-3 if factor == 2.0 else 0.06)
+    assert after == pytest.approx(before, rel=1e-3 if factor == 2.0 else 0.12)
 
 
 @pytest.mark.parametrize("factor", [0.5, 3.0, 4.5])
@@ -89,10 +89,10 @@ def test_turns_of_copied_conversations_stay_in_order_and_apart() -> None:
     assert len(last_ids) == pytest.approx(3 * len(originals), abs=2)
 
 
-@pytest.mark.parametrize("wanted", [5_000, 40_000, 300_000])
+@pytest.mark.parametrize("wanted", [13_000, 40_000, 300_000])
 def test_the_mean_demand_for_kv_becomes_what_is_wanted(wanted: float) -> None:
     scaled = scale_to_kv(BURSTY, wanted, BURSTGPT_STAY, 1)
-    assert demand_of(scaled, BURSTGPT_STAY).mean_tokens == pytest.approx(wanted, rel=0.05)
+    assert demand_of(scaled, BURSTGPT_STAY).mean_tokens == pytest.approx(wanted, rel=0.02)
 
 
 def test_a_factor_that_leaves_nothing_is_refused() -> None:
