@@ -151,6 +151,7 @@ def ingress_config(settings: Settings, instance: InstanceConfig) -> IngressConfi
             reasoning_parser=openai.reasoning_parser,
         ),
         metrics_backend=settings.metrics.backend,
+        request_log=settings.request_log,
         is_id_echoed=True,
     )
 

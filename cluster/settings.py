@@ -183,6 +183,7 @@ class Settings(_Section):
     shape: ShapeSettings = ShapeSettings()
     metrics: MetricsSettings = MetricsSettings()
     event_log: str = ""  # JSONL file; empty keeps events in memory alone
+    request_log: str = ""  # JSONL file: a line for each answer, without its text; empty: none
 
     @field_validator("served_model_name", mode="before")
     @classmethod

@@ -6,6 +6,7 @@ from html import escape
 from typing import Protocol
 
 from benchmarks.overload.timeline import SAMPLE_S, Timeline
+from pengserve.simulator.reports.charts import ticks
 
 WIDTH, PANEL_HEIGHT, GAP = 960, 150, 44
 LEFT, RIGHT, TOP = 70, 60, 60
@@ -102,13 +103,13 @@ def _axes(scale: _Scale) -> list[str]:
     parts = [
         f'<rect x="{LEFT}" y="0" width="{right - LEFT}" height="{PANEL_HEIGHT}" fill="none" stroke="#999"/>',
     ]
-    for tokens in _ticks(scale.tokens, 4):
+    for tokens in ticks(scale.tokens, 4):
         y = scale.y(tokens) + 4
         parts.append(f'<text x="{LEFT - 6}" y="{y:.1f}" text-anchor="end" fill="#333">{tokens:g}</text>')
     for decade in range(scale.decades + 1):
         ttft_s = LEAST_TTFT_S * 10**decade
         parts.append(f'<text x="{right + 6}" y="{scale.y_ttft(ttft_s) + 4:.1f}" fill="{TTFT}">{ttft_s:g}</text>')
-    for time_s in _ticks(scale.end_s, 8):
+    for time_s in ticks(scale.end_s, 8):
         x = scale.x(time_s)
         parts.append(f'<text x="{x:.1f}" y="{PANEL_HEIGHT + 16}" text-anchor="middle" fill="#333">{time_s:g} s</text>')
     return parts
@@ -135,11 +136,3 @@ def _stairs(line: Timeline) -> list[tuple[float, float]]:
             points.append((time_s, points[-1][1]))
         points.append((time_s, tokens))
     return [*points, (line.end_s, points[-1][1])] if points else []
-
-
-def _ticks(most: float, count: int) -> list[float]:
-    """Round numbers from 0 to `most`, about `count` of them."""
-    rough = most / count
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-    return [index * step for index in range(int(most / step) + 1)]

@@ -18,6 +18,7 @@ from pengserve.cluster.ingress.guard import Guard, current_ticket
 from pengserve.cluster.ingress.links import LinkPool
 from pengserve.cluster.ingress.meters import IngressMeters
 from pengserve.cluster.ingress.records import RequestBook
+from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.routes import RouteWatcher, RoutingSource
 from pengserve.cluster.ingress.traffic import Ticket, Traffic
 from pengserve.cluster.metrics import catalog
@@ -55,7 +56,8 @@ class Ingress:
             num_ingresses=config.num_ingresses,
             num_slots=self._num_slots,
         )
-        self.client = ClusterEngineClient(vllm_config, config.limits, self.meters, self._admit)
+        self.request_log = RequestLog(config.request_log)
+        self.client = ClusterEngineClient(vllm_config, config.limits, self.meters, self._admit, self.request_log)
         client_id = f"ingress-{secrets.token_hex(4)}"
         self.links = LinkPool(
             self.client,
@@ -110,6 +112,8 @@ class Ingress:
             ("demand", self.demand.run),
             ("metrics", self._publish),
         ]
+        if self.request_log.is_on:
+            jobs.append(("request log", self.request_log.run))
         self._tasks = [asyncio.create_task(_forever(name, job), name=f"ingress-{name}") for name, job in jobs]
 
     @property
@@ -123,6 +127,7 @@ class Ingress:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.links.close()
+        await self.request_log.flush()
         self.client.shutdown()
 
     def start_draining(self) -> None:

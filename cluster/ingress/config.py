@@ -44,6 +44,7 @@ class IngressConfig:
     limits: LimitConfig = field(default_factory=LimitConfig)
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)
     metrics_backend: str = "auto"
+    request_log: str = ""  # JSONL file; empty: none
     is_id_echoed: bool = False  # a server in front (Ray Serve) puts the request's x-request-id on the answer itself
 
     @property

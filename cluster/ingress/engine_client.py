@@ -9,7 +9,9 @@ from typing import Any, NoReturn
 
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.meters import IngressMeters
+from pengserve.cluster.ingress.record import RequestRecord
 from pengserve.cluster.ingress.records import RequestBook
+from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.vllm_openai_seam import (
     STREAM_FINISHED,
     EngineClient,
@@ -52,8 +54,9 @@ class ClusterEngineClient(EngineClient):
         limits: LimitConfig,
         meters: IngressMeters,
         admit: Callable[[int], None] = lambda n: None,
+        request_log: RequestLog | None = None,
     ) -> None:
-        """`admit(n)` raises GracefulHTTPError where n more sequences are too many."""
+        """`admit(n)` raises GracefulHTTPError where n more sequences are too many. None: no request log."""
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
@@ -65,6 +68,7 @@ class ClusterEngineClient(EngineClient):
             stream_interval=vllm_config.scheduler_config.stream_interval,
         )
         self._limits, self._meters, self._admit = limits, meters, admit
+        self._request_log = request_log or RequestLog()
         self._closed = False
         self._widest = 0  # what the controller says of the widest group; 0: nothing yet
         self._shapes: dict[InstanceKey, str] = {}
@@ -154,7 +158,8 @@ class ClusterEngineClient(EngineClient):
         finally:
             if collector is not None:
                 if outcome != "ok":
-                    self._abort([collector.request_id], internal=True)
+                    finish = "error" if outcome == "failed" else "abort"
+                    self._abort([collector.request_id], internal=True, finish=finish)
                 collector.close()
             self._meters.ended(outcome)
 
@@ -237,6 +242,10 @@ class ClusterEngineClient(EngineClient):
         if state is not None and state.queue is not None:
             state.queue.put(error)  # `generate` raises it and aborts what else belongs to the request
 
+    def on_ended(self, record: RequestRecord, finish: str) -> None:
+        """A request is over."""
+        self._request_log.note(record, finish)
+
     def on_finished(self, output: EngineCoreOutput) -> None:
         """A request was complete when its instance died."""
         self._process([output], 0.0, None, None)
@@ -313,10 +322,10 @@ class ClusterEngineClient(EngineClient):
                 self.on_failed(output.request_id, failure)
             return
         if processed.reqs_to_abort:
-            self.book.abort(processed.reqs_to_abort)
+            self.book.abort(processed.reqs_to_abort, finish="stop")  # the text holds a stop string
 
-    def _abort(self, request_ids: list[str], *, internal: bool) -> None:
-        self.book.abort(self._output_processor.abort_requests(request_ids, internal))
+    def _abort(self, request_ids: list[str], *, internal: bool, finish: str = "abort") -> None:
+        self.book.abort(self._output_processor.abort_requests(request_ids, internal), finish)
 
     # What a cluster does not do; no route leads here -----------------------------------------------------------
 

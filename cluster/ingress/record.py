@@ -31,6 +31,7 @@ class RequestRecord:
     num_redirects_in_place: int = 0  # the same
     created_s: float = field(default_factory=monotonic)
     waiting_since_s: float = 0.0
+    first_token_s: float | None = None
     last_token_s: float | None = None
     is_unsettled: bool = False  # was moved, redirected or lost, and has had no token since
     is_resumed: bool = False  # its next copy replaces a lost one
@@ -86,6 +87,9 @@ class RecordEvents(Protocol):
 
     def on_failed(self, request_id: str, error: Exception) -> None:
         """The request is given up."""
+
+    def on_ended(self, record: RequestRecord, finish: str) -> None:
+        """The book forgets `record`, whatever its end was: "stop", "length", "abort", "error", ..."""
 
     def on_finished(self, output: EngineCoreOutput) -> None:
         """The request turned out to be complete when its instance died; `output` says so."""

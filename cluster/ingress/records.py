@@ -104,6 +104,8 @@ class RequestBook:
                 record.output_token_ids.extend(output.new_token_ids)
                 if record.is_unsettled:
                     self._settle(record, now_s)
+                if record.last_token_s is None:
+                    record.first_token_s = now_s
                 record.last_token_s = now_s
             if record.num_copies > 1:
                 output.request_id = record.request.request_id
@@ -136,14 +138,15 @@ class RequestBook:
             self._send_again(record, to=to, avoid=link)
         return accepted
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Forgets requests and tells their instances."""
+    def abort(self, request_ids: Iterable[str], finish: str = "abort") -> None:
+        """Forgets requests and tells their instances. `finish` is how they ended for their clients."""
         by_link: dict[InstanceLink, list[str]] = {}
         for request_id in request_ids:
             record = self._records.pop(request_id, None)
             if record is None:
                 continue
             self._urgent.discard(record)
+            self._events.on_ended(record, finish)
             if record.link is None:
                 continue
             del self._copies[record.wire_id]
@@ -321,7 +324,7 @@ class RequestBook:
             output.finish_reason = None
             self._send_again(record, to=None, avoid=None)
         else:
-            self._forget(record)
+            self._forget(record, str(output.finish_reason))
 
     # Placing ---------------------------------------------------------------------------------------------------
 
@@ -395,7 +398,7 @@ class RequestBook:
         """A request whose last allowed token has arrived needs no instance any more."""
         if not record.is_at_limit and record.num_tokens < self._max_model_len():
             return False
-        self._forget(record)
+        self._forget(record, "length")
         self._events.on_finished(
             EngineCoreOutput(request_id=record.request.request_id, new_token_ids=[], finish_reason=FinishReason.LENGTH)
         )
@@ -413,12 +416,13 @@ class RequestBook:
         return True
 
     def _fail(self, record: RequestRecord, error: Exception) -> None:
-        self._forget(record)
+        self._forget(record, "error")
         self._events.on_failed(record.request.request_id, error)
 
-    def _forget(self, record: RequestRecord) -> None:
+    def _forget(self, record: RequestRecord, finish: str) -> None:
         """It ended; copies it may have left behind are orphans."""
-        self._records.pop(record.request.request_id, None)
+        if self._records.pop(record.request.request_id, None) is not None:
+            self._events.on_ended(record, finish)
         self._urgent.discard(record)
         if record.link is not None:
             self._drop_copy(record)

@@ -12,7 +12,9 @@ from typing import Any
 from vllm import SamplingParams
 
 from pengserve.cluster.ingress.config import LimitConfig
+from pengserve.cluster.ingress.record import RequestRecord
 from pengserve.cluster.ingress.records import RequestBook
+from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput, EngineCoreRequest, FinishReason
 from pengserve.cluster.ingress.wishes import NO_WISH, RequestWish
 from pengserve.planners.types.errors import LinkLostError
@@ -186,6 +188,8 @@ class Cluster:
         self.seen: dict[int, list[int]] = {}
         self.ended: set[int] = set()
         self.failed: dict[str, Exception] = {}
+        self.finishes: dict[str, str] = {}
+        self.request_log = RequestLog()
         self.log: list[tuple[str, Any]] = []
 
     # RecordEvents
@@ -193,6 +197,12 @@ class Cluster:
     def on_failed(self, request_id: str, error: Exception) -> None:
         """See `RecordEvents`."""
         self.failed[request_id] = error
+
+    def on_ended(self, record: RequestRecord, finish: str) -> None:
+        """See `RecordEvents`."""
+        assert record.request.request_id not in self.finishes, "a request ends once"
+        self.finishes[record.request.request_id] = finish
+        self.request_log.note(record, finish)
 
     def on_finished(self, output: EngineCoreOutput) -> None:
         """See `RecordEvents`."""

@@ -21,6 +21,7 @@ def _read(rows: Iterable[Row], options: Options) -> Iterator[Arrival | None]:
 
 REQUEST_LOG = Format(
     name="pengserve",
+    starts_at_first=True,
     summary="JSON lines: at_s, prompt_tokens, output_tokens, and optionally request_id, priority, degree",
     keys=(frozenset({"at_s", "prompt_tokens", "output_tokens"}),),
     read=_read,

@@ -1,0 +1,104 @@
+"""The request log: one JSON line for each sequence that ended, for `pengserve replay`. Never a word of its text.
+
+    {"at_s":1795263698.21,"prompt_tokens":812,"output_tokens":120,"priority":0,"degree":null,"ttft_s":0.21,
+     "e2e_s":4.02,"finish":"stop","instance":"1.0","losses":0}
+
+`at_s` is when it came, in seconds since the Unix epoch; `degree` is the parallelism it wished; `ttft_s` is null where
+no token came; `finish` is stop, length, abort, error or what else the engine says; `losses` counts instances that died
+under it. The event loop only notes what ended; a thread writes it, once a second.
+"""
+
+import asyncio
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from time import monotonic, time
+from typing import Any
+
+from pengserve.cluster.ingress.record import RequestRecord
+
+logger = logging.getLogger(__name__)
+
+FLUSH_PERIOD_S = 1.0
+MAX_BUFFERED = 65_536  # lines that wait for a slow disk; further ones are left out
+DIGITS = 6  # of seconds
+
+
+class RequestLog:
+    """Buffers lines in the event loop and appends them to a file in a thread.
+
+    Several ingresses of one machine may share a file: whole lines are appended. A file that cannot be written costs
+    one warning, and the log; serving goes on.
+    """
+
+    def __init__(self, path: str = "", *, wall_clock: Callable[[], float] = time) -> None:
+        """An empty `path` logs nothing."""
+        self._path = Path(path) if path else None
+        self._wall_clock = wall_clock
+        self._rows: list[dict[str, Any]] = []
+        self._num_left_out = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether lines are kept and written."""
+        return self._path is not None
+
+    def note(self, record: RequestRecord, finish: str) -> None:
+        """`record` has ended as `finish` says; it may still know the instance it was on."""
+        if self._path is None:
+            return
+        if len(self._rows) >= MAX_BUFFERED:
+            self._num_left_out += 1
+            return
+        now_s = monotonic()
+        e2e_s = now_s - record.created_s
+        first_s = record.first_token_s
+        self._rows.append(
+            {
+                "at_s": round(self._wall_clock() - e2e_s, DIGITS),
+                "prompt_tokens": record.num_prompt_tokens,
+                "output_tokens": len(record.output_token_ids),
+                "priority": record.request.priority,
+                "degree": record.wish.degree,
+                "ttft_s": None if first_s is None else round(first_s - record.created_s, DIGITS),
+                "e2e_s": round(e2e_s, DIGITS),
+                "finish": finish,
+                "instance": None if record.link is None else str(record.link.key),
+                "losses": record.num_losses,
+            }
+        )
+
+    async def run(self) -> None:
+        """Writes what was noted, once a period, until cancelled."""
+        while True:
+            await asyncio.sleep(FLUSH_PERIOD_S)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Writes what was noted until now."""
+        rows, self._rows = self._rows, []
+        if not rows or self._path is None:
+            return
+        try:
+            await asyncio.to_thread(_append, self._path, rows)
+        except OSError as error:
+            logger.warning("no request log from here on: %s cannot be written: %s", self._path, error.strerror)
+            self._path = None
+        if self._num_left_out:
+            logger.warning("%d requests are not in the request log: the disk is too slow", self._num_left_out)
+            self._num_left_out = 0
+
+
+def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    data = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # One call for whole lines: the system does not let another process write between them.
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        written = 0
+        while written < len(data):
+            written += os.write(file, data[written:])
+    finally:
+        os.close(file)
