@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import Any
 
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.ids import InstanceKey
@@ -21,11 +21,15 @@ class Call(StrEnum):
     __hash__ = str.__hash__  # a thousand look-ups a tick: the enum's own is not computed in C
 
 
-class Begun(NamedTuple):
+class _Begun:
     """A call that has been begun and not collected."""
 
-    task: asyncio.Task[Any]
-    begun_s: float
+    __slots__ = ("begun_s", "is_awaited", "is_patient", "task")
+
+    def __init__(self, begun_s: float, is_patient: bool) -> None:
+        self.begun_s, self.is_patient = begun_s, is_patient
+        self.is_awaited = False  # `settle` waits for it
+        self.task: asyncio.Task[Any]
 
 
 class Calls:
@@ -36,11 +40,10 @@ class Calls:
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
-        self._begun: dict[tuple[Call, InstanceKey], Begun] = {}
+        self._begun: dict[tuple[Call, InstanceKey], _Begun] = {}
         self._on_end = on_end
-        # Of `settle`: what it waits for still, and what wakes it. One count for all of them, since `asyncio.wait` adds
-        # and removes a callback of its own for each of a thousand tasks.
-        self._awaited: set[asyncio.Task[Any]] = set()
+        # What `settle` waits for, counted by the calls themselves: a thousand callbacks of `asyncio.wait` are slow.
+        self._num_awaited = 0
         self._settled: asyncio.Future[None] | None = None
 
     def under_way(self, call: Call, key: InstanceKey) -> bool:
@@ -56,19 +59,25 @@ class Calls:
         now_s: float = 0.0,
         *,
         news: bool = True,
+        patient: bool = False,
     ) -> None:
-        """Begins `work` at `now_s` unless that call is under way or waits to be collected."""
+        """Begins `work` at `now_s` unless that call is under way or waits to be collected.
+
+        A `patient` one is waited for by nobody.
+        """
         which = call, key
         if which in self._begun:
             return
-        task = asyncio.get_running_loop().create_task(work())
-        task.add_done_callback(self._ended_as_news if news else self._ended)
-        self._begun[which] = Begun(task, now_s)
+        begun = self._begun[which] = _Begun(now_s, patient)
+        begun.task = asyncio.get_running_loop().create_task(self._run(begun, work, news))
 
-    async def settle(self, timeout_s: float, is_patient: Callable[[Call, InstanceKey], bool]) -> None:
+    async def settle(self, timeout_s: float) -> None:
         """Waits until all calls have ended that are not patient, for `timeout_s` at most."""
-        self._awaited = {task for which, (task, _) in self._begun.items() if not task.done() and not is_patient(*which)}
-        if not self._awaited:
+        for begun in self._begun.values():
+            if not begun.is_patient and not begun.task.done():
+                begun.is_awaited = True
+                self._num_awaited += 1
+        if not self._num_awaited:
             return
         self._settled = asyncio.get_running_loop().create_future()
         try:
@@ -77,11 +86,13 @@ class Calls:
         except TimeoutError:
             pass  # who is silent is asked again
         finally:
-            self._awaited, self._settled = set(), None
+            for begun in self._begun.values():
+                begun.is_awaited = False
+            self._num_awaited, self._settled = 0, None
 
     def collect(self) -> list[tuple[Call, InstanceKey, asyncio.Task[Any]]]:
         """The calls that have ended since the last time, in the order they were begun."""
-        ended = [(call, key, task) for (call, key), (task, _) in self._begun.items() if task.done()]
+        ended = [(call, key, begun.task) for (call, key), begun in self._begun.items() if begun.task.done()]
         if len(ended) == len(self._begun):
             self._begun.clear()
         else:
@@ -92,7 +103,9 @@ class Calls:
     def forget(self, is_old: Callable[[Call, InstanceKey, float], bool]) -> None:
         """Cancels the calls that are old, by kind, life and when they were begun."""
         for which in [which for which, begun in self._begun.items() if is_old(*which, begun.begun_s)]:
-            self._begun.pop(which).task.cancel()
+            begun = self._begun.pop(which)
+            begun.task.cancel()
+            self._count_down(begun)  # one that has not run yet never says that it ends
 
     async def close(self) -> None:
         """Cancels all calls and waits for their ends."""
@@ -102,17 +115,23 @@ class Calls:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        if not task.cancelled() and isinstance(task.exception(), EngineError):
-            self._on_end()
-        self._count_down(task)
+    async def _run(self, begun: _Begun, work: Callable[[], Coroutine[Any, Any, Any]], news: bool) -> Any:
+        is_news = False
+        try:
+            result = await work()
+            is_news = news
+            return result
+        except Exception as error:
+            is_news = news or isinstance(error, EngineError)
+            raise
+        finally:
+            if is_news:
+                self._on_end()
+            self._count_down(begun)
 
-    def _ended_as_news(self, task: asyncio.Task[Any]) -> None:
-        if not task.cancelled():
-            self._on_end()
-        self._count_down(task)
-
-    def _count_down(self, task: asyncio.Task[Any]) -> None:
-        self._awaited.discard(task)
-        if not self._awaited and self._settled is not None and not self._settled.done():
-            self._settled.set_result(None)
+    def _count_down(self, begun: _Begun) -> None:
+        if begun.is_awaited:
+            begun.is_awaited = False
+            self._num_awaited -= 1
+            if not self._num_awaited and self._settled is not None and not self._settled.done():
+                self._settled.set_result(None)

@@ -18,7 +18,7 @@ from pengserve.controller.calls import Call, Calls
 from pengserve.controller.coordinator import Coordinator
 from pengserve.controller.events import Change, EventLog
 from pengserve.controller.ports import ReplicaPort
-from pengserve.controller.slots import Answered, Drained, Gone, Killed, Observation, Slot
+from pengserve.controller.slots import Answered, Drained, Gone, Killed, Observation
 from pengserve.controller.state import ClusterState, Transition
 from pengserve.controller.steering import Steering
 from pengserve.planners.types.config import ControllerConfig
@@ -26,7 +26,7 @@ from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.plans import LayoutTarget
-from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceSnapshot, InstanceState, RoutingTable
+from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceSnapshot, RoutingTable
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ class Controller:
         """Observes all instances, plans, begins what the plan asks for."""
         state = self._ready_state()
         self._ask(state)
-        await self._calls.settle(self.config.tick_s, self._is_patient)
+        await self._calls.settle(self.config.tick_s)
         seen = self._collect()
         now_s = self._clock()
         # `drain` may have run while this waited: read the state again, and let nothing await until it is written.
@@ -235,32 +235,21 @@ class Controller:
         now_s = self._clock()
         self._calls.forget(lambda call, key, begun_s: call is Call.STATUS and self._is_old(key, now_s - begun_s))
         for slot in state.slots:
-            # One that has answered was created.
-            if slot.alive and (slot.answered or not self._calls.under_way(Call.CREATE, slot.key)):
-                work = partial(self._port.status, slot.key)
-                self._calls.begin(Call.STATUS, slot.key, work, now_s, news=not slot.answered)
+            if not slot.alive:
+                continue
+            is_first = not slot.answered  # it may be under way to its place: no tick waits for that
+            if is_first and self._calls.under_way(Call.CREATE, slot.key):
+                continue
+            work = partial(self._port.status, slot.key)
+            self._calls.begin(Call.STATUS, slot.key, work, now_s, news=is_first, patient=is_first)
 
     def _is_old(self, key: InstanceKey, age_s: float) -> bool:
         """Whether a status call should be given up. One to an instance that waits for its place waits with it."""
-        slot = self._living(key)
-        return slot is None or (slot.answered and age_s > self.config.status_timeout_s)
-
-    def _is_patient(self, call: Call, key: InstanceKey) -> bool:
-        """Calls that no tick waits for: connects, drains, and the first answer of an instance that is being placed."""
-        slot = self._living(key)
-        if slot is None:
-            return False
-        if call is Call.STATUS:
-            return not slot.answered and slot.state is not InstanceState.DRAINING
-        if call is Call.DRAIN:
-            return slot.state is InstanceState.DRAINING
-        return call is Call.CONNECT and slot.ready is not None
-
-    def _living(self, key: InstanceKey) -> Slot | None:
-        """The slot that the life `key` is in; None where it has ended."""
         slots = self._ready_state().slots
         slot = slots[key.instance_id] if key.instance_id < len(slots) else None
-        return slot if slot is not None and slot.alive and slot.key == key else None
+        if slot is None or slot.key != key or not slot.alive:
+            return True
+        return slot.answered and age_s > self.config.status_timeout_s
 
     def _collect(self) -> list[tuple[InstanceKey, Observation]]:
         """What the calls that ended have to say; a failure that says nothing certain is silence."""
@@ -296,6 +285,7 @@ class Controller:
                 key,
                 partial(self._port.drain, key, timeout_s),
                 timeout_s + _DRAIN_GRACE_S,
+                patient=True,
             )
         if actions.replace is not None:
             plan = actions.replace
@@ -319,7 +309,9 @@ class Controller:
         for slot in state.slots:
             key, (told, version) = slot.key, self._told.get(slot.key.instance_id, untold)
             if slot.ready is not None and (version != directory.version or told != key):
-                self._begin(Call.CONNECT, key, partial(tell, key), self.config.status_timeout_s, news=False)
+                self._begin(
+                    Call.CONNECT, key, partial(tell, key), self.config.status_timeout_s, news=False, patient=True
+                )
 
     def _steer(self) -> None:
         """Begins the next switch of the layout, where one is due and none is under way."""
@@ -338,12 +330,13 @@ class Controller:
         timeout_s: float,
         *,
         news: bool = True,
+        patient: bool = False,
     ) -> None:
         async def bounded() -> Any:
             async with asyncio.timeout(timeout_s):
                 return await work()
 
-        self._calls.begin(call, key, bounded, news=news)
+        self._calls.begin(call, key, bounded, news=news, patient=patient)
 
     def state(self) -> ClusterState:
         """The state that counts now, for the coordinator."""

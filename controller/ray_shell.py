@@ -35,6 +35,7 @@ from ray.util import list_named_actors, placement_group, placement_group_table, 
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from pengserve.controller.collector import spare_the_loop
 from pengserve.controller.events import EventLog
 from pengserve.controller.loop import Controller
 from pengserve.controller.ports import Discovery
@@ -239,6 +240,7 @@ class ControllerActor:
     def __init__(
         self, config: ControllerConfig, instance_config: Any, actor_class: type, actor_env: Mapping[str, str]
     ) -> None:
+        spare_the_loop()
         port = RayPort(config, instance_config, actor_class, actor_env)
         self._controller = Controller(config, port, EventLog(config.event_log_path))
         # Ray runs the constructor of an async actor on the actor's event loop.

@@ -1,6 +1,7 @@
 """The routing table that follows from slots and layout. Pure."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from pengserve.controller.slots import Slot
@@ -10,13 +11,16 @@ from pengserve.planners.types.snapshot import Address, LaneInfo, Route, RoutingT
 
 
 class Part(NamedTuple):
-    """What one READY instance adds to the routing table. A tuple: each tick makes and compares one of each instance."""
+    """What one READY instance adds to the routing table. A tuple: a thousand of them are compared in each tick."""
 
     key: InstanceKey
     endpoint: str
     is_follower: bool  # it says that it executes another instance's steps, whatever the layout says
     lanes: tuple[LaneInfo, ...]
     max_model_len: int  # in dp
+    longest: int  # tokens a request may have in any of its shapes
+    alone: Route  # to it, where it is alone
+    address: Address
 
 
 def part(slot: Slot) -> Part | None:
@@ -24,12 +28,24 @@ def part(slot: Slot) -> Part | None:
     answer = slot.ready
     if answer is None or not answer.endpoint:
         return None
+    key, endpoint = slot.key, answer.endpoint
+    in_dp = answer.capacity.max_model_len if answer.capacity else 0
+    lengths = [lane.capacity.max_model_len for lane in answer.lanes if lane.capacity]
     return Part(
-        key=slot.key,
-        endpoint=answer.endpoint,
-        is_follower=answer.lane != "dp" and slot.lane != "" and f"@({slot.key.instance_id}," not in slot.lane,
+        key=key,
+        endpoint=endpoint,
+        is_follower=answer.lane != "dp" and slot.lane != "" and f"@({key.instance_id}," not in slot.lane,
         lanes=answer.lanes,
-        max_model_len=answer.capacity.max_model_len if answer.capacity else 0,
+        max_model_len=in_dp,
+        longest=max([in_dp, *lengths]),
+        alone=Route(
+            key=key,
+            endpoint=endpoint,
+            members=(key.instance_id,),
+            shape="dp",
+            max_model_len=_length(answer.lanes, "dp", in_dp),
+        ),
+        address=Address(key=key, endpoint=endpoint),
     )
 
 
@@ -44,37 +60,40 @@ def table(
     """
     routes = []
     for group in layout.groups:
-        leader = parts[group.leader]
-        if leader is None or any(parts[member] is None for member in group.members):
+        leader = parts[group.members[0]]
+        if leader is None:
             continue
-        if group.kind is GroupKind.DP and leader.is_follower:
-            continue  # it would have to refuse what is sent to it; its next answer clears this up
-        routes.append(
-            Route(
-                key=leader.key,
-                endpoint=leader.endpoint,
-                members=group.members,
-                shape=group.shape,
-                max_model_len=_max_model_len(leader, group.shape),
-            )
-        )
+        if group.kind is GroupKind.DP:
+            if not leader.is_follower:  # it would have to refuse what is sent to it; its next answer clears this up
+                routes.append(leader.alone)
+        elif all(parts[member] is not None for member in group.members):
+            length = _length(leader.lanes, group.shape, leader.max_model_len)
+            routes.append(replace(leader.alone, members=group.members, shape=group.shape, max_model_len=length))
     ready = [p for p in parts if p is not None]
     return RoutingTable(
         version=before.version + 1,
         epoch=layout.epoch,
         routes=tuple(routes),
         is_draining=is_draining,
-        addresses=tuple(Address(key=p.key, endpoint=p.endpoint) for p in ready),
-        max_model_len=max([before.max_model_len, *(_max_model_len(p, "dp") for p in ready), *_wide(parts, widest)]),
+        addresses=tuple(p.address for p in ready),
+        max_model_len=_longest(before.max_model_len, parts, widest),
     )
+
+
+def _longest(before: int, parts: Sequence[Part | None], widest: Sequence[Group]) -> int:
+    """The longest request that there ever was a shape for: that of one instance, or of a group that can be formed."""
+    ready = [p for p in parts if p is not None]
+    if all(p.longest <= before for p in ready):
+        return before
+    return max([before, *(_length(p.lanes, "dp", p.max_model_len) for p in ready), *_wide(parts, widest)])
 
 
 def _wide(parts: Sequence[Part | None], groups: Sequence[Group]) -> list[int]:
     """The longest requests that groups can hold, of those whose members all have the lane."""
     lengths = []
     for group in (g for g in groups if g.kind is GroupKind.TP):
-        of_members = [_max_model_len(p, group.shape) if p is not None else 0 for p in _of(parts, group.members)]
-        lengths.append(min(of_members))
+        shape, members = group.shape, _of(parts, group.members)
+        lengths.append(min(_length(p.lanes, shape, p.max_model_len) if p is not None else 0 for p in members))
     return lengths
 
 
@@ -82,9 +101,9 @@ def _of(parts: Sequence[Part | None], members: Sequence[InstanceId]) -> list[Par
     return [parts[member] for member in members]
 
 
-def _max_model_len(part: Part, shape: str) -> int:
+def _length(lanes: Sequence[LaneInfo], shape: str, in_dp: int) -> int:
     """Tokens a request may have in that shape; 0 where it is not known, or the shape cannot be built."""
-    for lane in part.lanes:
+    for lane in lanes:
         if lane.shape == shape:
             return lane.capacity.max_model_len if lane.capacity else 0
-    return part.max_model_len if shape == "dp" else 0
+    return in_dp if shape == "dp" else 0

@@ -87,17 +87,16 @@ def empty(config: ControllerConfig, *, version: int, epoch: Epoch) -> ClusterSta
 def observe(state: ClusterState, seen: Sequence[tuple[InstanceKey, Observation]], now_s: float) -> Transition:
     """Takes in what was learnt, and what silence since then means."""
     changes: list[Change] = []
-    by_slot: dict[int, list[tuple[InstanceKey, Observation]]] = {}
-    strays = state.strays
+    slots, strays = list(state.slots), state.strays
     for key, observation in seen:
         if isinstance(observation, Killed) and key in strays:
             strays = tuple(k for k in strays if k != key)
-        by_slot.setdefault(key.instance_id, []).append((key, observation))
-    slots: list[Slot] = []
-    for slot in state.slots:
-        for key, observation in by_slot.get(slot.key.instance_id, ()):
-            slot = lives.take_in(slot, key, observation, state.config, now_s, changes)
-        slots.append(lives.overdue(slot, state.config, now_s, changes))
+        elif key.instance_id < len(slots):
+            slot = slots[key.instance_id]
+            slots[key.instance_id] = lives.take_in(slot, key, observation, state.config, now_s, changes)
+    for i, slot in enumerate(slots):
+        if slot.state is not InstanceState.READY or slot.seen_s < now_s:
+            slots[i] = lives.overdue(slot, state.config, now_s, changes)
     return _followed(replace(state, slots=tuple(slots), strays=strays), state, changes, now_s)
 
 

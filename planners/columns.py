@@ -6,6 +6,7 @@ What follows from a layout alone is made once for each layout, since it stays th
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter, itemgetter
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -46,6 +47,7 @@ class GroupTable:
     shapes: list[str]
     wide: list[int]  # positions of groups with more than one member
     members: frozenset[InstanceId]
+    size: int  # above all members
     position_of: Mapping[InstanceId, int]  # of each member's group
     group_of: Mapping[InstanceId, Group]
     leader_set: frozenset[InstanceId]
@@ -63,6 +65,7 @@ class GroupTable:
             shapes=[group.shape for group in groups],
             wide=[at for at, group in enumerate(groups) if len(group.members) > 1],
             members=frozenset(position_of),
+            size=max(position_of, default=-1) + 1,
             position_of=position_of,
             group_of={member: groups[at] for member, at in position_of.items()},
             leader_set=frozenset(leaders),
@@ -90,7 +93,12 @@ def whole_groups(groups: tuple[Group, ...], instances: Mapping[InstanceId, Insta
 
 def ints(values: Iterable[int]) -> Ints:
     """A column."""
-    return np.array(list(values), dtype=np.int64)
+    return np.fromiter(values, dtype=np.int64)
+
+
+def column(values: Sequence[object], name: str) -> Ints:
+    """A column of the whole numbers that all of `values` have by that name."""
+    return np.fromiter(map(attrgetter(name), values), dtype=np.int64, count=len(values))
 
 
 def lane_capacity(instance: InstanceSnapshot | None, shape: str) -> KvCapacity | None:
@@ -107,9 +115,15 @@ def capacities(instances: Sequence[InstanceSnapshot], shape: str) -> list[KvCapa
     """What each of `instances` can hold in `shape`; None where it cannot run it. As `lane_capacity`, for many."""
     if not instances:
         return []
-    # Instances are alike: what is in one place in the first is there in the others, or is looked for.
+    # Instances are alike: what is in one place in the first is there in the others, or is looked for one by one.
     at = next((at for at, lane in enumerate(instances[0].lanes) if lane.shape == shape), 0)
-    return [
-        lanes[at].capacity if len(lanes := i.lanes) > at and lanes[at].shape == shape else lane_capacity(i, shape)
-        for i in instances
-    ]
+    try:
+        lanes = list(map(itemgetter(at), map(_LANES, instances)))
+    except IndexError:
+        return [lane_capacity(i, shape) for i in instances]
+    if list(map(_SHAPE, lanes)).count(shape) == len(lanes):
+        return list(map(_CAPACITY, lanes))
+    return [lane_capacity(i, shape) for i in instances]
+
+
+_LANES, _SHAPE, _CAPACITY = attrgetter("lanes"), attrgetter("shape"), attrgetter("capacity")

@@ -9,9 +9,10 @@ of ranks of such a length: two halves merge into it. So it is one pass over what
 all pipelines of one length at once.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -20,14 +21,16 @@ from pengserve.planners.overload import MemoryDemand
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.snapshot import ClusterSnapshot
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot
 
 _SHOWN_GROUPS = 4
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """A pipeline to form, and the memory of its members together, in blocks of a dp lane."""
+class Pipeline(NamedTuple):
+    """A pipeline to form, and the memory of its members together, in blocks of a dp lane.
+
+    A tuple, as a plan for a thousand instances makes hundreds.
+    """
 
     group: Group
     demand_blocks: int
@@ -100,6 +103,7 @@ class Bucket:
 
     groups: tuple[Group, ...]
     members: Ints  # [group, place]
+    size: int  # above all members
 
     @property
     def shape(self) -> str:
@@ -124,7 +128,8 @@ class _Search:
         self.held_blocks = np.zeros(size, dtype=np.int64)  # now
         self.capacity_blocks = np.zeros(size, dtype=np.int64)  # what it will hold; of the layout's, what it holds
         self.is_short = np.zeros(size, dtype=np.bool_)  # and should go on merging
-        self.planned: dict[int, Group] = {}  # by first member; some were merged into wider ones since
+        # Pipelines by first member: bucket and place in it. Some were merged into wider ones since.
+        self.planned = np.full((size, 2), -1)
         self._fill(claimed, can_grow)
 
     def _fill(self, claimed: Collection[InstanceId], can_grow: bool) -> None:
@@ -155,7 +160,7 @@ class _Search:
         self.capacity_blocks[members] = capacity[:, None]
         self.is_short[members] = is_short[:, None]
 
-    def try_merge(self, bucket: Bucket) -> None:
+    def try_merge(self, number: int, bucket: Bucket) -> None:
         """Plans each group of `bucket` in place of its parts, where one of them is short and it frees memory."""
         members = bucket.members
         at = np.flatnonzero(self.is_short[members].any(axis=1) & self._is_union(members))
@@ -170,8 +175,7 @@ class _Search:
         frees = capacity_blocks > parts_blocks
         is_short = demand_blocks > self.config.target * capacity_blocks
         self._set(*(values[frees] for values in (members, demand_blocks, held_blocks, capacity_blocks, is_short)))
-        groups = bucket.groups
-        self.planned.update((groups[i].members[0], groups[i]) for i in at[frees].tolist())
+        self.planned[members[frees, 0]] = np.column_stack([np.full(frees.sum(), number), at[frees]])
 
     def _is_union(self, members: Ints) -> Bools:
         """Whether each row of `members` is whole parts, one after the other."""
@@ -179,32 +183,31 @@ class _Search:
         start = np.arange(members.shape[1]) - place  # of the part, in the row
         fits = (leader >= 0) & (start >= 0) & (np.take_along_axis(members, start.clip(0), axis=1) == leader)
         whole: Bools = (self.length[members] * (place == 0)).sum(axis=1) == members.shape[1]
-        return fits.all(axis=1) & whole
+        is_union: Bools = fits.all(axis=1) & whole
+        return is_union
 
     def _pipeline_blocks(self, members: Ints, shape: str) -> Ints:
         """Blocks that each row would hold, which is what its narrowest member can; 0 where one has no such lane."""
-        instances = [self.demand.instances[InstanceId(i)] for i in members.ravel().tolist()]
-        blocks = ints(0 if lane is None else lane.num_blocks for lane in capacities(instances, shape))
+        instance_of = cast(Mapping[int, InstanceSnapshot], self.demand.instances)
+        instances = [instance_of[i] for i in members.ravel().tolist()]
+        blocks = ints([0 if lane is None else lane.num_blocks for lane in capacities(instances, shape)])
         narrowest: Ints = blocks.reshape(members.shape).min(axis=1)
         return narrowest
 
-    def pipelines(self) -> tuple[Pipeline, ...]:
+    def pipelines(self, buckets: Sequence[Bucket]) -> tuple[Pipeline, ...]:
         """What is planned, the one whose members are shortest of memory first."""
-        firsts = ints(self.planned)
-        firsts = firsts[(self.leader[firsts] == firsts) & (self.capacity_blocks[firsts] > self.held_blocks[firsts])]
+        is_first = self.leader == np.arange(len(self.leader))
+        firsts = np.flatnonzero((self.planned[:, 0] >= 0) & is_first & (self.capacity_blocks > self.held_blocks))
         shares = self.demand_blocks[firsts] / self.held_blocks[firsts].clip(1)
         firsts = firsts[np.lexsort((firsts, -shares))]
+        groups = [buckets[number].groups[at] for number, at in self.planned[firsts].tolist()]
         columns = (self.demand_blocks, self.held_blocks, self.capacity_blocks)
-        numbers = zip(firsts.tolist(), *(column[firsts].tolist() for column in columns), strict=True)
-        return tuple(
-            Pipeline(group=self.planned[first], demand_blocks=blocks, held_blocks=held, capacity_blocks=capacity)
-            for first, blocks, held, capacity in numbers
-        )
+        return tuple(map(Pipeline, groups, *(column[firsts].tolist() for column in columns)))
 
     def short(self) -> tuple[Group, ...]:
         """The overloaded groups of the layout that are still overloaded after all that is planned."""
         groups = [part.group for part in self.demand.overloaded]
-        leaders = ints(group.members[0] for group in groups)
+        leaders = ints([group.members[0] for group in groups])
         is_over = self.demand_blocks[leaders] > self.config.drop_above * self.capacity_blocks[leaders]
         is_short = (self.leader[leaders] < 0) | is_over
         return tuple(compress(groups, is_short.tolist()))
@@ -228,11 +231,11 @@ def plan_drop(
     if not demand.overloaded:
         return Verdict(why="no group is short of memory")
     buckets = [bucket for bucket in _buckets(snapshot.groups) if bucket.members.shape[1] <= config.max_stages]
-    most = max([*demand.by_member.table.members, *(int(bucket.members.max()) for bucket in buckets)])
-    search = _Search(demand, config, claimed, can_grow, size=most + 1)
-    for bucket in buckets:
-        search.try_merge(bucket)
-    short, pipelines = search.short(), search.pipelines()
+    size = max([demand.by_member.table.size, *(bucket.size for bucket in buckets)])
+    search = _Search(demand, config, claimed, can_grow, size)
+    for number, bucket in enumerate(buckets):
+        search.try_merge(number, bucket)
+    short, pipelines = search.short(), search.pipelines(buckets)
     if not pipelines:
         return Verdict(short=short, why=f"{_names(short)} are short of memory, and no pipeline can be formed of them")
     why = f"{_names(short)} stay short of memory" if short else ""
@@ -254,7 +257,11 @@ def _make_buckets(groups: tuple[Group, ...]) -> tuple[Bucket, ...]:
         newest.update(((length, member), round_) for member in group.members)
         rounds.setdefault((length, round_), []).append(group)
     return tuple(
-        Bucket(groups=tuple(found), members=np.array([g.members for g in found], dtype=np.int64))
+        Bucket(
+            groups=tuple(found),
+            members=np.array([g.members for g in found], dtype=np.int64),
+            size=1 + max(member for g in found for member in g.members),
+        )
         for _, found in sorted(rounds.items(), key=lambda item: item[0])
     )
 

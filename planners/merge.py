@@ -188,11 +188,8 @@ def _standing(group: Group, snapshot: ClusterSnapshot, history: LoadHistory) -> 
 def _low(view: ClusterView, config: MergeConfig, before: Mapping[Group, float]) -> Iterable[tuple[Group, float]]:
     """Groups whose load would be below `merge_below`. Where stats are stale, what was known stands."""
     now_s = view.snapshot.time_s
-    for group, load, is_known in projected_loads(view, config.max_degree):
-        if not is_known:
-            if group in before:
-                yield group, before[group]
-        elif load < config.merge_below:
+    for group, _, is_known in projected_loads(view, config.max_degree, config.merge_below):
+        if is_known or group in before:
             yield group, before.get(group, now_s)
 
 

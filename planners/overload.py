@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pengserve.planners.columns import Bools, GroupTable, Ints, capacities, ints, whole_groups
+from pengserve.planners.columns import Bools, GroupTable, Ints, capacities, column, whole_groups
 from pengserve.planners.load import lane_capacity
 from pengserve.planners.trails import MIN_GAP_S as MIN_GAP_S
 from pengserve.planners.trails import Trail as Trail
@@ -70,7 +70,9 @@ class GroupDemands(Mapping[InstanceId, GroupDemand]):
         self._made: dict[int, GroupDemand] = {}
 
     def __getitem__(self, member: InstanceId) -> GroupDemand:
-        return self.at(self.table.position_of[member])
+        position = self.table.position_of[member]
+        found = self._made.get(position)
+        return found if found is not None else self.at(position)
 
     def __iter__(self) -> Iterator[InstanceId]:
         return iter(self.table.position_of)
@@ -80,21 +82,29 @@ class GroupDemands(Mapping[InstanceId, GroupDemand]):
 
     def at(self, position: int) -> GroupDemand:
         """The demand of the group at this position."""
-        if position not in self._made:
-            numbers = {name: int(column[position]) for name, column in self.columns.numbers()}
-            is_known = bool(self.columns.is_known[position])
-            self._made[position] = GroupDemand(group=self.table.groups[position], is_known=is_known, **numbers)
-        return self._made[position]
+        return self.many(np.array([position]))[0]
 
     def many(self, positions: Ints) -> tuple[GroupDemand, ...]:
         """The demands of the groups at these positions."""
-        names = [name for name, _ in self.columns.numbers()]
-        rows = zip(*(column[positions].tolist() for _, column in self.columns.numbers()), strict=True)
-        known = self.columns.is_known[positions].tolist()
-        for at, row, is_known in zip(positions.tolist(), rows, known, strict=True):
-            numbers = dict(zip(names, row, strict=True))
-            self._made[at] = GroupDemand(group=self.table.groups[at], is_known=is_known, **numbers)
-        return tuple(self._made[at] for at in positions.tolist())
+        made, groups, c = self._made, self.table.groups, self.columns
+        new = [at for at in positions.tolist() if at not in made]
+        blocks = (c.capacity_blocks, c.resident_blocks, c.queued_blocks, c.growth_blocks)
+        numbers = (*blocks, c.num_running, c.num_waiting, c.num_paused, c.bytes_per_block)
+        rows = zip(new, c.is_known[new].tolist(), *(number[new].tolist() for number in numbers), strict=True)
+        for at, is_known, capacity, resident, queued, growth, running, waiting, paused, block_bytes in rows:
+            made[at] = GroupDemand(
+                group=groups[at],
+                capacity_blocks=capacity,
+                resident_blocks=resident,
+                queued_blocks=queued,
+                growth_blocks=growth,
+                num_running=running,
+                num_waiting=waiting,
+                num_paused=paused,
+                bytes_per_block=block_bytes,
+                is_known=is_known,
+            )
+        return tuple([made[at] for at in positions.tolist()])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,10 +125,6 @@ class _Columns:
     def demand_blocks(self) -> Ints:
         """As `GroupDemand.demand_blocks`."""
         return self.resident_blocks + self.queued_blocks + self.growth_blocks
-
-    def numbers(self) -> tuple[tuple[str, Ints], ...]:
-        """All columns of numbers by name."""
-        return tuple((name, getattr(self, name)) for name in self.__slots__ if name != "is_known")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,23 +218,24 @@ def _filled(
     stats: list[InstanceStats], lanes: list[KvCapacity], alone: list[KvCapacity], *, num_paused: Ints, is_known: Bools
 ) -> _Columns:
     """The arithmetic of `group_demand`, a group an entry."""
-    block_size = ints(s.block_size or lane.block_size for s, lane in zip(stats, lanes, strict=True)).clip(1)
-    num_running, num_waiting = ints(s.num_running for s in stats), ints(s.num_waiting for s in stats)
-    width = (block_size // ints(lane.block_size for lane in alone).clip(1)).clip(1)
-    queued_blocks = -(-ints(s.queued_tokens for s in stats) // block_size) * width
-    free_slots = (ints(lane.max_num_seqs for lane in lanes) - num_running).clip(0)
+    own, num_blocks = column(stats, "block_size"), column(stats, "kv_blocks_total")
+    block_size = np.where(own, own, column(lanes, "block_size")).clip(1)
+    num_blocks = np.where(num_blocks, num_blocks, column(lanes, "num_blocks"))
+    num_running, num_waiting = column(stats, "num_running"), column(stats, "num_waiting")
+    width = (block_size // column(alone, "block_size").clip(1)).clip(1)
+    queued_blocks = -(-column(stats, "queued_tokens") // block_size) * width
+    free_slots = (column(lanes, "max_num_seqs") - num_running).clip(0)
     is_queue = num_waiting > 0
     head_blocks = queued_blocks * np.minimum(free_slots, num_waiting) // np.where(is_queue, num_waiting, 1)
-    blocks = ints(s.kv_blocks_total or lane.num_blocks for s, lane in zip(stats, lanes, strict=True))
     return _Columns(
-        capacity_blocks=blocks * width * is_known,
-        resident_blocks=ints(s.kv_blocks_used for s in stats) * width * is_known,
+        capacity_blocks=num_blocks * width * is_known,
+        resident_blocks=column(stats, "kv_blocks_used") * width * is_known,
         queued_blocks=np.where(is_queue, head_blocks, queued_blocks) * is_known,
         growth_blocks=np.zeros_like(width),
         num_running=num_running * is_known,
         num_waiting=num_waiting * is_known,
         num_paused=num_paused,
-        bytes_per_block=ints(lane.bytes_per_block for lane in alone) * is_known,
+        bytes_per_block=column(alone, "bytes_per_block") * is_known,
         is_known=is_known,
     )
 
@@ -237,10 +244,10 @@ def _num_paused(
     table: GroupTable, instances: Mapping[InstanceId, InstanceSnapshot], stats: list[InstanceStats]
 ) -> Ints:
     """Requests that are paused at any member of each group."""
-    num_paused = [s.num_paused for s in stats]
+    num_paused = column(stats, "num_paused")
     for at in table.wide:
         num_paused[at] = sum(instances[member].stats.num_paused for member in table.groups[at].members)
-    return ints(num_paused)
+    return num_paused
 
 
 def _add_ingresses(snapshot: ClusterSnapshot, columns: _Columns) -> None:

@@ -47,7 +47,7 @@ class Trails(Mapping[InstanceId, Trail]):
         return Trail(group, found)
 
     def __iter__(self) -> Iterator[InstanceId]:
-        has_looks = ~np.isnan(self._times_s).all(axis=0)
+        has_looks: Bools = np.asarray(~np.isnan(self._times_s).all(axis=0))
         return (leader for leader, has in zip(self._table.leaders, has_looks.tolist(), strict=True) if has)
 
     def __len__(self) -> int:

@@ -17,6 +17,46 @@ Policies = Annotated[
     list[str] | None,
     typer.Option("--policy", "-p", help="`NAME` or `NAME:option=value,...`; several are compared.", show_default=False),
 ]
+Trace = Annotated[Path, typer.Argument(metavar="TRACE", help="A trace, or the request log of a real run.")]
+ClusterFile = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="YAML file with the cluster; its trace is not used.", show_default=False),
+]
+GpuName = Annotated[str | None, typer.Option(help="GPU of the catalog, such as a800 or h200.", show_default=False)]
+ModelName = Annotated[str | None, typer.Option(help="Model of the catalog, such as qwen2.5-14b.", show_default=False)]
+ProfileName = Annotated[
+    str | None, typer.Option(help="In place of both: what `pengserve profile` measured.", show_default=False)
+]
+Instances = Annotated[int | None, typer.Option(min=1, help="Number of instances.", show_default=False)]
+Degrees = Annotated[
+    str | None, typer.Option(help="Tensor-parallel degrees that groups may have: `2,4`.", show_default=False)
+]
+MaxStages = Annotated[
+    int | None, typer.Option(min=1, help="Most stages of a pipeline that drops parameters.", show_default=False)
+]
+Scheduler = Annotated[
+    str | None, typer.Option(help="auto, vllm (its own) or fast (equal decisions, for sweeps).", show_default=False)
+]
+EventLog = Annotated[
+    Path | None, typer.Option(help="Event log of that real run: its layouts are shown.", show_default=False)
+]
+TraceFormat = Annotated[
+    str | None, typer.Option(help="Format of the trace, where its header is not known.", show_default=False)
+]
+StepSeconds = Annotated[
+    float | None,
+    typer.Option("--step", min=0, help="Seconds of a decode step, for traces that count in steps.", show_default=False),
+]
+Window = Annotated[
+    str | None, typer.Option(help="Part of it, in seconds since its start: `600:1200`.", show_default=False)
+]
+Scale = Annotated[
+    float | None, typer.Option(min=0, help="So many times the requests, bursts kept.", show_default=False)
+]
+MaxRequests = Annotated[int | None, typer.Option(min=1, help="The first requests alone.", show_default=False)]
+FileName = Annotated[
+    str | None, typer.Option(help="Name of the files.  [default: that of the trace]", show_default=False)
+]
 DEFAULT_OUTPUT = Path("simulations")
 
 
@@ -46,58 +86,26 @@ def simulate(
 
 
 def replay(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="A trace, or the request log of a real run.")],
-    config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", help="YAML file with the cluster; its trace is not used.", show_default=False),
-    ] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="GPU of the catalog, such as a800 or h200.", show_default=False)
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Model of the catalog, such as qwen2.5-14b.", show_default=False)
-    ] = None,
-    profile: Annotated[
-        str | None, typer.Option(help="In place of both: what `pengserve profile` measured.", show_default=False)
-    ] = None,
-    instances: Annotated[int | None, typer.Option(min=1, help="Number of instances.", show_default=False)] = None,
-    degrees: Annotated[
-        str | None, typer.Option(help="Tensor-parallel degrees that groups may have: `2,4`.", show_default=False)
-    ] = None,
-    max_stages: Annotated[
-        int | None, typer.Option(min=1, help="Most stages of a pipeline that drops parameters.", show_default=False)
-    ] = None,
+    trace: Trace,
+    config: ClusterFile = None,
+    gpu: GpuName = None,
+    model: ModelName = None,
+    profile: ProfileName = None,
+    instances: Instances = None,
+    degrees: Degrees = None,
+    max_stages: MaxStages = None,
     policy: Policies = None,
-    scheduler: Annotated[
-        str | None, typer.Option(help="auto, vllm (its own) or fast (equal decisions, for sweeps).", show_default=False)
-    ] = None,
-    events: Annotated[
-        Path | None, typer.Option(help="Event log of that real run: its layouts are shown.", show_default=False)
-    ] = None,
-    format: Annotated[
-        str | None, typer.Option(help="Format of the trace, where its header is not known.", show_default=False)
-    ] = None,
-    step_s: Annotated[
-        float | None,
-        typer.Option(
-            "--step", min=0, help="Seconds of a decode step, for traces that count in steps.", show_default=False
-        ),
-    ] = None,
-    window: Annotated[
-        str | None, typer.Option(help="Part of it, in seconds since its start: `600:1200`.", show_default=False)
-    ] = None,
-    scale: Annotated[
-        float | None, typer.Option(min=0, help="So many times the requests, bursts kept.", show_default=False)
-    ] = None,
-    max_requests: Annotated[
-        int | None, typer.Option(min=1, help="The first requests alone.", show_default=False)
-    ] = None,
+    scheduler: Scheduler = None,
+    events: EventLog = None,
+    format: TraceFormat = None,
+    step_s: StepSeconds = None,
+    window: Window = None,
+    scale: Scale = None,
+    max_requests: MaxRequests = None,
     seed: Seed = None,
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
-    name: Annotated[
-        str | None, typer.Option(help="Name of the files.  [default: that of the trace]", show_default=False)
-    ] = None,
+    name: FileName = None,
     output: Output = DEFAULT_OUTPUT,
 ) -> None:
     """Replay a trace, or a real run, on a cluster in virtual time, under one policy or several.

@@ -141,7 +141,10 @@ def _replay_data(options: ReplayOptions) -> dict[str, Any]:
         "degrees": _degrees_of(options.degrees),
         "max_stages": options.max_stages,
     }
-    cluster = {**data["cluster"], **{key: value for key, value in given.items() if value is not None}}
+    # A profile stands in place of a GPU and a model: what is given here leaves the file's other way out.
+    others = ("gpu", "model") if options.profile else ("profile",) if options.gpu or options.model else ()
+    kept = {key: value for key, value in data["cluster"].items() if key not in others}
+    cluster = {**kept, **{key: value for key, value in given.items() if value is not None}}
     if options.config is None and options.max_stages is None:
         widest = int(cluster.get("instances", ClusterConfig.model_fields["instances"].default))
         cluster["max_stages"] = min(MOST_DEFAULT_STAGES, 1 << (widest.bit_length() - 1))

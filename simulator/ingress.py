@@ -6,20 +6,19 @@ and ingress take no time here, so that no copy of a request is ever unknown, and
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from pengserve.planners.admission import IngressLoad, admit
-from pengserve.planners.dispatch import Candidate, Wish
-from pengserve.planners.route_index import RouteIndex
+from pengserve.planners.dispatch import Wish
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import Demand, RoutingTable
+from pengserve.simulator.dispatcher import Dispatcher
 from pengserve.simulator.engine.cluster import SimCluster
 from pengserve.simulator.engine.instance import SimInstance
 from pengserve.simulator.requests import Arrival, LiveRequest
 
 PLACE_PERIOD_S = 0.25  # how often waiting requests are tried again, as in production
-MOST_EXACT = 64  # routes whose loads are those of this moment; of more they are as of their last event
 MAX_REDIRECTS_IN_PLACE = 8  # in a row without a new token; more of them wait a period each
 
 
@@ -57,19 +56,17 @@ class Ingress:
     """All requests in flight. `on_end` gets each one once, with the reason where it was not served."""
 
     def __init__(self, limits: Limits, on_end: Callable[[LiveRequest, str], None]) -> None:
-        self.cluster: SimCluster  # set before the first request: each needs the other
         self._limits, self._on_end = limits, on_end
         self._records: dict[LiveRequest, _Record] = {}
         self._waiting: deque[_Record] = deque()
-        self._routes: frozenset[InstanceKey] = frozenset()
-        self._max_model_len = 0
-        self._num_slots = 0
-        self._index = RouteIndex()
-        self._dirty: set[InstanceKey] = set()
-        self._num_urgent: Counter[InstanceKey] = Counter()
+        self._max_model_len = self._num_slots = 0
         self._urgent: set[LiveRequest] = set()
         self._wanted: Counter[int] = Counter()
         self._tending: asyncio.TimerHandle | asyncio.Handle | None = None
+
+    def serve(self, cluster: SimCluster) -> None:
+        """Sends requests to `cluster` from now on. Each of the two needs the other, so that this comes second."""
+        self._cluster, self._dispatcher = cluster, Dispatcher(cluster)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -77,7 +74,7 @@ class Ingress:
     @property
     def num_routes(self) -> int:
         """Places that requests can be sent to."""
-        return len(self._routes)
+        return len(self._dispatcher)
 
     def requests(self) -> list[LiveRequest]:
         """All that have come and not ended, by arrival."""
@@ -111,11 +108,9 @@ class Ingress:
 
     def route(self, table: RoutingTable) -> None:
         """Takes a newer routing table."""
-        routes = frozenset(route.key for route in table.routes)
-        self._dirty |= routes ^ self._routes
-        self._routes, self._max_model_len = routes, table.max_model_len
-        found = [self.cluster.instances.get(key) for key in routes]
-        self._num_slots = sum(instance.capacity.max_num_seqs for instance in found if instance is not None)
+        self._dispatcher.route(route.key for route in table.routes)
+        self._max_model_len = self._cluster.longest_tokens or table.max_model_len
+        self._num_slots = sum(instance.capacity.max_num_seqs for instance in self._dispatcher.ready())
         self._wake()
 
     def _refusal(self, arrival: Arrival) -> str:
@@ -172,12 +167,12 @@ class Ingress:
 
     def touched(self, key: InstanceKey) -> None:
         """See `Owner`: it is up, gone, or of another shape."""
-        self._dirty.add(key)
+        self._dispatcher.touch(key)
         self._wake()
 
     def stepped(self, key: InstanceKey) -> None:
         """A step has ended there: its load is another."""
-        self._dirty.add(key)
+        self._dispatcher.touch(key)
 
     # What the controller hears ----------------------------------------------------------------------------------------
 
@@ -185,7 +180,7 @@ class Ingress:
         """What the requests in flight want, for the planners."""
         longest = 0
         if self._waiting:
-            held = max((i.max_tokens for i in self._ready()), default=0)
+            held = max((i.max_tokens for i in self._dispatcher.ready()), default=0)
             longest = max(self._total_tokens(record.request) for record in self._waiting)
             longest = longest if longest > held else 0
         return Demand(
@@ -234,45 +229,22 @@ class Ingress:
             return False
         self._put(record.request, instance.key)
         instance.add(record.request)
-        self._dirty.add(instance.key)
+        self._dispatcher.touch(instance.key)
         return True
 
     def _choose(self, record: _Record, to: InstanceKey | None, avoid: InstanceKey | None) -> SimInstance | None:
         request = record.request
         total_tokens = self._total_tokens(request)
-        named = self.cluster.instances.get(to) if to is not None else None
+        named = self._cluster.instances.get(to) if to is not None else None
         if named is not None and named.is_alive and named.max_tokens >= total_tokens:
             return named
-        self._refresh()
-        if avoid is not None:
-            self._index.forget(avoid)
-            self._dirty.add(avoid)
-        wish = Wish(
-            degree=request.arrival.degree, total_tokens=total_tokens, is_priority=request.arrival.priority < 0
-        )
-        key = self._index.choose(request.num_tokens, wish)
+        wish = Wish(degree=request.arrival.degree, total_tokens=total_tokens, is_priority=request.arrival.priority < 0)
+        key = self._dispatcher.choose(request.num_tokens, wish, avoid)
         # A wish is worth a wait, for the controller to form the group; but it never fails a request.
         is_patient = _now_s() - record.created_s < self._limits.parallelism_wait_s
         if key is None and wish.degree is not None and not is_patient:
-            key = self._index.choose(request.num_tokens, replace(wish, degree=None))
-        return self.cluster.instances[key] if key is not None else None
-
-    def _refresh(self) -> None:
-        """Takes in what has changed since the last choice."""
-        if len(self._routes) <= MOST_EXACT:
-            for instance in self._ready():
-                instance.current.catch_up()
-        for key in sorted(self._dirty):
-            instance = self.cluster.instances.get(key)
-            if instance is None or not instance.is_alive or instance.is_follower or key not in self._routes:
-                self._index.forget(key)
-            else:
-                self._index.update(_candidate(instance, self._num_urgent[key]))
-        self._dirty.clear()
-
-    def _ready(self) -> Iterable[SimInstance]:
-        found = (self.cluster.instances.get(key) for key in self._routes)
-        return (instance for instance in found if instance is not None and instance.is_alive)
+            key = self._dispatcher.choose(request.num_tokens, replace(wish, degree=None), avoid)
+        return self._cluster.instances[key] if key is not None else None
 
     def _total_tokens(self, request: LiveRequest) -> int:
         """Tokens it may grow to: clients say how many at most, and here they take them all."""
@@ -284,8 +256,7 @@ class Ingress:
         if request in self._urgent:
             for at, change in ((request.at, -1), (key, 1)):
                 if at is not None:
-                    self._num_urgent[at] += change
-                    self._dirty.add(at)
+                    self._dispatcher.count_urgent(at, change)
         request.at = key
 
     def _wake(self) -> None:
@@ -322,23 +293,6 @@ class Ingress:
         self._urgent.discard(request)
         if request.arrival.degree is not None:
             self._wanted[request.arrival.degree] -= 1
-
-
-def _candidate(instance: SimInstance, num_priority: int) -> Candidate:
-    """A route as the dispatcher sees it."""
-    scheduler, capacity, run, held = instance.current.scheduler, instance.capacity, instance.group, instance.held or ()
-    reserved = run.num_reserved if run is not None else 0
-    return Candidate(
-        key=instance.key,
-        resident_tokens=(scheduler.num_blocks - scheduler.num_free + reserved) * capacity.block_size,
-        queued_tokens=scheduler.queued_tokens + sum(request.num_tokens for request in held),
-        unseen_tokens=0,
-        capacity_tokens=capacity.num_tokens,
-        num_requests=len(scheduler.running) + len(scheduler.waiting) + len(held),
-        shape="dp" if run is None else run.group.shape,
-        max_tokens=instance.max_tokens,
-        num_priority=num_priority,
-    )
 
 
 def _now_s() -> float:

@@ -18,7 +18,6 @@ from pengserve.planners.types.snapshot import Demand, InstanceState
 from pengserve.simulator.build import arrivals_of, machine_of, setup_of
 from pengserve.simulator.clock import run_virtual
 from pengserve.simulator.config import SimulationConfig
-from pengserve.simulator.engine.cluster import SimCluster
 from pengserve.simulator.engine.port import SimPort
 from pengserve.simulator.ingress import Ingress, Limits
 from pengserve.simulator.machine import Machine
@@ -65,10 +64,17 @@ class Simulation:
     """One run. Everything is on one loop of virtual time."""
 
     def __init__(
-        self, config: SimulationConfig, setup: Setup, machine: Machine, arrivals: Sequence[Arrival], progress: OnProgress
+        self,
+        config: SimulationConfig,
+        setup: Setup,
+        machine: Machine,
+        arrivals: Sequence[Arrival],
+        progress: OnProgress,
     ) -> None:
         self.config, self.setup, self.machine = config, setup, machine
         self._arrivals, self._on_progress = sorted(arrivals, key=lambda a: (a.at_s, a.request_id)), progress
+        if len({arrival.request_id for arrival in self._arrivals}) < len(self._arrivals):
+            raise ConfigError("two requests of the trace have the same id: give each its own")
         self._next = 0  # arrival
         last_s = self._arrivals[-1].at_s if self._arrivals else 0.0
         self._span_s = last_s if config.horizon_s is None else config.horizon_s
@@ -89,7 +95,7 @@ class Simulation:
         self.outcomes = Outcomes(on_all=self._over.set, num_requests=len(self._arrivals))
         self.ingress = Ingress(Limits(**self.config.limits.model_dump()), self.outcomes.end)
         self.cluster = self.machine.cluster(self.ingress, self.outcomes.gaps)
-        self.ingress.cluster = self.cluster
+        self.ingress.serve(self.cluster)
         controller = Controller(
             self._controller_config(), SimPort(self.cluster), log, clock=loop.time, wall_clock=loop.time
         )
@@ -99,7 +105,8 @@ class Simulation:
             await self._until_ready()
             start_s = self.outcomes.start_s = loop.time()
             sampler = Sampler(self.cluster, self.ingress, controller, self.outcomes, self.config.sample_s)
-            tasks += [group.create_task(work) for work in (self._report_demand(), self._watch(sampler), *self._asked())]
+            works = [*self._asked(), self._report_demand(), self._watch(sampler)]
+            tasks += [group.create_task(work) for work in works]
             if self.setup.companion is not None:
                 tasks.append(group.create_task(self.setup.companion(self.cluster)))
             self._feed()
@@ -115,6 +122,9 @@ class Simulation:
         if self._failure is not None:
             raise self._failure
         self.outcomes.give_up(self.ingress.requests(), "the simulation ended before it did")
+        return self._result(sampler, end_s, log)
+
+    def _result(self, sampler: Sampler, end_s: float, log: RecordedLog) -> Result:
         return Result(
             name=self.config.name,
             policy=self.config.policy.name,
@@ -126,7 +136,7 @@ class Simulation:
             outcomes=self.outcomes.by_arrival(self._arrivals),
             moments=tuple(sampler.moments),
             gaps=self.outcomes.gaps.gaps(),
-            events=tuple(_shifted(event, start_s) for event in log.events),
+            events=tuple(_shifted(event, self.outcomes.start_s) for event in log.events),
             instance_kv=tuple(sampler.instance_kv),
         )
 
@@ -243,16 +253,19 @@ class Simulation:
             else:
                 self.controller.set_layout(LayoutTarget(groups=groups, strategy=SwitchStrategy(strategy)))
 
-        possible = self.controller.state().wiring.topology.groups
+        layouts = [(self._groups(change.layout), change.strategy, change.at_s) for change in self.config.layouts]
+        deaths = [(death.instance, death.at_s) for death in self.config.deaths]
+        return [*(lay_out(*layout) for layout in layouts), *(die(*death) for death in deaths)]
+
+    def _groups(self, layout: str) -> tuple[Group, ...] | None:
+        """The groups of a layout that is asked for; None: the planners decide."""
+        if layout == "auto":
+            return None
         ranks = [InstanceId(i) for i in range(self.config.cluster.instances)]
-        asked = [die(death.instance, death.at_s) for death in self.config.deaths]
-        for change in self.config.layouts:
-            try:
-                groups = None if change.layout == "auto" else expand(change.layout, possible, ranks)
-            except ValueError as error:
-                raise ConfigError(f"layouts: {error}") from None
-            asked.append(lay_out(groups, change.strategy, change.at_s))
-        return asked
+        try:
+            return expand(layout, self.controller.state().wiring.topology.groups, ranks)
+        except ValueError as error:
+            raise ConfigError(f"layouts: {error}") from None
 
     def _fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An error in a callback, which nobody waits for, ends the run."""

@@ -5,6 +5,8 @@ All values are frozen. Counts are instantaneous, names that begin with `total_` 
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import lru_cache
+from typing import Any
 
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, Layout
@@ -36,6 +38,9 @@ class KvCapacity:
     def num_tokens(self) -> int:
         """Tokens of KV that fit."""
         return self.num_blocks * self.block_size
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _capacity, tuple(getattr(self, name) for name in self.__slots__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,6 +88,23 @@ class LaneInfo:
     # holds its blocks at every member, the blocks that a group of such members has.
     capacity: KvCapacity | None
     why_not: str = ""  # why it cannot be built; one sentence for people
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _lane, (self.shape, self.capacity, self.why_not)
+
+
+# What an instance can run stays as it is, and a thousand instances are alike: what comes off a wire becomes the object
+# that is here already. That is faster than to make another one, and comparing two answers costs next to nothing.
+
+
+@lru_cache(maxsize=4096)
+def _capacity(*values: int) -> KvCapacity:
+    return KvCapacity(**dict(zip(KvCapacity.__slots__, values, strict=True)))
+
+
+@lru_cache(maxsize=4096)
+def _lane(shape: str, capacity: KvCapacity | None, why_not: str) -> LaneInfo:
+    return LaneInfo(shape=shape, capacity=capacity, why_not=why_not)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -141,6 +141,8 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "update_from_output",
         "set_pause_state",
         "_make_cached_request_data",  # what it builds is for a runner, and no decision stands on it
+        "_update_request_with_output",  # appends tokens, and says whether the request has ended
+        "_free_request",
         "_enqueue_waiting_request",  # puts a request that holds KV where it is scheduled first
     ),
     SchedulerOutput: ("make_empty",),

@@ -77,8 +77,9 @@ class SimInstance:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that one request may ever have here."""
-        return 0 if self.is_follower else self.capacity.max_model_len
+        """Tokens that one request may ever have here; 0 where none may come."""
+        is_open = not self.is_follower and (self.group is not None or not self.sizes.is_static)
+        return self.capacity.max_model_len if is_open else 0
 
     # Requests ---------------------------------------------------------------------------------------------------------
 
@@ -136,7 +137,7 @@ class SimInstance:
             num_paused = len(own.running) + len(own.waiting)
             if run.leader is self:
                 reserved = run.num_reserved
-                longest = max((r.num_tokens for r in run.requests()), default=0)
+                longest = max((request.num_tokens for request in scheduler.running), default=0)
         return InstanceStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting) + len(held),

@@ -162,13 +162,24 @@ class Lane:
         """Begins what can begin at `now_s`."""
         if self._is_paused or self._must_wait(now_s):
             return
-        step = self.scheduler.schedule(max_steps)
+        step = self._next_step(max_steps)
         if step is None:
             return
         begin_s = self._started(step, now_s)
         flight = Flight(step, begin_s, step.max_steps, begin_s + self._steps_s(step.batch, step.max_steps))
         self._flights.append(flight)
         self._timer = self._loop.call_at(flight.end_s, self._ended)
+
+    def _next_step(self, max_steps: int = 1) -> Step | None:
+        step, scheduler = self.scheduler.schedule(max_steps), self.scheduler
+        while step is None and not self._flights and (stuck := scheduler.running[:1]):
+            # Requests that came with their KV can together leave no block for any of them: one gives up its own.
+            scheduler.remove(stuck)
+            for request in stuck:
+                request.num_preemptions += 1
+                scheduler.add(request)
+            step = scheduler.schedule(max_steps)
+        return step
 
     def _must_wait(self, now_s: float) -> bool:
         """Whether a stall is not over; comes back when it is."""

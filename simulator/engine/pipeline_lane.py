@@ -112,7 +112,7 @@ class PipelineLane(Lane):
         if self._is_paused or self._must_wait(now_s):
             return
         while len(self._flights) < self.num_stages:
-            step = self.scheduler.schedule()
+            step = self._next_step()
             if step is None:
                 break
             begin_s = self._started(step, now_s)

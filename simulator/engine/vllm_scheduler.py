@@ -40,15 +40,19 @@ class _Handle(NamedTuple):
 class VllmScheduler:
     """See `LaneScheduler` for what each method does."""
 
-    def __init__(self, capacity: KvCapacity, options: SchedulerOptions | None = None) -> None:
-        """Builds the scheduler; the first one of a process imports vLLM, which takes seconds.
+    def __init__(self, capacity: KvCapacity, options: SchedulerOptions | None = None, *, is_terse: bool = True) -> None:
+        """Builds the scheduler.
+
+        Args:
+            is_terse: leaves out what vLLM prepares for a runner and for clients; no decision stands on it.
 
         Raises:
             ConfigError: vLLM cannot be set so.
         """
         self.capacity = capacity
         self.options = options = options or SchedulerOptions()
-        self._scheduler = build_vllm_scheduler(capacity, options)
+        self._scheduler = build_vllm_scheduler(capacity, options, is_terse)
+        self._is_terse = is_terse
         self._pool: Any = self._scheduler.kv_cache_manager.block_pool
         self._num_blocks = capacity.num_blocks
         self._withheld: list[int] = []  # blocks that exist and may not be handed out
@@ -62,6 +66,7 @@ class VllmScheduler:
             if options.lookahead is not None and options.num_stages > 1
             else None
         )
+        self._scheduler.is_told_apart = self._microbatches is not None
 
     # What there is ---------------------------------------------------------------------------------------------------
 
@@ -221,9 +226,12 @@ class VllmScheduler:
         if not self._in_flight or output is not self._in_flight[0]:
             raise PlanError("steps must be finished in the order in which they were scheduled, each once")
         self._in_flight.popleft()
-        ids = list(output.num_scheduled_tokens)
-        index = {request_id: number for number, request_id in enumerate(ids)}
-        self._scheduler.update_from_output(output, ModelRunnerOutput(ids, index, sampled))
+        if self._is_terse:
+            self._scheduler.give(output, sampled)
+        else:
+            ids = list(output.num_scheduled_tokens)
+            index = {request_id: number for number, request_id in enumerate(ids)}
+            self._scheduler.update_from_output(output, ModelRunnerOutput(ids, index, sampled))
         if self._microbatches is not None:
             self._microbatches.came_back(output, (), 0.0)
         self._steps += 1

@@ -148,6 +148,7 @@ def test_a_real_run_is_left_out_where_its_traffic_is_changed(run: Run, tmp_path:
         (["replay", "r.jsonl", "-c", "c.yaml", "--degrees", "two"], "--degrees two"),
         (["replay", "r.jsonl", "--gpu", "a801", "--model", "qwen2.5-14b"], "a801"),
         (["replay", "r.jsonl"], "gpu and model"),
+        (["replay", "r.jsonl", "-c", "c.yaml", "--profile", "nope"], "nope"),
         (["replay", "r.jsonl", "-c", "c.yaml", "--events", "c.yaml"], "row 1"),
         (["replay", "plain.jsonl", "-c", "c.yaml", "--events", "e.jsonl"], "--events belongs to a request log"),
         (["compare", "c.yaml"], r"c\.yaml is not valid JSON"),

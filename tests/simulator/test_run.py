@@ -1,5 +1,7 @@
 """Laws of whole simulations, under each policy, strategy and fault."""
 
+import random
+
 import pytest
 
 from pengserve.planners.types.events import EventKind
@@ -17,8 +19,12 @@ CASES = {
     "vllm_tp": config_of("vllm_tp"),
     "vllm_pp": config_of("vllm_pp"),
     "swap": config_of("swap"),
+    **{
+        f"{name}-death": config_of(name, cluster={"start_s": 2, "instances": 4}, deaths=[{"instance": 1, "at_s": 5.01}])
+        for name in ("vllm_tp", "vllm_pp")
+    },
     "migration": config_of(
-        "migration", {"interval_s": 0.2, "full_above": 0.5, "free_below": 0.9}, cluster={"instances": 4}
+        "migration", {"interval_s": 0.2, "full_above": 0.5, "free_below": 0.5}, cluster={"instances": 4}
     ),
     "drops": config_of(cluster={"max_stages": 2}),
     "drops-4": config_of(cluster={"max_stages": 4, "instances": 4}),
@@ -56,7 +62,11 @@ def mixed_load(count: int = 300) -> list[Arrival]:
 
 def burst() -> list[Arrival]:
     """Quiet, then more than memory holds, then quiet."""
-    parts = [poisson(40, 2), poisson(250, 30, seed=2, start_s=20, name="b"), poisson(40, 2, seed=3, start_s=30, name="c")]
+    parts = [
+        poisson(40, 2),
+        poisson(250, 30, seed=2, start_s=20, name="b"),
+        poisson(40, 2, seed=3, start_s=30, name="c"),
+    ]
     return [arrival for part in parts for arrival in part]
 
 
@@ -88,6 +98,33 @@ def test_every_request_ends_once_with_its_tokens_and_gives_back_its_blocks(name:
     assert all(o.arrived_s <= o.scheduled_s < o.first_token_s <= o.end_s for o in result.outcomes)  # type: ignore[operator]
     assert leftovers(simulation) == []
     assert sum(moment.generated_tokens for moment in result.moments) == sum(a.output_tokens for a in arrivals)
+
+
+def random_history(seed: int) -> SimulationConfig:
+    """Layouts that follow each other at any time, and deaths between them."""
+    draw = random.Random(seed)
+    shapes = ["dp", "tp2", "tp4", "pp2", "pp4", "tp2@(0,1)", "tp2@(2,3) pp2@(0,1)", "pp2@(2,3)", "auto"]
+    strategies = ["carry", "carry", "hard", "soft", "sequential"]
+    layouts = [
+        {"at_s": draw.uniform(0, 16), "layout": draw.choice(shapes), "strategy": draw.choice(strategies)}
+        for _ in range(draw.randint(2, 12))
+    ]
+    deaths = [{"at_s": draw.uniform(0, 16), "instance": draw.randrange(4)} for _ in range(draw.randint(0, 4))]
+    cluster = {"instances": 4, "degrees": [2, 4], "max_stages": 4, "start_s": 1.0, "gpus_per_node": draw.choice([4, 8])}
+    layouts.append({"at_s": 30.0, "layout": "dp"})  # what a hard merge has paused waits for its end, as it should
+    return config_of(cluster=cluster, layouts=layouts, deaths=deaths)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_history_of_layouts_and_deaths_loses_a_request_or_a_block(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    arrivals = mixed_load(200)
+    simulation = simulation_of(random_history(seed), arrivals, kv_tokens=SHORT_OF_KV)
+    result = simulation.run_to_end()
+    assert [(o.output_tokens, o.refused) for o in result.outcomes] == [(a.output_tokens, "") for a in arrivals]
+    assert leftovers(simulation) == []
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]  # the controller survives its own
 
 
 @pytest.mark.parametrize("name", ["drops-4", "both", "deaths", "migration"])
@@ -172,7 +209,9 @@ def test_a_horizon_ends_a_run_and_says_what_had_not_ended() -> None:
 
 def test_admission_refuses_what_does_not_fit_the_queue() -> None:
     config = config_of("vllm_dp", cluster={"max_num_seqs": 4}, limits={"max_queued_requests": 2})
-    result = simulate_small(config, [Arrival(request_id=f"r{i}", at_s=0, prompt_tokens=9, output_tokens=9) for i in range(20)])
+    result = simulate_small(
+        config, [Arrival(request_id=f"r{i}", at_s=0, prompt_tokens=9, output_tokens=9) for i in range(20)]
+    )
     assert sum(bool(o.refused) for o in result.outcomes) == 20 - 2 * 4 - 2
 
 

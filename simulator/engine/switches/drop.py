@@ -1,4 +1,4 @@
-"""dp groups become one pipeline (KunServe sections 4.1 and 4.2): memory at once, KV of running requests beside serving."""
+"""dp groups become one pipeline (KunServe sections 4.1, 4.2): memory at once, KV of what runs beside serving."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ async def drop(switch: Switch) -> SwitchReport:
     started_s = loop.time()
     run = await switch.begin_group()
     coming = travellers(switch)
-    await asyncio.sleep(switch.around.costs.remap_s + switch.around.costs.cutover_s)
+    await asyncio.sleep(switch.remap_s + switch.around.costs.cutover_s)
     num_left = _expect(switch, run, coming)
     num_reserved = run.num_reserved
     num_first = switch.leader.sizes.first_blocks(len(switch.members))
@@ -26,6 +26,7 @@ async def drop(switch: Switch) -> SwitchReport:
     layers = switch.leader.sizes.stage_sizes(len(switch.members))
     pairs = by_layer(run.arriving, layers, switch.token_bytes, is_drop=True)
     run.exchange = loop.create_task(_exchange(switch, run, pairs), name=f"exchange {plan.plan_id}")
+    run.exchange.add_done_callback(lambda done: done.cancelled() or done.result())  # an error ends the simulation
     return SwitchReport(
         plan_id=plan.plan_id,
         epoch=switch.epoch,

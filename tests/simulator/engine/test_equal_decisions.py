@@ -1,10 +1,14 @@
 """The fast scheduler decides as vLLM's own does: the same requests, tokens, blocks and victims in every step."""
 
 from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 from pengserve.simulator.engine.fast_scheduler import FastScheduler
@@ -15,7 +19,8 @@ from tests.simulator.engine.loads import Load, loads
 
 pytestmark = pytest.mark.slow
 
-MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+Maker = Callable[..., LaneScheduler]
+MANY = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 def ids(requests: Any) -> list[str]:
@@ -81,12 +86,18 @@ def record(scheduler: LaneScheduler, load: Load) -> list[Any]:
     return seen
 
 
-def agree(load: Load) -> None:
-    fast = record(FastScheduler(load.capacity, load.options), load)
-    vllm = record(VllmScheduler(load.capacity, load.options), load)
-    for number, (ours, theirs) in enumerate(zip(fast, vllm, strict=False)):
-        assert ours == theirs, f"record {number}"
-    assert len(fast) == len(vllm)
+def agree(load: Load, one: Maker = FastScheduler, other: Maker = VllmScheduler) -> None:
+    ours, theirs = record(one(load.capacity, load.options), load), record(other(load.capacity, load.options), load)
+    for number, (our, their) in enumerate(zip(ours, theirs, strict=False)):
+        assert our == their, f"record {number}"
+    assert len(ours) == len(theirs)
+
+
+@MANY
+@given(loads(max_stages=4), st.booleans())
+def test_vllm_decides_the_same_whatever_it_tells_its_runner(load: Load, prefix_caching: bool) -> None:
+    load = replace(load, options=replace(load.options, prefix_caching=prefix_caching))
+    agree(load, VllmScheduler, partial(VllmScheduler, is_terse=False))
 
 
 @MANY

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pengserve.planners.cost_model import Chunk, CostModel
 from pengserve.planners.types.errors import ConfigError
 from pengserve.simulator.hardware.catalog import gpu, load_catalog, model
-from pengserve.simulator.timing.choose import profile_times, step_times
-from pengserve.simulator.timing.coefficients import measured
+from pengserve.simulator.timing.choose import host, profile_times, step_times
+from pengserve.simulator.timing.coefficients import Coefficients, Host, TableTimes, measured
 from pengserve.simulator.timing.cost_model_times import CostModelTimes, fit_cost_model
 from pengserve.simulator.timing.steps import Batch, ModelTimes
 
@@ -40,12 +40,31 @@ def test_steps_within_is_the_inverse(times, batch, num_steps):
     assert times.steps_within(batch, times.decodes_s(batch, num_steps)) == num_steps
 
 
-@KINDS
+@pytest.mark.parametrize(
+    ("name", "host_s"),
+    [
+        ("measured", lambda num: host().seconds(num)),
+        ("derived", lambda num: host().seconds(num)),
+        ("cost model", lambda num: 1e-3),
+        ("profile", lambda num: 0.0),
+    ],
+)
 @given(batch=DECODES, num_stages=st.integers(2, 8))
-def test_stages_together_take_the_whole_and_the_host_s_part_once_more_each(times, batch, num_stages):
-    whole_s, stage_s = times.step_s(batch), times.stage(num_stages).step_s(batch)
-    assert whole_s / num_stages <= stage_s * (1 + 1e-9)
-    assert stage_s <= whole_s
+def test_stages_together_take_the_layers_once_and_the_host_s_part_each(name, host_s, batch, num_stages):
+    whole_s, stage_s = ALL[name].step_s(batch), ALL[name].stage(num_stages).step_s(batch)
+    assert num_stages * stage_s == pytest.approx(whole_s + (num_stages - 1) * host_s(batch.num_decodes))
+
+
+@given(batch=DECODES)
+def test_a_hidden_host_s_part_is_the_least_that_a_stage_takes(batch):
+    table = Coefficients(
+        launch_s=0.0, sequence_s=0.0, context_s=1e-9, pair_s=1e-9, num_tokens=(1, 512), linear_s=(1e-3, 5e-3)
+    )
+    shown, hidden = (Host(step_s=1e-3, sequence_s=2e-5, is_hidden=is_hidden) for is_hidden in (False, True))
+    host_s = shown.seconds(batch.num_decodes)
+    device_s = TableTimes(table, shown).step_s(batch) - host_s
+    assert TableTimes(table, hidden).step_s(batch) == pytest.approx(max(device_s, host_s))
+    assert TableTimes(table, hidden).stage(4).step_s(batch) == pytest.approx(max(device_s / 4, host_s))
 
 
 @KINDS

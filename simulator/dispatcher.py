@@ -1,0 +1,85 @@
+"""Which instance gets the next request: what the instances hold now, handed to the production planner."""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+from pengserve.planners.dispatch import Candidate, Wish
+from pengserve.planners.route_index import RouteIndex
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.simulator.engine.cluster import SimCluster
+from pengserve.simulator.engine.instance import SimInstance
+
+MOST_EXACT = 64  # routes whose loads are those of this moment; of more they are as of their last event
+
+
+class Dispatcher:
+    """The routes in order. Whoever changes an instance's load says so by `touch`."""
+
+    def __init__(self, cluster: SimCluster) -> None:
+        self._cluster = cluster
+        self._routes: frozenset[InstanceKey] = frozenset()
+        self._index = RouteIndex()
+        self._dirty: set[InstanceKey] = set()
+        self._num_urgent: Counter[InstanceKey] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._routes)
+
+    def route(self, keys: Iterable[InstanceKey]) -> None:
+        """These are the routes now."""
+        routes = frozenset(keys)
+        self._dirty |= routes ^ self._routes
+        self._routes = routes
+
+    def ready(self) -> Iterator[SimInstance]:
+        """Instances that requests are sent to."""
+        found = (self._cluster.instances.get(key) for key in self._routes)
+        return (instance for instance in found if instance is not None and instance.is_alive)
+
+    def touch(self, key: InstanceKey) -> None:
+        """Its load, shape or state has changed."""
+        self._dirty.add(key)
+
+    def count_urgent(self, key: InstanceKey, change: int) -> None:
+        """So many more urgent requests are there."""
+        self._num_urgent[key] += change
+        self._dirty.add(key)
+
+    def choose(self, num_tokens: int, wish: Wish, avoid: InstanceKey | None) -> InstanceKey | None:
+        """See `planners.dispatch.choose`; never `avoid`."""
+        self._refresh()
+        if avoid is not None:
+            self._index.forget(avoid)
+            self._dirty.add(avoid)
+        return self._index.choose(num_tokens, wish)
+
+    def _refresh(self) -> None:
+        """Takes in what has changed since the last choice."""
+        if len(self._routes) <= MOST_EXACT:
+            for ready in self.ready():
+                ready.current.catch_up()
+        for key in sorted(self._dirty):
+            instance = self._cluster.instances.get(key)
+            is_open = instance is not None and instance.is_alive and instance.max_tokens > 0
+            if instance is None or not is_open or key not in self._routes:
+                self._index.forget(key)
+            else:
+                self._index.update(_candidate(instance, self._num_urgent[key]))
+        self._dirty.clear()
+
+
+def _candidate(instance: SimInstance, num_priority: int) -> Candidate:
+    """A route as the planner sees it. Nothing is unseen: the newest stats are the present ones."""
+    scheduler, capacity, run, held = instance.current.scheduler, instance.capacity, instance.group, instance.held or ()
+    reserved = run.num_reserved if run is not None else 0
+    return Candidate(
+        key=instance.key,
+        resident_tokens=(scheduler.num_blocks - scheduler.num_free + reserved) * capacity.block_size,
+        queued_tokens=scheduler.queued_tokens + sum(request.num_tokens for request in held),
+        unseen_tokens=0,
+        capacity_tokens=capacity.num_tokens,
+        num_requests=len(scheduler.running) + len(scheduler.waiting) + len(held),
+        shape="dp" if run is None else run.group.shape,
+        max_tokens=instance.max_tokens,
+        num_priority=num_priority,
+    )

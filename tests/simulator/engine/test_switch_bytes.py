@@ -1,0 +1,46 @@
+"""How much KV changes member on a switch: all but what is where it belongs already."""
+
+from typing import Any, cast
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pengserve.simulator.engine.group import Traveller
+from pengserve.simulator.engine.switches.switch import by_head, by_layer
+
+TOKEN_BYTES = 1 << 17
+SIZES = (2, 4, 8)
+
+
+def travellers(size: int, tokens: list[int]) -> list[Traveller]:
+    """Requests of so many tokens, dealt out to the members."""
+    return [Traveller(cast(Any, None), index % size, count) for index, count in enumerate(tokens)]
+
+
+TOKENS = st.lists(st.integers(1, 9_999), max_size=12)
+
+
+@given(TOKENS, st.sampled_from(SIZES))
+def test_by_head_all_but_each_members_own_share_moves(tokens: list[int], size: int) -> None:
+    moved = sum(by_head(travellers(size, tokens), size, TOKEN_BYTES, is_merge=True).values())
+    assert moved == sum(tokens) * TOKEN_BYTES * (size - 1) // size
+
+
+@given(TOKENS, st.sampled_from(SIZES))
+def test_by_layer_all_but_the_layers_that_stay_move(tokens: list[int], size: int) -> None:
+    moved = sum(by_layer(travellers(size, tokens), (4,) * size, TOKEN_BYTES, is_drop=True).values())
+    assert moved == sum(tokens) * TOKEN_BYTES * (size - 1) // size
+
+
+@given(TOKENS)
+def test_what_a_merge_sends_comes_back_on_a_split(tokens: list[int]) -> None:
+    there = by_head(travellers(4, tokens), 4, TOKEN_BYTES, is_merge=True)
+    back = by_head(travellers(4, tokens), 4, TOKEN_BYTES, is_merge=False)
+    assert {(b, a): num_bytes for (a, b), num_bytes in there.items()} == back
+
+
+@given(TOKENS)
+def test_what_a_drop_sends_comes_back_on_a_restore(tokens: list[int]) -> None:
+    there = by_layer(travellers(2, tokens), (3, 5), TOKEN_BYTES, is_drop=True)
+    back = by_layer(travellers(2, tokens), (3, 5), TOKEN_BYTES, is_drop=False)
+    assert {(b, a): num_bytes for (a, b), num_bytes in there.items()} == back
