@@ -195,7 +195,7 @@ def _times(cluster: ClusterConfig, named: _Named, setup: Setup) -> tuple[Callabl
     for degree in (1, *setup.degrees):
         width = degree * cluster.gpus_per_instance
         if named.profile is None:
-            found[degree] = step_times(named.gpu, named.model, width)
+            found[degree] = step_times(named.gpu, named.model, width, async_scheduling=cluster.async_scheduling)
         elif width == 1:
             found[degree] = profile_times(named.profile)
         else:

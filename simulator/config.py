@@ -44,6 +44,7 @@ class ClusterConfig(_Section):
     max_model_len: int | None = Field(default=None, ge=2)  # None: the model's own, as far as memory holds it
     scheduling: Literal["fcfs", "priority"] = "fcfs"
     prefix_caching: bool = False  # vLLM's scheduler alone finds prefixes
+    async_scheduling: bool = False  # the host's part of a step runs under the device's, as vLLM's option
     links: dict[str, float] = {}  # bytes per second in place of the GPU's own: nvlink, nic, pcie
     start_s: float | None = Field(default=None, ge=0)  # of an instance that replaces a dead one; None: as costs.yaml
 

@@ -58,8 +58,8 @@ class Gpu:
     pcie_bytes_per_s: Positive  # to the host
     nic_bytes_per_s: Positive  # to other nodes
     nvlink_bytes_per_s: AtLeastZero = 0.0  # to other GPUs of the node; 0: over PCIe
-    reached_hbm: Share | None = None  # of `hbm_bytes_per_s` by small steps, where it is known; None: as where timed
-    reached_flops: Share | None = None  # of `flops` by prefills of 2048 tokens, the same
+    reached_hbm: Share | None = None  # of `hbm_bytes_per_s` by reads, where it is known; None: as where timed
+    reached_flops: Share | None = None  # of `flops` by large matrix products, the same
     timed_as: str | None = None  # GPU of coefficients.csv whose steps are taken; None: the most alike
     aliases: tuple[str, ...] = ()
     source: str
@@ -85,6 +85,7 @@ class ModelSpec:
     params: Count
     max_model_len: Count  # tokens
     embedding_params: Annotated[int, Field(ge=0)] = 0  # of embeddings and LM head, which no pipeline drops
+    ties_embeddings: bool = False  # the LM head is the input embedding's matrix
     bytes_per_param: Positive = 2.0  # mean over all weights
     bytes_per_kv_value: Positive = 2.0
     experts: Annotated[int, Field(ge=0)] = 0  # of a mixture; 0: dense
@@ -102,6 +103,17 @@ class ModelSpec:
         """Weights of one layer. Embeddings stay in 16 bits where layers are quantised."""
         embedding_bytes = self.embedding_params * max(2.0, self.bytes_per_param)
         return round((self.weight_bytes - embedding_bytes) / self.layers)
+
+    @property
+    def layer_params(self) -> int:
+        """Those that every token is multiplied by: no embeddings are, and the LM head only where a token is sampled."""
+        return self.params - self.embedding_params
+
+    @property
+    def read_bytes(self) -> float:
+        """What a step reads of the weights: all, but of an input embedding of its own only a row a token."""
+        looked_up = 0 if self.ties_embeddings else self.embedding_params / 2
+        return self.weight_bytes - looked_up * max(2.0, self.bytes_per_param)
 
     @property
     def kv_bytes_per_token(self) -> int:

@@ -60,15 +60,15 @@ class _Side(NamedTuple):
 
     def bound_s(self, num_tokens: int) -> float:
         """The roofline of all matrix products: the longer of reading the weights and computing."""
-        reads_s = self.model.weight_bytes / self.bytes_per_s
-        return max(reads_s, 2.0 * self.model.params * num_tokens / self.flops) / self.tp
+        reads_s = self.model.read_bytes / self.bytes_per_s
+        return max(reads_s, 2.0 * self.model.layer_params * num_tokens / self.flops) / self.tp
 
 
 def _sides(alone: Coefficients, source: Target, target: Target) -> tuple[_Side, _Side]:
     """Both with the rates that they reach: the measured one as its table says, the other as is known, or alike."""
     (gpu, model, _), (other, *_) = source, target
-    read_share = model.weight_bytes / alone.linear_s[0] / gpu.hbm_bytes_per_s
-    compute_share = 2.0 * model.params * LARGE_TOKENS / alone.linear(LARGE_TOKENS) / gpu.flops
+    read_share = model.read_bytes / alone.linear_s[0] / gpu.hbm_bytes_per_s
+    compute_share = 2.0 * model.layer_params * LARGE_TOKENS / alone.linear(LARGE_TOKENS) / gpu.flops
     return (
         _Side(*source, gpu.hbm_bytes_per_s * read_share, gpu.flops * compute_share),
         _Side(

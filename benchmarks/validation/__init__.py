@@ -1,0 +1,1 @@
+"""How near simulations come to what was measured: `python -m benchmarks.validation`."""
