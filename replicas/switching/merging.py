@@ -135,7 +135,7 @@ class LeaderMerge:
 
 
 def in_turn(brought: Sequence[Sequence[Traveller]]) -> list[Traveller]:
-    """One of each member in turn: the fullest member decides what fits, so each wave must free blocks at all of them."""
+    """One of each member in turn: the fullest decides what fits, so that each wave must free blocks at all of them."""
     return [traveller for turn in zip_longest(*brought) for traveller in turn if traveller is not None]
 
 
