@@ -1,0 +1,251 @@
+"""Simulations of this benchmark's own runs: `python -m benchmarks.overload.simulated RESULT.json`.
+
+A result has all that a simulation needs: steps timed with all instances busy, memory, drop settings, and each request.
+What it has not is what ingress, client and controller take of the same cores. That is one number, fitted on the two
+levels of the calibration and on no run: seconds a token, seconds a step, or a factor, whichever fits the levels best.
+"""
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.harness import RESULTS
+from benchmarks.overload.record import Record
+from benchmarks.validation.figures import Figure, figure_table, spread
+from pengserve.cluster.demo.checkpoint import LlamaShape
+from pengserve.planners.cost_model import CostModel
+from pengserve.simulator.config import SimulationConfig
+from pengserve.simulator.requests import Arrival
+from pengserve.simulator.result import Result
+from pengserve.simulator.run import simulate
+from tests.support.models import DEEP, TINY, WIDE
+
+SYSTEMS = {"vllm-dp": "vllm", "dp": "pengserve", "drop": "pengserve"}  # -> whose steps were profiled
+BARS = {"P50": 0.15, "P99": 0.25}
+SHAPES: Mapping[str, LlamaShape] = {"tiny": TINY, "wide": WIDE, "deep": DEEP}
+BYTES = 4  # float32
+ROUNDS = 24  # of a search for the host's share
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What else the cores do, as one number."""
+
+    kind: str  # of `KINDS`
+    value: float
+    misfit: float = math.nan  # mean |log(simulated / real)| of P50 TTFT and TPOT of both levels
+
+    def added(self, model: CostModel) -> CostModel:
+        """The cost model with it."""
+        return KINDS[self.kind](model, self.value)
+
+
+def _scaled(model: CostModel, value: float) -> CostModel:
+    return CostModel(**{name: (1.0 + value) * seconds for name, seconds in asdict(model).items()})
+
+
+KINDS: Mapping[str, Callable[[CostModel, float], CostModel]] = {
+    "seconds a token": lambda model, value: replace(model, other_s=model.other_s + value),
+    "seconds a step": lambda model, value: replace(model, load_s=model.load_s + value),
+    "share of a step": _scaled,
+}
+MOST = {"seconds a token": 0.02, "seconds a step": 0.1, "share of a step": 4.0}
+
+
+class RecordedSize:
+    """Runs of one number of instances, as a result has them."""
+
+    def __init__(self, data: Mapping[str, Any], size: Mapping[str, Any], *, scheduler: str = "vllm") -> None:
+        """`data` is the whole result, `size` one of its sizes."""
+        self._plan, self._size, self._scheduler = data["plan"], size, scheduler
+        self.num_instances = int(size["num_instances"])
+        self.runs = [
+            run for run in data["runs"] if run["num_instances"] == self.num_instances and run["system"] in SYSTEMS
+        ]
+        self.levels = [tuple(Record(**record) for record in level) for level in size["levels"]]
+        self.profiles = {profile["system"]: CostModel(**profile["model"]) for profile in size["profiles"]}
+
+    def replay(self, system: str, records: Sequence[Record], host: Host) -> Result:
+        """Serves the same requests at the same times on the simulated system."""
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            (folder / "machine.yaml").write_text(yaml.safe_dump(self._catalog(system, host)), encoding="utf-8")
+            config = SimulationConfig.parse({**self._config(system), "folder": folder})
+            return simulate(config, arrivals_of(records))
+
+    def fit_host(self) -> Host:
+        """The host's share that makes the mean TPOT of the levels right; of the kinds, the one that fits them best."""
+        found = [self._fitted(kind) for kind in KINDS]
+        return min(found, key=lambda host: host.misfit)
+
+    def _fitted(self, kind: str) -> Host:
+        low, high = -0.5 if kind == "share of a step" else 0.0, MOST[kind]
+        for _ in range(ROUNDS):
+            middle = (low + high) / 2
+            bias = sum(tpot for _, tpot in self._level_errors(Host(kind, middle)))
+            low, high = (middle, high) if bias < 0 else (low, middle)
+            if high - low < 1e-3 * MOST[kind]:
+                break
+        host = Host(kind, (low + high) / 2)
+        errors = [abs(error) for pair in self._level_errors(host) for error in pair]
+        return replace(host, misfit=sum(errors) / len(errors))
+
+    def _level_errors(self, host: Host) -> Iterator[tuple[float, float]]:
+        """log(simulated / real) of the P50 of TTFT and of TPOT, of each level."""
+        for level in self.levels:
+            ttft, tpot = (
+                figure.simulated / figure.real
+                for figure in compare(level, self.replay("dp", level, host))
+                if "P50" in figure.what
+            )
+            yield math.log(ttft), math.log(tpot)
+
+    def _catalog(self, system: str, host: Host) -> dict[str, Any]:
+        name, engine = str(self._plan["model"]), self._plan["engine"]
+        shape = SHAPES[name.partition("-")[0]]
+        params = int(self._size["weight_bytes"]) // BYTES
+        profile = {
+            "gpu": "cpu",
+            "model": {
+                "layers": shape.num_layers,
+                "hidden": shape.hidden_size,
+                "heads": shape.num_heads,
+                "kv_heads": shape.num_kv_heads,
+                "head_dim": shape.head_dim,
+                "params": params,
+                "embedding_params": 2 * shape.vocab_size * shape.hidden_size,
+                "max_model_len": int(engine["max_model_len"]),
+                "bytes_per_param": BYTES,
+                "bytes_per_kv_value": BYTES,
+            },
+            "cost_model": asdict(host.added(self.profiles[SYSTEMS[system]])),
+            "held_back_error": 0.0,
+            "num_samples": 1,
+            "max_num_batched_tokens": int(engine["max_num_batched_tokens"]),
+            "kv_tokens": int(self._size["calibration"]["dp_tokens"]) // self.num_instances,
+            "block_size": int(engine["block_size"]),
+            "source": "bench-overload",
+        }
+        return {"profiles": {"measured": profile}}
+
+    def _config(self, system: str) -> dict[str, Any]:
+        engine = self._plan["engine"]
+        cluster = {
+            "profile": "measured",
+            "catalog": ["machine.yaml"],
+            "instances": self.num_instances,
+            "gpus_per_node": max(8, self.num_instances),
+            "block_size": engine["block_size"],
+            "max_model_len": engine["max_model_len"],
+            "max_num_seqs": engine["max_num_seqs"],
+            "max_num_batched_tokens": engine["max_num_batched_tokens"],
+            "prefix_caching": self._scheduler == "vllm" and bool(engine["enable_prefix_caching"]),
+        }
+        policy: dict[str, Any] = {"name": "vllm_dp"}
+        if system == "drop":
+            cluster["max_stages"] = self.num_instances
+            drop = {"restore_below": self._plan["restore_below"], "quiet_s": 0.5}
+            policy = {"name": "pengserve", "options": {"drop": drop}}
+        return {
+            "name": f"bench-overload-{system}",
+            "cluster": cluster,
+            "policy": policy,
+            "scheduler": self._scheduler,
+        }
+
+
+def recorded_sizes(data: Mapping[str, Any], *, scheduler: str = "vllm") -> list[RecordedSize]:
+    """Of a result that has its requests; empty where it has none."""
+    has_requests = any(run.get("requests") for run in data["runs"])
+    sizes = [size for size in data["sizes"] if size.get("profiles") and size.get("levels")]
+    return [RecordedSize(data, size, scheduler=scheduler) for size in sizes] if has_requests else []
+
+
+def newest_result(folder: Path = RESULTS) -> Path | None:
+    """The newest result that has its requests; None: there is none."""
+    paths = [path for path in folder.glob("overload-*.json") if recorded_sizes(_read(path))]
+    return max(paths, key=lambda path: str(_read(path)["date"]), default=None)
+
+
+def arrivals_of(records: Sequence[Record]) -> list[Arrival]:
+    """What the simulation is asked: the same lengths at the same times."""
+    return [
+        Arrival(
+            request_id=f"r{index:05}",
+            at_s=max(0.0, record.at_s),
+            prompt_tokens=record.prompt_tokens,
+            output_tokens=record.output_tokens,
+        )
+        for index, record in enumerate(records)
+    ]
+
+
+def compare(records: Sequence[Record], result: Result) -> list[Figure]:
+    """TTFT and TPOT at P50 and P99."""
+    real_ttft = [record.first_s - record.at_s for record in records]
+    real_tpot = [(r.end_s - r.first_s) / (r.output_tokens - 1) for r in records if r.output_tokens > 1]
+    ttft = [outcome.ttft_s for outcome in result.outcomes if outcome.ttft_s is not None]
+    tpot = [outcome.tpot_s for outcome in result.outcomes if outcome.tpot_s is not None]
+    figures = []
+    for name, real, simulated in (("TTFT", real_ttft, ttft), ("TPOT", real_tpot, tpot)):
+        real_values, values = spread(real, 50, 99)[1:], spread(simulated, 50, 99)[1:]
+        for what, real_s, simulated_s in zip(BARS, real_values, values, strict=True):
+            figures.append(Figure(what=f"{what} {name}", real=real_s, simulated=simulated_s, bar=BARS[what]))
+    return figures
+
+
+def compare_all(data: Mapping[str, Any], *, scheduler: str = "vllm") -> tuple[list[Figure], list[str]]:
+    """All runs of a result, all rounds of a system together; and what was fitted, a sentence a size."""
+    figures, notes = [], []
+    for size in recorded_sizes(data, scheduler=scheduler):
+        host = size.fit_host()
+        notes.append(
+            f"{size.num_instances} instances: {host.value:.4g} {host.kind} for ingress, client and controller, fitted on "
+            f"the two levels of the calibration (P50 off by {host.misfit:.1%} there, in the mean)."
+        )
+        for system in SYSTEMS:
+            records: list[Record] = []
+            outcomes: list[Any] = []
+            result = None
+            for run in (run for run in size.runs if run["system"] == system):
+                own = [Record(**record) for record in run["requests"]]
+                result = size.replay(system, own, host)
+                records += own
+                outcomes += result.outcomes
+            if result is not None:
+                whole = replace(result, outcomes=tuple(outcomes))
+                prefix = f"{size.num_instances} instances, {system}: "
+                figures += [replace(figure, what=prefix + figure.what) for figure in compare(records, whole)]
+    return figures, notes
+
+
+def main() -> int:
+    """Prints the comparison of one result; the exit code says whether all bars are met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", nargs="?", type=Path, help="a JSON file of bench-overload; the newest if none is given")
+    parser.add_argument("--fast", action="store_true", help="the fast scheduler in place of vLLM's")
+    options = parser.parse_args()
+    path = options.result or newest_result()
+    if path is None:
+        print("no result has its requests: run `make bench-overload` first", file=sys.stderr)
+        return 2
+    figures, notes = compare_all(_read(path), scheduler="fast" if options.fast else "vllm")
+    print(*figure_table(figures), "", *notes, sep="\n")
+    return 0 if figures and all(figure.is_met for figure in figures) else 1
+
+
+def _read(path: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return data
+
+
+if __name__ == "__main__":
+    sys.exit(main())

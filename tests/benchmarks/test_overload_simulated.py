@@ -1,0 +1,101 @@
+"""Simulations of bench-overload's runs: on runs that were themselves simulated, and on the newest real ones."""
+
+import copy
+import json
+import random
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from benchmarks.harness import engine_flags
+from benchmarks.overload.record import Record
+from benchmarks.overload.simulated import Host, compare_all, newest_result, recorded_sizes
+from pengserve.planners.cost_model import CostModel
+from pengserve.simulator.result import Result
+
+STEPS = CostModel(
+    prefix_attention_s=5e-8, self_attention_s=2e-8, kv_read_s=4e-7, ffn_s=1.2e-4, other_s=1e-4, load_s=5e-3
+)
+HIDDEN = Host("seconds a token", 7e-4)  # what the simulation has to find out
+
+
+def loads(count: int, per_s: float, seed: int) -> tuple[Record, ...]:
+    """Requests without answers."""
+    source, at_s, found = random.Random(seed), 0.0, []
+    for _ in range(count):
+        at_s += source.expovariate(per_s)
+        prompt, output = source.randint(250, 450), source.randint(200, 300)
+        found.append(Record(at_s=at_s, prompt_tokens=prompt, output_tokens=output, first_s=0.0, end_s=0.0))
+    return tuple(found)
+
+
+def answered(records: tuple[Record, ...], result: Result) -> list[dict[str, Any]]:
+    """The same with the answers of a simulation, as a result of the benchmark has them."""
+    return [
+        asdict(record) | {"first_s": outcome.first_token_s, "end_s": outcome.end_s}
+        for record, outcome in zip(records, result.outcomes, strict=True)
+    ]
+
+
+@pytest.fixture(scope="module")
+def data() -> dict[str, Any]:
+    """A result of two instances whose every request was answered by a simulation with `HIDDEN`."""
+    few, full = loads(12, 1.0, 1), loads(40, 3.0, 2)
+    size = {
+        "num_instances": 2,
+        "weight_bytes": 25_179_648,
+        "calibration": {"dp_tokens": 8704},
+        "levels": [[asdict(record) for record in level] for level in (few, full)],
+        "profiles": [{"system": system, "model": asdict(STEPS)} for system in ("vllm", "pengserve")],
+    }
+    plan = {"model": "wide-0", "restore_below": 0.75, "engine": engine_flags(max_num_seqs=128)}
+    data: dict[str, Any] = {"date": "2026-11-21", "plan": plan, "sizes": [size], "runs": []}
+    load = loads(60, 4.0, 3)
+    data["runs"] = [
+        {"system": system, "num_instances": 2, "requests": [asdict(record) for record in load]}
+        for system in ("vllm-dp", "dp", "drop")
+    ]
+    (recorded,) = recorded_sizes(data, scheduler="fast")
+    size["levels"] = [answered(level, recorded.replay("dp", level, HIDDEN)) for level in (few, full)]
+    for run in data["runs"]:
+        run["requests"] = answered(load, recorded.replay(run["system"], load, HIDDEN))
+    return json.loads(json.dumps(data))
+
+
+def test_what_the_host_takes_is_found_out_from_the_calibration_alone(data: dict[str, Any]) -> None:
+    (size,) = recorded_sizes(data | {"runs": data["runs"][:1]}, scheduler="fast")
+    host = size.fit_host()
+    assert host.kind == HIDDEN.kind
+    assert host.value == pytest.approx(HIDDEN.value, rel=0.05)
+
+
+def test_runs_of_the_simulation_itself_are_within_the_bars(data: dict[str, Any]) -> None:
+    figures, notes = compare_all(data, scheduler="fast")
+    assert len(figures) == 12 and len(notes) == 1
+    assert [f"{figure.what}: {figure.error:+.1%}" for figure in figures if not figure.is_met] == []
+
+
+def test_steps_that_took_half_as_long_are_noticed(data: dict[str, Any]) -> None:
+    changed = copy.deepcopy(data)
+    for run in changed["runs"]:
+        for request in run["requests"]:
+            request["end_s"] = request["first_s"] + (request["end_s"] - request["first_s"]) / 2
+    figures, _ = compare_all(changed, scheduler="fast")
+    assert not any(figure.is_met for figure in figures if "TPOT" in figure.what)
+
+
+def test_results_without_requests_are_passed_over(data: dict[str, Any]) -> None:
+    changed = copy.deepcopy(data)
+    for run in changed["runs"]:
+        run["requests"] = []
+    assert recorded_sizes(changed) == []
+
+
+@pytest.mark.slow
+def test_the_newest_real_runs_are_within_the_bars() -> None:
+    path = newest_result()
+    if path is None:
+        pytest.skip("no result of bench-overload has its requests")
+    figures, _ = compare_all(json.loads(path.read_text(encoding="utf-8")))
+    assert [f"{figure.what}: {figure.error:+.1%}" for figure in figures if not figure.is_met] == []
