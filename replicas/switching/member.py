@@ -117,3 +117,12 @@ class Conversation:
             key, message = self.hear(word)
             heard[key] = message
         return heard
+
+
+def empty_inbox(member: Member, plan: SwitchPlan) -> None:
+    """Forgets words of other switches. One of this switch may have come already: that it is called off."""
+    connected = member.network.peers()
+    for _ in range(member.inbox.qsize()):
+        key, message = member.inbox.get_nowait()
+        if key not in connected if message is None else message.plan_id == plan.plan_id:
+            member.inbox.put((key, message))
