@@ -3,11 +3,11 @@
 The leader has the LAST stage, so that tokens are where the scheduler is:
 
     rank 0, stage s-1   schedule k ........ schedule k+1 .... run its layers of k -> sample -> outputs
-    rank 1, stage 0        \\-> run layers of k -> run k+1 ...        /
-    rank r, stage r-1            \\-> run k ...   -----hidden------> /
+    another, stage 0       \\-> run layers of k -> run k+1 ...        /
+    another, stage 1             \\-> run k ...   -----hidden------> /
 
-Up to s microbatches are in flight. A request is in one of them at a time, but for chunks of its prompt; stages run
-microbatches in the order in which the leader made them.
+`planners/stages.py` says who has which. Up to s microbatches are in flight. A request is in one of them at a time, but
+for chunks of its prompt; stages run microbatches in the order in which the leader made them.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pengserve.planners.cost_model import CostModel
-from pengserve.planners.stages import stage_layers
+from pengserve.planners.stages import rank_of, stage_layers, stage_of
 from pengserve.planners.types.config import MicrobatchPolicy
 from pengserve.planners.types.errors import StepError, UnsupportedShapeError
 from pengserve.replicas.channel.frames import Buffer
@@ -37,6 +37,7 @@ from pengserve.replicas.engine.vllm_seam import (
     IntermediateTensors,
     Request,
     SchedulerOutput,
+    layer_partition,
     set_current_vllm_config,
 )
 from pengserve.replicas.memory.layers import LayerMemory
@@ -85,7 +86,8 @@ class PpLane(GroupLane):
         )
         before = active.activate(group)
         try:
-            with set_current_vllm_config(config), torch.inference_mode():
+            partition = layer_partition([stop - first for first, stop in ranges])
+            with set_current_vllm_config(config), partition, torch.inference_mode():
                 num_layers = self.layers[1] - self.layers[0]
                 runner, kv_config = build_runner(base, config, share_layers, num_layers * sizes.block_bytes)
                 scheduler = build_scheduler(base, config, kv_config) if rank == 0 else None
@@ -155,6 +157,7 @@ class PpLane(GroupLane):
         super().leave()
         self._in_flight.clear()
         self._arriving.clear()
+        self._known = []
         self.runner.intermediate_tensors = None
         if self._pool is not None:
             self.offer_all()
@@ -287,13 +290,3 @@ class PpLane(GroupLane):
             if self.stage < self.num_stages - 1:
                 self.send_hidden(rank_of(self.stage + 1, self.num_stages), self._hidden.encode(result))
         return result
-
-
-def stage_of(rank: int, num_stages: int) -> int:
-    """The leader (rank 0) has the last stage, the others the stages before it in their order."""
-    return (rank - 1) % num_stages
-
-
-def rank_of(stage: int, num_stages: int) -> int:
-    """Inverse of `stage_of`."""
-    return (stage + 1) % num_stages

@@ -30,6 +30,9 @@ class Traveller(msgspec.Struct, array_like=True):
     rank: int  # merge: of the member that has it; split: of the member that gets it
     logical_ids: list[int]  # of the tp lane, on a merge for what is to come, on a split for what is there
     handoff: Handoff
+    origin_ids: list[
+        int
+    ] = []  # a pipeline that grows: logical blocks of the pipeline that it ran in, which have its KV
 
     @property
     def num_tokens(self) -> int:

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from pengserve.planners.stages import stage_of
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.comm.communicator import Communicator, Move
 from pengserve.replicas.engine.lanes import Lanes
-from pengserve.replicas.engine.pp_lane import PpLane, stage_of
+from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.reshard import Traveller
 
 

@@ -165,7 +165,7 @@ class Agent:
             self._submit(lambda: following.bring_back(plan, message.lease))
         elif message.word is Word.DRAINED:
             self._submit(lambda: leading.on_drained(message.plan_id, key))
-        elif message.word is Word.MET and self._member.lanes.running is None:
+        elif message.word is Word.MET and leading.awaits_met(message.plan_id):
             self._submit(lambda: leading.on_met(key, message))
         else:
             if message.word is Word.CANCEL:

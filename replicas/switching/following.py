@@ -49,6 +49,7 @@ class Following:
         self._prepared, self._standing, self._check = prepared, standing, check
         self._on_changed, self._on_broken = on_changed, on_broken
         self._drain: Drain | None = None
+        self._joining: SwitchPlan | None = None  # waits until the pipeline that this member leads is empty
 
     # Before the meeting -----------------------------------------------------------------------------------------------
 
@@ -82,7 +83,11 @@ class Following:
             talk.cancel(str(error))
 
     def call_off(self, key: InstanceKey, plan_id: str) -> None:
-        """Somebody will not go on with a plan: a drain ends, and where it was the leader, a return of weights."""
+        """Somebody will not go on with a plan: a drain ends, a meeting, and where it was the leader, a return of
+        weights.
+        """
+        if self._joining is not None and self._joining.plan_id == plan_id:
+            self._end_joining()
         if self._drain is not None and self._drain.plan.plan_id == plan_id:
             self._end_drain()
         lane = self._member.lanes.running
@@ -91,6 +96,8 @@ class Following:
 
     def lost(self, key: InstanceKey) -> None:
         """A peer is gone."""
+        if self._joining is not None and key in self._joining.members:
+            self._end_joining()
         if self._drain is not None and key in self._drain.plan.members:
             self._end_drain()
 
@@ -98,6 +105,14 @@ class Following:
         """After each step."""
         if self._drain is not None:
             self._drain.check()
+        if self._joining is not None:
+            self.join(self._joining)
+
+    def _end_joining(self) -> None:
+        """The pipeline that this member leads goes on."""
+        self._joining, lane = None, self._member.lanes.running
+        if isinstance(lane, PpLane) and lane.rank == 0:
+            lane.hold(False)
 
     def _end_drain(self) -> frozenset[str] | None:
         drain, self._drain = self._drain, None
@@ -106,7 +121,20 @@ class Following:
     # The meeting ------------------------------------------------------------------------------------------------------
 
     def join(self, plan: SwitchPlan) -> None:
-        """Between two steps: from here to the commit this member does nothing else."""
+        """Between two steps: from here to the commit this member does nothing else.
+
+        Where it leads a pipeline, that first finishes what is in it, and then its followers join too.
+        """
+        lane = self._member.lanes.running
+        if plan.is_merge and isinstance(lane, PpLane) and lane.rank == 0:
+            lane.hold(True)
+            if lane.num_in_flight:
+                self._joining = plan
+                return
+        self._join(plan)
+        self._end_joining()
+
+    def _join(self, plan: SwitchPlan) -> None:
         reached("meeting")
         talk = Conversation(self._member, plan)
         kept = self._end_drain()
@@ -125,6 +153,7 @@ class Following:
                 logger.exception("the switch %s failed here", plan.plan_id)
             talk.cancel(str(error))
             if plan.is_merge:
+                self._standing.end_if_gone()
                 self._tell_broken(plan)  # the others may have gone on without this one
             elif lane is not None and lane.name == str(plan.group):
                 self._on_broken(error)
@@ -136,6 +165,10 @@ class Following:
 
     def _merge(self, talk: Conversation, kept: frozenset[str] | None) -> None:
         plan, name = talk.plan, self._wiring.spec(talk.plan).name
+        part = plan.keys(plan.part_of(self._member.key))
+        if part[0] == self._member.key:
+            for key in part[1:]:
+                talk.say(key, Word.MEET, plan=plan)
         own = travellers(self._member, plan, kept)
         if plan.group.kind is GroupKind.PP:
             self._standing.begin(name, plan.members, join_drop(talk, name, own))

@@ -63,6 +63,11 @@ class Leading:
             raise StepError(f"instance {self._member.key} is in the middle of {self.commit.plan.plan_id}")
         self._prepared.check(plan)
 
+    def awaits_met(self, plan_id: str) -> bool:
+        """Whether members meet for this merge. From any thread."""
+        commit = self.commit
+        return commit is not None and commit.plan.is_merge and commit.plan.plan_id == plan_id
+
     def is_about(self, plan_id: str) -> bool:
         """Whether this plan is under way."""
         return self.commit is not None and self.commit.plan.plan_id == plan_id
@@ -152,7 +157,9 @@ class Leading:
         if not commit.plan.is_merge:
             self._split_when_empty(commit)
             return
-        Conversation(self._member, commit.plan).tell_all(Word.MEET, plan=commit.plan)
+        plan, talk = commit.plan, Conversation(self._member, commit.plan)
+        for part in plan.parts[1:]:
+            talk.say(plan.keys(part)[0], Word.MEET, plan=plan)  # who tells its own followers, after its last step
         reached("meeting")
         self._steps.after(self._member.timeout_s, lambda: self._meet_timeout(commit))
 
@@ -167,14 +174,38 @@ class Leading:
         if commit is None or not self.is_about(message.plan_id):
             return
         commit.met[key] = message
-        if len(commit.met) == len(commit.plan.members) - 1:
+        self._merge_when_met(commit)
+
+    def _merge_when_met(self, commit: Commit) -> None:
+        """When the other parts have stopped, the pipeline that this member leads does, if it is in one: it finishes
+        what is in it first, see `boundary`.
+        """
+        plan, lane = commit.plan, self._member.lanes.running
+        own = plan.keys(plan.parts[0])
+        if not commit.have_met(key for key in plan.members if key not in own):
+            return
+        if isinstance(lane, PpLane) and not commit.has_told_own:
+            lane.hold(True)
+            if lane.num_in_flight:
+                return
+            commit.has_told_own = True
+            try:
+                for key in own[1:]:
+                    Conversation(self._member, plan).say(key, Word.MEET, plan=plan)
+            except PengServeError as error:
+                self.fail(error)
+                return
+        if commit.have_met(plan.members[1:]):
             self._merge(commit)
 
     def boundary(self) -> None:
         """After each step."""
         commit = self.commit
-        if commit is not None and commit.is_meeting and not commit.plan.is_merge:
-            self._split_when_empty(commit)
+        if commit is not None and commit.is_meeting:
+            if commit.plan.is_merge:
+                self._merge_when_met(commit)
+            else:
+                self._split_when_empty(commit)
         if self._drain is not None:
             self._drain.check()
 
@@ -200,6 +231,7 @@ class Leading:
                 logger.exception("the merge %s failed", plan.plan_id)
             talk.cancel(str(error))
             merge.undo()
+            self._standing.end_if_gone()
             end_group(member, name, plan.members)
             self.fail(EngineError(f"the merge failed half-way ({error}); all members are in dp"))
             return

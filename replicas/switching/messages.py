@@ -4,7 +4,8 @@
     DRAIN  ------------------------>           (sequential, soft) let running requests end
            <------------------------  DRAINED
     RETURN ------------------------>           (restore) let weights come back beside the steps
-    MEET   ------------------------>           stop at a step boundary
+    MEET   ------------------------>           stop at a step boundary (a pipeline that grows: its leader tells its
+                                               followers, after its last step)
            <------------------------  MET      free blocks; on a merge, the requests that can be carried
     WAVE   ------------------------>           move these requests' KV (zero or more waves)
            <------------------------  DONE     free blocks, what was refused

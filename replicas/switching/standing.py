@@ -33,6 +33,7 @@ class Standing:
 
     def begin(self, name: str, mates: tuple[InstanceKey, ...], exchange: DropExchange | None = None) -> None:
         """This member runs in a group now; of a drop, `exchange` goes on. The leader sends its steps from now on."""
+        self.end()
         self.name, self.mates = name, mates
         lane = self._member.lanes.running
         if exchange is not None and isinstance(lane, PpLane):
@@ -45,6 +46,12 @@ class Standing:
         """This member is alone."""
         self.name, self.mates = "", ()
         self.pipeline.end()
+
+    def end_if_gone(self) -> None:
+        """Where a switch has failed half-way the lane of the group that stood is gone: so must the others leave it."""
+        if self.name and self._member.lanes.running is None:
+            end_group(self._member, self.name, self.mates)
+            self.end()
 
     def follow(self, parts: list[memoryview]) -> None:
         """Executes a step, if it is one of this group."""
