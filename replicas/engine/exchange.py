@@ -146,7 +146,7 @@ class DropExchange:
         """Where the KV of a request of this part is, in the lane that ran until now."""
         if self._lanes.running is None:
             return self._lanes.dp.block_ids(traveller.request_id)
-        return self._lanes.running.table.physical(traveller.origin_ids)
+        return self._lanes.running.table.physical(traveller.part_ids)
 
     # Advance ----------------------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pengserve.planners.cost_model import CostModel
-from pengserve.planners.stages import rank_of, stage_layers, stage_of
+from pengserve.planners.stages import Parts, rank_of, stage_layers, stage_of
 from pengserve.planners.types.config import MicrobatchPolicy
 from pengserve.planners.types.errors import StepError, UnsupportedShapeError
 from pengserve.replicas.channel.frames import Buffer
@@ -79,7 +79,7 @@ class PpLane(GroupLane):
         sizes = memory.sizes
         ranges = stage_layers(sizes.num_layers, num_stages)
         self.stages, self.layers = ranges, ranges[self.stage]
-        num_blocks = min(sizes.num_blocks(layers) for layers in ranges) - 1
+        num_blocks = sizes.num_pipeline_blocks(ranges)
         group = LaneGroup("pp", name, self.stage, num_stages)
         config = group_config(
             base, pp=num_stages, rank=self.stage, block_size=base.capacity.block_size, num_blocks=num_blocks
@@ -186,14 +186,16 @@ class PpLane(GroupLane):
         self._withheld = lend(self._pool, self.num_free())
         return list(self._withheld)
 
-    def give_up_blocks(self) -> list[int]:
-        """Leader: withholds as many free blocks as a restore needs, so that all weights find room; their ids.
+    def give_up_blocks(self, parts: Parts) -> list[int]:
+        """Leader: withholds as many free blocks as a restore needs, so that the weights that each member has in its
+        part find room; their ids.
 
         Raises:
             StepError: too many are in use.
         """
         sizes = self._memory.sizes
-        left = min(sizes.num_blocks_beside_all_weights(layers) for layers in self.stages) - 1
+        kept = [self.stages[stage_of(rank, self.num_stages)] for rank in range(self.num_stages)]
+        left = min(sizes.num_blocks_beside(parts.layers(rank), layers) for rank, layers in enumerate(kept)) - 1
         count = max(0, self.capacity.num_blocks - left)
         if count > self.num_free():
             raise StepError(f"{count} blocks must be free to bring the weights back, {self.num_free()} are")

@@ -8,7 +8,6 @@ import time
 
 from msgspec.structs import replace
 
-from pengserve.planners.stages import Parts
 from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.replicas.engine.exchange import DropExchange
@@ -16,7 +15,7 @@ from pengserve.replicas.engine.handoff import revive
 from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.reshard import Traveller
 from pengserve.replicas.switching.failpoints import reached
-from pengserve.replicas.switching.member import Conversation, Member
+from pengserve.replicas.switching.member import Conversation, Member, parts_of
 from pengserve.replicas.switching.merging import seed_of, settle_rest
 from pengserve.replicas.switching.messages import SwitchMessage, Word
 
@@ -117,13 +116,6 @@ def join_drop(conversation: Conversation, group_name: str, own: list[Traveller])
     return exchange
 
 
-def parts_of(member: Member, plan: SwitchPlan) -> Parts:
-    """The parts that the plan's members are in before it."""
-    assert member.lanes.dp.memory is not None
-    num_layers = member.lanes.dp.memory.layers.sizes.num_layers
-    return Parts(num_layers, tuple(part.degree for part in plan.parts))
-
-
 def take_drop(
     member: Member, lane: PpLane, exchange: DropExchange, plan: SwitchPlan, wave: list[Traveller], order: list[int]
 ) -> int:
@@ -161,7 +153,7 @@ def leave_part(member: Member, plan: SwitchPlan) -> int:
 
 def finish_drop(member: Member, lane: PpLane, plan: SwitchPlan) -> int:
     """After a commit: what is left in `dp` goes to the leader, from its tokens, and all blocks to the lane."""
-    num_redirected = settle_rest(member, plan)
+    num_redirected = settle_rest(member, plan, plan.leader)
     member.lanes.lend_all(lane)
     lane.is_settled, lane.is_exchanging = False, True
     return num_redirected

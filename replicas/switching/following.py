@@ -17,6 +17,7 @@ from pengserve.replicas.engine.tp_lane import TpLane
 from pengserve.replicas.switching.draining import Drain
 from pengserve.replicas.switching.dropping import join_drop
 from pengserve.replicas.switching.failpoints import reached
+from pengserve.replicas.switching.landing import Landing
 from pengserve.replicas.switching.member import Conversation, Member, empty_inbox
 from pengserve.replicas.switching.merging import join_merge, travellers
 from pengserve.replicas.switching.messages import Word
@@ -78,7 +79,7 @@ class Following:
             if plan.plan_id not in self._prepared or not isinstance(lane, PpLane):
                 raise StepError("it has not prepared this")
             reached("returning")
-            self._standing.pipeline.begin_return(lane, plan.plan_id, withheld)
+            self._standing.pipeline.begin_return(lane, plan, withheld)
         except PengServeError as error:
             talk.cancel(str(error))
 
@@ -178,11 +179,17 @@ class Following:
 
     def _split(self, talk: Conversation) -> None:
         lane = self._member.lanes.running
-        if isinstance(lane, PpLane):
-            join_restore(talk, lane, self._standing.name)
-        else:
+        if not isinstance(lane, PpLane):
             join_split(talk, cast(TpLane, lane), self._standing.name)
-        self._standing.end()
+            self._standing.end()
+            return
+        landing = Landing(self._member, self._wiring, talk.plan)
+        try:
+            join_restore(talk, lane, landing, self._standing.name)
+        except Exception:
+            landing.tell_broken()
+            raise
+        landing.stand(self._standing)
 
     def _tell_broken(self, plan: SwitchPlan) -> None:
         with contextlib.suppress(StepError):  # a group that no directory lists has no members that run it

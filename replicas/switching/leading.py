@@ -21,13 +21,14 @@ from pengserve.replicas.switching.commit import Commit, drains, is_restore
 from pengserve.replicas.switching.draining import Drain
 from pengserve.replicas.switching.dropping import LeaderDrop
 from pengserve.replicas.switching.failpoints import reached
-from pengserve.replicas.switching.member import Conversation, Member, empty_inbox
+from pengserve.replicas.switching.landing import Landing
+from pengserve.replicas.switching.member import Conversation, Member, empty_inbox, parts_of
 from pengserve.replicas.switching.merging import LeaderMerge, travellers
 from pengserve.replicas.switching.messages import SwitchMessage, Word
 from pengserve.replicas.switching.pipeline import OnBroken
 from pengserve.replicas.switching.prepared import Prepared
 from pengserve.replicas.switching.restoring import LeaderRestore
-from pengserve.replicas.switching.splitting import LeaderSplit, check_split
+from pengserve.replicas.switching.splitting import LeaderSplit
 from pengserve.replicas.switching.standing import Standing, end_group
 from pengserve.replicas.switching.step_thread import StepThread
 from pengserve.replicas.switching.wiring import Wiring
@@ -104,12 +105,12 @@ class Leading:
         """Restore: weights come back beside the steps; the members meet when they are there."""
         plan, lane = commit.plan, self._member.lanes.running
         assert isinstance(lane, PpLane)
-        withheld = lane.give_up_blocks()
+        withheld = lane.give_up_blocks(parts_of(self._member, plan))
         try:
             Conversation(self._member, plan).tell_all(Word.RETURN, plan=plan, lease=withheld)
             reached("returning")
             meet = partial(self._steps.submit, lambda: self._meet_now(commit))
-            self._standing.pipeline.begin_return(lane, plan.plan_id, withheld, meet)
+            self._standing.pipeline.begin_return(lane, plan, withheld, meet)
         except PengServeError:
             lane.offer_all()
             raise
@@ -255,9 +256,11 @@ class Leading:
         assert lane is not None
         self._end_drain()
         talk = Conversation(member, plan)
-        has_begun = False
+        landing, has_begun = None, False
         try:
-            check_split(member, plan)
+            self._prepared.check(plan)
+            if isinstance(lane, PpLane):
+                landing = Landing(member, self._wiring, plan)
             empty_inbox(member, plan)
             has_begun = True
             talk.tell_all(Word.MEET, plan=plan)
@@ -266,7 +269,8 @@ class Leading:
             meet_s = time.perf_counter() - commit.started_s
             epoch = Epoch(plan.epoch + 1)
             if isinstance(lane, PpLane):
-                report = LeaderRestore(talk, lane, self._standing.name, epoch).run(met)
+                assert landing is not None
+                report = LeaderRestore(talk, lane, landing, self._standing.name, epoch).run()
             else:
                 report = LeaderSplit(talk, cast(TpLane, lane), self._standing.name, epoch).run(met)
         except Exception as error:
@@ -276,9 +280,14 @@ class Leading:
             failure = error if isinstance(error, PengServeError) else EngineError(f"the split failed: {error}")
             if has_begun:
                 self._on_broken(failure)
+                if landing is not None:
+                    landing.tell_broken()
             self.fail(failure)
             return
-        self._standing.end()
+        if landing is not None:
+            landing.stand(self._standing)
+        else:
+            self._standing.end()
         self._succeed(commit, report, meet_s)
 
     # The end ----------------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pengserve.planners.stages import Parts
 from pengserve.planners.types.errors import EngineError, LinkLostError, StepError
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.plans import SwitchPlan
@@ -117,6 +118,13 @@ class Conversation:
             key, message = self.hear(word)
             heard[key] = message
         return heard
+
+
+def parts_of(member: Member, plan: SwitchPlan) -> Parts:
+    """The parts that a pipeline is formed of, or ends in."""
+    assert member.lanes.dp.memory is not None
+    num_layers = member.lanes.dp.memory.layers.sizes.num_layers
+    return Parts(num_layers, tuple(part.degree for part in plan.parts))
 
 
 def empty_inbox(member: Member, plan: SwitchPlan) -> None:

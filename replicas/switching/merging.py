@@ -34,8 +34,8 @@ def travellers(member: Member, plan: SwitchPlan, kept: frozenset[str] | None) ->
         if kept is None or request.request_id in kept:
             handoff = member.owner.handoff(request)
             if handoff is not None:
-                origin_ids = lane.block_ids(request.request_id) if lane is member.lanes.running else []
-                found.append(Traveller(request.request_id, rank, [], handoff, origin_ids))
+                part_ids = lane.block_ids(request.request_id) if lane is member.lanes.running else []
+                found.append(Traveller(request.request_id, rank, [], handoff, part_ids))
     return found
 
 
@@ -73,7 +73,7 @@ class LeaderMerge:
         self._lane.num_lendable = min([lanes.dp.num_free(), *self._free.values()])
         self._lane.followers = self._talk.followers
         lanes.enter(self._lane, seed_of(plan), self._communicator)
-        num_redirected = settle_rest(self._member, plan)
+        num_redirected = settle_rest(self._member, plan, plan.leader)
         return SwitchReport(
             plan_id=plan.plan_id,
             epoch=self._epoch,
@@ -170,7 +170,7 @@ def join_merge(conversation: Conversation, group_name: str, own: list[Traveller]
             member.pool.mark_failed(group_name)
         raise
     member.lanes.enter(lane, seed_of(plan), communicator)
-    settle_rest(member, plan)
+    settle_rest(member, plan, plan.leader)
 
 
 def take_wave(member: Member, lane: TpLane, resharder: Resharder, wave: list[Traveller], lease: list[int]) -> None:
@@ -186,13 +186,13 @@ def take_wave(member: Member, lane: TpLane, resharder: Resharder, wave: list[Tra
         member.owner.moved(mine, resharder.leader, carried=True)
 
 
-def settle_rest(member: Member, plan: SwitchPlan) -> int:
-    """After a commit: what waits in `dp` goes to the leader, from its tokens; under hard, what runs stays paused."""
+def settle_rest(member: Member, plan: SwitchPlan, leader: InstanceKey) -> int:
+    """After a commit: what waits in `dp` goes to `leader`, from its tokens; under hard, what runs stays paused."""
     dp = member.lanes.dp
     stays = {request.request_id for request in dp.carriable() if pauses(plan, request)}
     going = [request.request_id for request in dp.requests() if request.request_id not in stays]
     dp.release(going)
-    member.owner.moved(going, plan.leader, carried=False)
+    member.owner.moved(going, leader, carried=False)
     return len(going)
 
 

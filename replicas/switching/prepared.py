@@ -4,6 +4,7 @@ import time
 
 from pengserve.planners.types.errors import FenceError
 from pengserve.planners.types.ids import Epoch
+from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.replicas.switching.member import Member
 from pengserve.replicas.switching.merging import check_merge
@@ -50,3 +51,7 @@ class Prepared:
             check_merge(self._member, plan)
         else:
             check_split(self._member, plan)
+            part = plan.part_of(key)
+            if part.kind is not GroupKind.DP:
+                self._member.lanes.require(part)
+                self._member.pool.get(self._wiring.spec_of(part, plan.keys(part)).name)

@@ -36,7 +36,7 @@ class Standing:
         self.end()
         self.name, self.mates = name, mates
         lane = self._member.lanes.running
-        if exchange is not None and isinstance(lane, PpLane):
+        if isinstance(lane, PpLane):
             self.pipeline.begin(lane, name, mates, exchange)
         if mates[0] == self._member.key:
             assert lane is not None
