@@ -6,7 +6,7 @@ from dataclasses import replace
 from pengserve.planners.load import ClusterView, fits_alone, lane_capacity
 from pengserve.planners.stages import nests
 from pengserve.planners.types.ids import InstanceId
-from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot
 
@@ -46,15 +46,28 @@ def can_merge(view: ClusterView, group: Group) -> bool:
     )
 
 
-def can_split(view: ClusterView, group: Group) -> bool:
-    """Whether `group`, of the layout, can end now: each of its requests fits into any of its members alone.
+def can_split(view: ClusterView, group: Group, parts: Sequence[Group] = ()) -> bool:
+    """Whether `group`, of the layout, can end now: each of its requests fits into any of its `parts`, which are its
+    members alone where nothing else is said.
 
-    A pipeline holds more than its members do, so there all of its requests together must fit too.
+    A pipeline holds more than its parts do, so there all of its requests together must fit too. Parts that are
+    pipelines need their lanes and communicators.
     """
-    dp_tokens = view.max_tokens(group, GroupKind.DP)
-    if dp_tokens <= 0 or view.longest_tokens(group) > dp_tokens:
+    parts = parts or alone(group.members)
+    if not all(part.kind is GroupKind.DP or view.can_form(part) for part in parts):
         return False
-    return group.kind is not GroupKind.PP or fits_alone(group, view.instances)
+    most_tokens = min(view.max_tokens(part, part.shape) for part in parts)
+    if most_tokens <= 0 or view.longest_tokens(group) > most_tokens:
+        return False
+    return group.kind is not GroupKind.PP or fits_alone(group, view.instances, parts=parts)
+
+
+def halves_of(group: Group) -> tuple[Group, ...]:
+    """The two pipelines that `group` can be cut into; empty where it is too narrow."""
+    middle, rest = divmod(group.degree, 2)
+    if group.kind is not GroupKind.PP or rest or middle < 2:
+        return ()
+    return tuple(Group(kind=GroupKind.PP, members=half) for half in (group.members[:middle], group.members[middle:]))
 
 
 def split_first(view: ClusterView, goal: Group) -> tuple[Group, ...]:

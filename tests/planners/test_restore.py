@@ -8,18 +8,20 @@ from hypothesis import strategies as st
 
 from pengserve.planners.check import check_switch
 from pengserve.planners.overload import DemandHistory, predict_demand
-from pengserve.planners.restore import GAP_S, RestoreHistory, RestorePlan, plan_restore
+from pengserve.planners.restore import GAP_S, RestoreHistory, RestorePlan, Way, plan_restore
 from pengserve.planners.steps import make_plan
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
-from pengserve.planners.types.layout import Group
+from pengserve.planners.types.layout import Group, alone
 from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand
 from tests.planners.clusters import BLOCK_BYTES, BLOCK_SIZE, DP_TOKENS, NUM_BLOCKS, T0_S, WEIGHT_BLOCKS, snapshot, stats
 
 CONFIG = DropConfig(max_stages=4)
 PAIR = Group.parse("pp2@(0,1)")
-DUE = RestoreHistory(since_s={PAIR: T0_S - 60}, low_since_s={PAIR: T0_S - 60}, seen_s=T0_S - 0.5)
+DUE = RestoreHistory(
+    since_s={PAIR: T0_S - 60}, low_since_s={Way(PAIR, alone(PAIR.members)): T0_S - 60}, seen_s=T0_S - 0.5
+)
 
 
 def pair(blocks: int = 10, longest: int = 0, **more: object) -> ClusterSnapshot:
@@ -60,7 +62,7 @@ def test_memory_must_have_been_plenty_for_a_while_and_the_pipeline_stand_for_a_d
 
 def test_a_gap_between_looks_measures_anew() -> None:
     restored, history = plan(pair(), replace(DUE, seen_s=T0_S - max(GAP_S, CONFIG.quiet_s) - 0.1))
-    assert restored is None and history.low_since_s == {PAIR: T0_S}
+    assert restored is None and history.low_since_s == {Way(PAIR, alone(PAIR.members)): T0_S}
 
 
 def test_looks_may_be_further_apart_than_memory_must_have_been_plenty() -> None:
@@ -111,7 +113,9 @@ def test_the_cheapest_comes_first_and_ties_go_to_the_lowest_rank() -> None:
     text = "pp4@(0..3) pp2@(4,5) pp2@(6,7)"
     groups = [Group.parse(word) for word in text.split()]
     history = RestoreHistory(
-        since_s=dict.fromkeys(groups, T0_S - 60), low_since_s=dict.fromkeys(groups, T0_S - 60), seen_s=T0_S - 0.5
+        since_s=dict.fromkeys(groups, T0_S - 60),
+        low_since_s={Way(g, alone(g.members)): T0_S - 60 for g in groups},
+        seen_s=T0_S - 0.5,
     )
 
     def first(blocks: tuple[int, int, int]) -> str:
