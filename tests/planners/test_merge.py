@@ -138,7 +138,7 @@ def test_towards_a_target_every_step_is_lawful_and_it_arrives(seen: ClusterSnaps
             assert not (was_merge and not found.is_merge)  # splits come first
             was_merge = found.is_merge
             rest = [g for g in look.layout.groups if not set(g.members) & set(found.group.members)]
-            groups = complete([*rest, found.group] if found.is_merge else rest, ranks)
+            groups = complete([*rest, *((found.group,) if found.is_merge else found.parts)], ranks)
             look = replace(look, layout=replace(look.layout, groups=groups, epoch=look.epoch + step))
         else:
             raise AssertionError("it never arrives")

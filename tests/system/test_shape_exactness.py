@@ -150,7 +150,8 @@ def test_pipelines_grow_and_are_cut_as_they_are(disturbed: Disturbed, before: st
     cluster.set_layout(after)
     disturbed.check_memory()
     [end] = cluster.events(EventKind.TRANSITION_END)[num_ends:]
-    assert end.data["num_carried"] > 0, "what ran goes on with its KV"
+    num_grammars = sum("structured_outputs" in request for request in disturbed.requests)
+    assert end.data["num_carried"] > 0 and end.data["num_recomputed"] <= num_grammars, "what ran goes on with its KV"
     running += [(i, disturbed.traffic.start(**disturbed.requests[i])) for i in range(3)]
     time.sleep(0.15)
     cluster.set_layout("dp")
