@@ -188,6 +188,24 @@ def test_a_burst_of_demand_drops_at_once_and_restores_when_it_is_over() -> None:
     ]
 
 
+def test_a_burst_that_grows_widens_pipelines_and_its_end_cuts_them() -> None:
+    """Nobody is alone in between: 2 + 2 become 4, and 4 become 2 + 2, where memory is as short as that."""
+
+    def blocks(t_s: float) -> int:
+        return 256 if 5 <= t_s < 10 else 340 if 10 <= t_s < 20 else 150 if 20 <= t_s < 30 else 80
+
+    cluster = MemoryCluster(4, blocks, degrees=()).run(50)
+    steps = [(what(plan), " ".join(map(str, plan.parts))) for _, plan in cluster.switches]
+    pairs, four = "pp2@(0,1) pp2@(2,3)", "pp4@(0,1,2,3)"
+    assert steps[:4] == [
+        ("drop pp2@(0,1)", "dp@(0) dp@(1)"),
+        ("drop pp2@(2,3)", "dp@(2) dp@(3)"),
+        (f"drop {four}", pairs),
+        (f"restore {four}", pairs),
+    ]
+    assert [step for step, _ in steps[4:]] == ["restore pp2@(0,1)", "restore pp2@(2,3)"]
+
+
 def test_from_low_load_to_overload_and_back() -> None:
     """Tp for latency, dp for throughput, pp for memory, and back again; each step once."""
 
