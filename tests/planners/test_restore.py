@@ -152,7 +152,6 @@ def test_a_pipeline_ends_in_its_halves_where_its_members_alone_would_be_too_smal
     assert ends(100, long_ago) == "dp@(0) dp@(1) dp@(2) dp@(3)"
     assert ends(150, long_ago) == "pp2@(0,1) pp2@(2,3)"
     assert ends(170, long_ago) == "", "halves would be too small as well"
-    assert ends(150, long_ago, epoch=3) == "pp2@(0,1) pp2@(2,3)"
     assert ends(100, {alone(WIDE.members): 0.5, HALVES: 60.0}) == "", "soon all parameters may come back"
 
 
