@@ -284,3 +284,9 @@ def test_a_thousand_instances_plan_in_a_millisecond() -> None:
         assert found.plan is not None and len(found.plan.groups) >= 1000 // overloaded // 4
         print(f"{len(demand.overloaded)} of 1000 overloaded: {min(durations_s) * 1e3:.2f} ms")
         assert min(durations_s) < bound_s
+
+
+def test_a_pipeline_that_is_no_half_of_a_wider_one_is_no_part_of_it() -> None:
+    """Ranks have shifted: its members would have to take layers on."""
+    seen = snapshot(4, "pp2@(1,2)", {1: stats("pp2", 9, 0, 160)}, max_stages=4)
+    assert verdict(seen, can_grow=True).plan is None
