@@ -192,8 +192,7 @@ class _Search:
         """Whether memory is short in each row of `members`; where it would draw in a pipeline that has room, now."""
         is_full = self.present_blocks[members] > self.config.drop_above * self.capacity_blocks[members]
         is_worth = ~self.has_room[members].any(axis=1) | is_full.any(axis=1)
-        is_due: Bools = self.is_short[members].any(axis=1) & is_worth
-        return is_due
+        return np.asarray(self.is_short[members].any(axis=1) & is_worth)
 
     def _is_union(self, members: Ints) -> Bools:
         """Whether each row of `members` is whole parts, one after the other, that nest in it (see `stages.nests`)."""

@@ -85,6 +85,11 @@ class Parts:
         """The part that this rank is in."""
         return next(part for part in range(len(self.sizes)) if rank < self.start(part) + self.sizes[part])
 
+    def wide_layers(self, rank: int) -> tuple[int, int]:
+        """The layers that this rank has in the pipeline of all; its part has these and more."""
+        num_stages = sum(self.sizes)
+        return stage_layers(self.num_layers, num_stages)[stage_of(rank, num_stages)]
+
     def layers(self, rank: int) -> tuple[int, int]:
         """The layers that this rank has in its part."""
         part = self.of(rank)
