@@ -17,7 +17,7 @@ from pengserve.controller.events import Change
 from pengserve.controller.slots import Slot
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.ids import Epoch, InstanceId
-from pengserve.planners.types.layout import Group, GroupKind, Layout
+from pengserve.planners.types.layout import Group, GroupKind, Layout, alone
 from pengserve.planners.types.plans import SwitchPlan
 
 _SHOWN_GROUPS = 16
@@ -35,7 +35,7 @@ def follow(layout: Layout, slots: Sequence[Slot], busy: Collection[InstanceId] =
         why = _break(group, slots, busy) if group.kind is not GroupKind.DP else ""
         if why:
             reasons.append(f"{group} has ended: {why}")
-            groups.extend(_alone(group.members))
+            groups.extend(alone(group.members))
         else:
             groups.append(group)
     for group in _claimed(layout, slots, busy):
@@ -58,8 +58,8 @@ def committed(layout: Layout, slots: Sequence[Slot], plan: SwitchPlan, epoch: Ep
     """
     if any(slots[key.instance_id].key != key or slots[key.instance_id].ready is None for key in plan.members):
         return None
-    before = _alone(plan.group.members) if plan.is_merge else (plan.group,)
-    after = (plan.group,) if plan.is_merge else _alone(plan.group.members)
+    before = plan.parts if plan.is_merge else (plan.group,)
+    after = (plan.group,) if plan.is_merge else plan.parts
     if not set(before) <= set(layout.groups):
         return None
     rest = [group for group in layout.groups if group not in before]
@@ -113,10 +113,6 @@ def _parse(lane: str) -> Group | None:
     except ValueError:
         return None
     return group if str(group) == lane else None
-
-
-def _alone(members: Iterable[InstanceId]) -> tuple[Group, ...]:
-    return tuple(Group(kind=GroupKind.DP, members=(member,)) for member in members)
 
 
 def _layout(epoch: int, groups: Iterable[Group]) -> Layout:

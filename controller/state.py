@@ -261,7 +261,9 @@ def what(plan: SwitchPlan) -> str:
 
 def _kind_of(plan: SwitchPlan) -> dict[str, Any]:
     """What all events of a switch say of it, for people and for metrics."""
-    return {"what": what(plan), "switch": plan.verb, "shape": plan.group.shape, "strategy": plan.strategy.value}
+    parts = " ".join(map(str, plan.parts))
+    kind = {"what": what(plan), "switch": plan.verb, "shape": plan.group.shape, "parts": parts}
+    return kind | {"strategy": plan.strategy.value}
 
 
 def switch_span(plan: SwitchPlan) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 
 from pengserve.planners.load import fits_alone, lane_capacity
+from pengserve.planners.stages import nests
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind, Layout
 from pengserve.planners.types.plans import SwitchPlan
@@ -14,9 +15,10 @@ _END = {GroupKind.TP: "split", GroupKind.PP: "restore"}  # what must happen befo
 def check_switch(plan: SwitchPlan, snapshot: ClusterSnapshot) -> tuple[str, ...]:
     """All laws that `plan` breaks on `snapshot`.
 
-    A plan is for the layout's epoch, and its members are the READY lives of their slots. A merge or drop takes dp
-    groups whose lanes and communicators are ready. A split or restore ends a group of the layout, none of whose
-    requests is too long for one instance; on a restore, all of them together must fit too.
+    A plan is for the layout's epoch, and its members are the READY lives of their slots. A merge or drop takes groups
+    of the layout, dp ones or pipelines that nest in the new one, whose lanes and communicators are ready. A split or
+    restore ends a group of the layout, none of whose requests is too long for what it ends in; on a restore, all of
+    them together must fit too, and narrower pipelines that it ends in nest in it and are ready.
     """
     found: list[str] = []
     if plan.epoch != snapshot.epoch:
@@ -59,12 +61,22 @@ def _check_merge(plan: SwitchPlan, snapshot: ClusterSnapshot, by_id: dict[Instan
         group = current.get(member)
         if group is None:
             found.append(f"instance {member} is in no group of the layout")
-        elif group.kind is not GroupKind.DP:
+        elif group in plan.parts:
+            pass
+        elif group.kind is GroupKind.DP:
+            found.append(f"instance {member} is alone, and the plan is for what it ran with others: plan again")
+        else:
             found.append(f"instance {member} is in {group}: {_END[group.kind]} that first")
         instance = by_id.get(member)
         if instance is not None and lane_capacity(instance, plan.group.shape) is None:
             found.append(f"instance {member} has no {plan.group.shape} lane")
-    return found
+    return found + _check_parts(plan)
+
+
+def _check_parts(plan: SwitchPlan) -> list[str]:
+    if nests([part.degree for part in plan.parts]):
+        return []
+    return [f"{' '.join(map(str, plan.parts))} do not nest in {plan.group}: each must be a half of it, or of a half"]
 
 
 def _check_split(plan: SwitchPlan, snapshot: ClusterSnapshot, by_id: dict[InstanceId, InstanceSnapshot]) -> list[str]:
@@ -72,17 +84,26 @@ def _check_split(plan: SwitchPlan, snapshot: ClusterSnapshot, by_id: dict[Instan
         return [f"{plan.group} is not in the layout"]
     leader = by_id.get(plan.group.leader)
     longest = 0 if leader is None else leader.stats.longest_tokens
-    found: list[str] = []
-    for member in plan.group.members:
-        lane = lane_capacity(by_id.get(member), GroupKind.DP)
-        if lane is None and member in by_id:
-            found.append(f"instance {member} has no dp lane to go back to")
-        elif lane is not None and longest > lane.max_model_len:
-            found.append(
-                f"a request of {longest} tokens runs in {plan.group}, and instance {member} alone holds "
-                f"{lane.max_model_len}: wait until it has ended"
-            )
-    if plan.group.kind is GroupKind.PP and not found and leader is not None and not fits_alone(plan.group, by_id):
+    found = _check_parts(plan) if plan.group.kind is GroupKind.PP else []
+    for part in plan.parts:
+        if part.kind is not GroupKind.DP and part not in snapshot.groups:
+            found.append(f"{part} cannot be formed now: its communicators are not ready")
+        for member in part.members:
+            lane = lane_capacity(by_id.get(member), part.shape)
+            who = f"instance {member} alone" if part.kind is GroupKind.DP else str(part)
+            if lane is None and member in by_id:
+                found.append(f"instance {member} has no {part.shape} lane to go back to")
+            elif lane is not None and longest > lane.max_model_len:
+                found.append(
+                    f"a request of {longest} tokens runs in {plan.group}, and {who} holds "
+                    f"{lane.max_model_len}: wait until it has ended"
+                )
+    if (
+        plan.group.kind is GroupKind.PP
+        and not found
+        and leader is not None
+        and not fits_alone(plan.group, by_id, parts=plan.parts)
+    ):
         found.append(
             f"{plan.group} holds {leader.stats.kv_blocks_used} blocks, for which its members may not have room: "
             "wait until requests have ended"

@@ -128,6 +128,8 @@ class _Search:
         self.held_blocks = np.zeros(size, dtype=np.int64)  # now
         self.capacity_blocks = np.zeros(size, dtype=np.int64)  # what it will hold; of the layout's, what it holds
         self.is_short = np.zeros(size, dtype=np.bool_)  # and should go on merging
+        self.present_blocks = np.zeros(size, dtype=np.int64)  # of the demand, those that are not predicted
+        self.has_room = np.zeros(size, dtype=np.bool_)  # a pipeline of the layout that is not short
         # Pipelines by first member: bucket and place in it. Some were merged into wider ones since.
         self.planned = np.full((size, 2), -1)
         self._fill(claimed, can_grow)
@@ -149,41 +151,61 @@ class _Search:
         """Groups at these positions of the layout; `members` is `[group, place]`."""
         columns = self.demand.by_member.columns
         blocks, held_blocks = columns.demand_blocks[at], columns.capacity_blocks[at]
-        self._set(members, blocks, held_blocks, held_blocks, blocks > self.config.drop_above * held_blocks)
+        is_short: Bools = blocks > self.config.drop_above * held_blocks
+        present_blocks = blocks - columns.growth_blocks[at]
+        self._set(members, blocks, present_blocks, held_blocks, held_blocks, is_short)
+        self.has_room[members] = (~is_short & (members.shape[1] > 1))[:, None]
 
-    def _set(self, members: Ints, demand_blocks: Ints, held: Ints, capacity: Ints, is_short: Bools) -> None:
+    def _set(
+        self, members: Ints, demand_blocks: Ints, present: Ints, held: Ints, capacity: Ints, is_short: Bools
+    ) -> None:
         self.leader[members] = members[:, :1]
         self.place[members] = np.arange(members.shape[1])
         self.length[members] = members.shape[1]
         self.demand_blocks[members] = demand_blocks[:, None]
+        self.present_blocks[members] = present[:, None]
         self.held_blocks[members] = held[:, None]
         self.capacity_blocks[members] = capacity[:, None]
         self.is_short[members] = is_short[:, None]
+        self.has_room[members] = False
 
     def try_merge(self, number: int, bucket: Bucket) -> None:
         """Plans each group of `bucket` in place of its parts, where one of them is short and it frees memory."""
         members = bucket.members
-        at = np.flatnonzero(self.is_short[members].any(axis=1) & self._is_union(members))
+        at = np.flatnonzero(self._is_due(members) & self._is_union(members))
         if not len(at):
             return
         members = members[at]
         is_first = self.place[members] == 0
         demand_blocks = (self.demand_blocks[members] * is_first).sum(axis=1)
+        present_blocks = (self.present_blocks[members] * is_first).sum(axis=1)
         held_blocks = (self.held_blocks[members] * is_first).sum(axis=1)
         parts_blocks = (self.capacity_blocks[members] * is_first).sum(axis=1)
         capacity_blocks = self._pipeline_blocks(members, bucket.shape)
         frees = capacity_blocks > parts_blocks
         is_short = demand_blocks > self.config.target * capacity_blocks
-        self._set(*(values[frees] for values in (members, demand_blocks, held_blocks, capacity_blocks, is_short)))
+        columns = (members, demand_blocks, present_blocks, held_blocks, capacity_blocks, is_short)
+        self._set(*(values[frees] for values in columns))
         self.planned[members[frees, 0]] = np.column_stack([np.full(frees.sum(), number), at[frees]])
 
+    def _is_due(self, members: Ints) -> Bools:
+        """Whether memory is short in each row of `members`; where it would draw in a pipeline that has room, now."""
+        is_full = self.present_blocks[members] > self.config.drop_above * self.capacity_blocks[members]
+        is_worth = ~self.has_room[members].any(axis=1) | is_full.any(axis=1)
+        return np.asarray(self.is_short[members].any(axis=1) & is_worth)
+
     def _is_union(self, members: Ints) -> Bools:
-        """Whether each row of `members` is whole parts, one after the other."""
+        """Whether each row of `members` is whole parts, one after the other, that nest in it (see `stages.nests`)."""
         leader, place = self.leader[members], self.place[members]
         start = np.arange(members.shape[1]) - place  # of the part, in the row
         fits = (leader >= 0) & (start >= 0) & (np.take_along_axis(members, start.clip(0), axis=1) == leader)
         whole: Bools = (self.length[members] * (place == 0)).sum(axis=1) == members.shape[1]
-        is_union: Bools = fits.all(axis=1) & whole
+        length = self.length[members].clip(1)
+        times = members.shape[1] // length
+        nests = (length == 1) | (
+            (start % length == 0) & (times * length == members.shape[1]) & (times & times - 1 == 0)
+        )
+        is_union: Bools = (fits & nests).all(axis=1) & whole
         return is_union
 
     def _pipeline_blocks(self, members: Ints, shape: str) -> Ints:
@@ -225,7 +247,8 @@ def plan_drop(
 
     An overloaded group merges with its buddy, and the two with theirs, until the demand is at most the share `target`
     of what there is, or `max_stages` are reached. Only groups of the layout merge that are wholly READY, known, and not
-    `claimed`; tp groups never do, and pipelines that stand do where the mechanism `can_grow` them. Where even the
+    `claimed`; tp groups never do, and pipelines that stand do where the mechanism `can_grow` them: one that has room
+    itself only where memory is short now, not in a moment, for it becomes slower for all that it serves. Where even the
     widest pipeline is not enough it is planned all the same: it runs more at once than its members can alone.
     """
     if not demand.overloaded:

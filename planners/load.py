@@ -4,13 +4,13 @@ The load of a shape is measured in that shape: a merge is judged by the load tha
 split by the load that it has. So a merge cannot by itself call for the split that undoes it.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pengserve.planners.columns import GroupTable, Kept, whole_groups
 from pengserve.planners.columns import lane_capacity as lane_capacity
 from pengserve.planners.types.ids import InstanceId
-from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.snapshot import (
     ClusterSnapshot,
     InstanceSnapshot,
@@ -140,11 +140,19 @@ class ClusterView:
         return sum(self.instances[m].stats.num_paused for m in group.members if m in self.instances)
 
 
+def part_capacity(instances: Mapping[InstanceId, InstanceSnapshot], part: Group) -> KvCapacity | None:
+    """What `part` would hold, which is what its narrowest member can; None where one cannot run it."""
+    lanes = [lane_capacity(instances.get(member), part.shape) for member in part.members]
+    known = [lane for lane in lanes if lane is not None]
+    return min(known, key=lambda lane: (lane.num_blocks, lane.max_model_len)) if len(known) == len(lanes) else None
+
+
 def fits_alone(
     group: Group,
     instances: Mapping[InstanceId, InstanceSnapshot],
     num_blocks: int | None = None,
     fill: float = 1.0,
+    parts: Sequence[Group] = (),
 ) -> bool:
     """Whether what runs in the pipeline `group` surely fits into its members' dp lanes, whatever the lengths.
 
@@ -153,10 +161,11 @@ def fits_alone(
 
     Args:
         num_blocks: what must fit, where that is not what running requests hold.
-        fill: share of a dp lane that may be used.
+        fill: share of a lane that may be used.
+        parts: what the pipeline ends in, where that is not each member alone.
     """
     leader = instances.get(group.leader)
-    lanes = [lane_capacity(instances.get(member), GroupKind.DP) for member in group.members]
+    lanes = [part_capacity(instances, part) for part in parts or alone(group.members)]
     room = [int(fill * lane.num_blocks) for lane in lanes if lane is not None]
     if leader is None or len(room) < len(lanes) or leader.stats.shape != group.shape:
         return False

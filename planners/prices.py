@@ -52,10 +52,13 @@ class Prices:
         return list({part.group.members: part for part in found}.values())
 
     def _moving_s(self, group: Group) -> float:
-        """All members send at once: each has 1/p of the KV, and sends the (p - 1)/p of it that others go on with."""
+        """All p members send at once: each has 1/p of the KV, and sends what others go on with. That is (n - 1)/n of
+        it where n parts become one or one becomes n, each member alone if nothing says otherwise.
+        """
         parts = self._parts(group)
         kv_bytes = sum(part.resident_blocks * part.bytes_per_block for part in parts)
-        share = (group.degree - 1) / group.degree**2
+        num_parts = len(parts) if len(parts) > 1 else group.degree
+        share = (num_parts - 1) / num_parts / group.degree
         return sum(part.num_running for part in parts) * kv_bytes * share / self.config.link_bytes_per_s
 
     def _waiting_s(self, parts: Iterable[GroupDemand], capacity_blocks: int) -> float:

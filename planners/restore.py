@@ -1,23 +1,39 @@
 """When dropped parameters come back (KunServe section 4.4): each pipeline costs speed, so none stays for longer than
 memory is short.
 
+A pipeline ends in its members alone, or where these would be too small, in its two halves.
+
 What keeps the layout from flapping: a pipeline stands for `min_dwell_s`; its demand has been below `restore_below` of
-what its members hold alone for `quiet_s`; and its requests fit into the members so, whatever their lengths, that no
-member is overloaded again.
+what it would end in for `quiet_s`; and its requests fit in there so, whatever their lengths, that no memory is short
+again.
 """
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from pengserve.planners.load import fits_alone, lane_capacity
+from pengserve.planners.load import fits_alone, lane_capacity, part_capacity
 from pengserve.planners.overload import GroupDemand, MemoryDemand
+from pengserve.planners.steps import halves_of
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
-from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.snapshot import ClusterSnapshot, KvCapacity
 from pengserve.planners.types.units import format_bytes
 
 GAP_S = 5.0  # without a look
+
+
+class Way(NamedTuple):
+    """A pipeline, and what it could end in."""
+
+    group: Group
+    parts: tuple[Group, ...]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether all parameters come back."""
+        return all(part.kind is GroupKind.DP for part in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +44,7 @@ class RestorePlan:
     weight_bytes: int  # parameters that its members have dropped
     kv_bytes: int  # KV that running requests need where they go on
     why: str
+    parts: tuple[Group, ...] = ()  # that it ends in; empty: its members alone
 
     @property
     def moved_bytes(self) -> int:
@@ -40,7 +57,7 @@ class RestoreHistory:
     """What is remembered from look to look. A value: a call returns the next one. Times are snapshot times."""
 
     since_s: Mapping[Group, float] = field(default_factory=dict)  # pipelines of the layout, and since when
-    low_since_s: Mapping[Group, float] = field(default_factory=dict)  # those that memory does not need, and since when
+    low_since_s: Mapping[Way, float] = field(default_factory=dict)  # those that memory does not need, and since when
     seen_s: float | None = None  # the newest look
 
 
@@ -61,74 +78,92 @@ def plan_restore(
     now_s, seen_s = snapshot.time_s, history.seen_s
     since = snapshot.layout_since_s or now_s
     # After a gap nobody knows what was in between; looks may be further apart than `quiet_s`.
-    low_before = {} if seen_s is None or now_s - seen_s > max(GAP_S, config.quiet_s) else history.low_since_s
-    quiet = [g for g in pipelines if _is_quiet(demand, g, config, g in low_before)]
+    is_gap = seen_s is None or now_s - seen_s > max(GAP_S, config.quiet_s)
+    low_before = {} if is_gap else history.low_since_s
+    low_since_s = {
+        way: low_before.get(way, now_s)
+        for group in pipelines
+        for way in _ways(group, snapshot)
+        if _is_quiet(demand, way, config, way in low_before)
+    }
     history = RestoreHistory(
-        since_s={g: history.since_s.get(g, since) for g in pipelines},
-        low_since_s={g: low_before.get(g, now_s) for g in quiet},
-        seen_s=now_s,
+        since_s={g: history.since_s.get(g, since) for g in pipelines}, low_since_s=low_since_s, seen_s=now_s
     )
     if demand.overloaded:
         return None, history
     longest_waiting = max((d.longest_waiting_tokens for d in snapshot.demands), default=0)
-    able = [
-        _plan(demand, g, now_s - history.low_since_s[g])
-        for g in quiet
-        if now_s - history.low_since_s[g] >= config.quiet_s
-        and now_s - history.since_s[g] >= config.min_dwell_s
-        and not any(member in claimed for member in g.members)
-        and can_restore(demand, g, config.drop_above, longest_waiting)
-    ]
+    able = []
+    for group in pipelines:
+        if now_s - history.since_s[group] < config.min_dwell_s or any(m in claimed for m in group.members):
+            continue
+        for way in _ways(group, snapshot):
+            low_s = now_s - low_since_s.get(way, now_s + 1)
+            if low_s >= config.quiet_s and can_restore(demand, way, config.drop_above, longest_waiting):
+                able.append(_plan(demand, way, low_s))
+                break
+            if 0 <= low_s < config.quiet_s:
+                break  # soon it may be due, and it leads further than the next way
     return min(able, key=lambda plan: (plan.moved_bytes, plan.group.members), default=None), history
 
 
-def can_restore(demand: MemoryDemand, group: Group, fill: float, longest_waiting_tokens: int = 0) -> bool:
-    """Whether what `group` runs and queues surely fits into its members alone, each filled to `fill` at most.
+def _ways(group: Group, snapshot: ClusterSnapshot) -> tuple[Way, ...]:
+    """What a pipeline can end in, the way that brings most parameters back first."""
+    halves = halves_of(group)
+    can_halve = halves and all(half in snapshot.groups for half in halves)
+    return (Way(group, alone(group.members)), *([Way(group, halves)] if can_halve else []))
 
-    A waiting request that the group alone can hold keeps it.
+
+def can_restore(demand: MemoryDemand, way: Way, fill: float, longest_waiting_tokens: int = 0) -> bool:
+    """Whether what a pipeline runs and queues surely fits into what it ends in, each filled to `fill` at most.
+
+    A waiting request that the pipeline alone can hold keeps it.
     """
+    group = way.group
     here, leader = demand.by_member[group.leader], demand.instances[group.leader]
-    dp_tokens = min((lane.max_model_len for lane in _alone(demand, group)), default=0)
+    most_tokens = min((lane.max_model_len for lane in _lanes(demand, way)), default=0)
     wide = lane_capacity(leader, group.shape)
-    is_kept = wide is not None and dp_tokens < longest_waiting_tokens <= wide.max_model_len
+    is_kept = wide is not None and most_tokens < longest_waiting_tokens <= wide.max_model_len
     return (
         not is_kept
-        and 0 < dp_tokens >= leader.stats.longest_tokens
-        and fits_alone(group, demand.instances, here.demand_blocks, fill)
+        and 0 < most_tokens >= leader.stats.longest_tokens
+        and fits_alone(group, demand.instances, here.demand_blocks, fill, way.parts)
     )
 
 
-def _is_quiet(demand: MemoryDemand, group: Group, config: DropConfig, was_quiet: bool) -> bool:
-    """Whether its members hold the demand with ease. Where stats are stale, what was known stands."""
-    here = demand.by_member.get(group.leader)
+def _is_quiet(demand: MemoryDemand, way: Way, config: DropConfig, was_quiet: bool) -> bool:
+    """Whether what it ends in holds the demand with ease. Where stats are stale, what was known stands."""
+    here = demand.by_member.get(way.group.leader)
     if here is None:
         return False
     if not here.is_known:
         return was_quiet
-    return here.demand_blocks < config.restore_below * sum(lane.num_blocks for lane in _alone(demand, group))
+    return here.demand_blocks < config.restore_below * sum(lane.num_blocks for lane in _lanes(demand, way))
 
 
-def _plan(demand: MemoryDemand, group: Group, low_s: float) -> RestorePlan:
-    lanes, here = _alone(demand, group), demand.by_member[group.leader]
+def _plan(demand: MemoryDemand, way: Way, low_s: float) -> RestorePlan:
+    lanes, here = _lanes(demand, way), demand.by_member[way.group.leader]
     share = here.demand_blocks / max(1, sum(lane.num_blocks for lane in lanes))
     weight_bytes, kv_bytes = moved_bytes(lanes, here)
-    why = f"memory: demand {share:.2f} of what its members hold alone for {low_s:.1f} s"
+    whose = "what its members hold alone" if way.is_alone else f"what {' and '.join(map(str, way.parts))} hold"
+    why = f"memory: demand {share:.2f} of {whose} for {low_s:.1f} s"
     why += f", {format_bytes(weight_bytes)} of parameters come back"
-    return RestorePlan(group=group, weight_bytes=weight_bytes, kv_bytes=kv_bytes, why=why)
+    parts = () if way.is_alone else way.parts
+    return RestorePlan(group=way.group, parts=parts, weight_bytes=weight_bytes, kv_bytes=kv_bytes, why=why)
 
 
 def moved_bytes(lanes: Collection[KvCapacity], here: GroupDemand) -> tuple[int, int]:
-    """Bytes of parameters and of KV that a restore moves, given the members' dp lanes.
+    """Bytes of parameters and of KV that a restore moves, given the lanes of what the pipeline ends in.
 
-    Of s stages each has dropped all but 1/s of the parameters, and has 1/s of the KV of the requests that go on there.
+    Of s stages each has 1/s of the parameters. Of n parts each needs all of them, so that (s/n) members have n/s each;
+    and a request goes on in one of the n, whose members have 1/n of its KV.
     """
-    num_stages = max(1, len(lanes))
-    weight_bytes = sum(lane.weight_bytes for lane in lanes) * (num_stages - 1) // num_stages
+    num_stages, num_parts = here.group.degree, max(1, len(lanes))
+    weight_bytes = sum(lane.weight_bytes for lane in lanes) * (num_stages - num_stages // num_parts) // num_stages
     bytes_per_block = max((lane.bytes_per_block for lane in lanes), default=0)
-    return weight_bytes, here.resident_blocks * bytes_per_block * (num_stages - 1) // num_stages
+    return weight_bytes, here.resident_blocks * bytes_per_block * (num_parts - 1) // num_parts
 
 
-def _alone(demand: MemoryDemand, group: Group) -> list[KvCapacity]:
-    """The dp lanes of the members; empty where one has none."""
-    lanes = [lane_capacity(demand.instances.get(member), GroupKind.DP) for member in group.members]
+def _lanes(demand: MemoryDemand, way: Way) -> list[KvCapacity]:
+    """What each part would hold; empty where one cannot run."""
+    lanes = [part_capacity(demand.instances, part) for part in way.parts]
     return [lane for lane in lanes if lane is not None] if None not in lanes else []

@@ -1,37 +1,73 @@
 """From a wanted group to the one switch that comes next."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from pengserve.planners.load import ClusterView, fits_alone, lane_capacity
+from pengserve.planners.stages import nests
 from pengserve.planners.types.ids import InstanceId
-from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot
 
 BACK_OFF_S = 1.0  # after a switch that was aborted
 
 
+def parts_of(group_of: Mapping[InstanceId, Group], group: Group) -> tuple[Group, ...]:
+    """The groups that `group` can be formed of as they are: instances alone, and of a pipeline also narrower ones that
+    nest in it. Empty where there are none such.
+
+    Args:
+        group_of: the layout's group of each member.
+    """
+    found: list[Group] = []
+    start = 0
+    while start < group.degree:
+        part = group_of.get(group.members[start])
+        if part is None or part.kind not in (GroupKind.DP, GroupKind.PP) or part == group:
+            return ()
+        if part.members != group.members[start : start + part.degree]:
+            return ()
+        found.append(part)
+        start += part.degree
+    is_fit = group.kind is GroupKind.PP or all(part.kind is GroupKind.DP for part in found)
+    return tuple(found) if is_fit and nests([part.degree for part in found]) else ()
+
+
 def can_merge(view: ClusterView, group: Group) -> bool:
-    """Whether `group` can be formed now: members alone, nothing of theirs paused, lanes and communicators ready."""
-    alone = all(m in view.group_of and view.group_of[m].kind is GroupKind.DP for m in group.members)
+    """Whether `group` can be formed now: of what its members run, nothing of theirs paused, lanes and communicators
+    ready.
+    """
     return (
-        alone
+        bool(parts_of(view.group_of, group))
         and view.can_form(group)
         and not view.num_paused(group)
         and all(lane_capacity(view.instances[m], group.shape) is not None for m in group.members)
     )
 
 
-def can_split(view: ClusterView, group: Group) -> bool:
-    """Whether `group`, of the layout, can end now: each of its requests fits into any of its members alone.
+def can_split(view: ClusterView, group: Group, parts: Sequence[Group] = ()) -> bool:
+    """Whether `group`, of the layout, can end now: each of its requests fits into any of its `parts`, which are its
+    members alone where nothing else is said.
 
-    A pipeline holds more than its members do, so there all of its requests together must fit too.
+    A pipeline holds more than its parts do, so there all of its requests together must fit too. Parts that are
+    pipelines need their lanes and communicators.
     """
-    dp_tokens = view.max_tokens(group, GroupKind.DP)
-    if dp_tokens <= 0 or view.longest_tokens(group) > dp_tokens:
+    parts = parts or alone(group.members)
+    if not all(part.kind is GroupKind.DP or view.can_form(part) for part in parts):
         return False
-    return group.kind is not GroupKind.PP or fits_alone(group, view.instances)
+    most_tokens = min(view.max_tokens(part, part.shape) for part in parts)
+    if most_tokens <= 0 or view.longest_tokens(group) > most_tokens:
+        return False
+    return group.kind is not GroupKind.PP or fits_alone(group, view.instances, parts=parts)
+
+
+def halves_of(group: Group) -> tuple[Group, ...]:
+    """The two pipelines that `group` can be cut into; empty where it is too narrow."""
+    middle, rest = divmod(group.degree, 2)
+    if group.kind is not GroupKind.PP or rest or middle < 2:
+        return ()
+    return tuple(Group(kind=GroupKind.PP, members=half) for half in (group.members[:middle], group.members[middle:]))
 
 
 def split_first(view: ClusterView, goal: Group) -> tuple[Group, ...]:
@@ -66,18 +102,24 @@ def make_plan(
     is_merge: bool,
     strategy: SwitchStrategy,
     why: str,
+    parts: Sequence[Group] = (),
 ) -> SwitchPlan:
     """The plan for one step on `snapshot`, of whose `instances` it needs the members.
+
+    A group begins of what its members run. It ends in `parts`; without them, each member is alone.
 
     Its id tells epoch, step and group; after an aborted switch of the same epoch also the layout's age, so that a
     second try has an id of its own.
     """
+    if is_merge:
+        parts = parts_of({m: g for g in snapshot.layout.groups for m in g.members if m in group.members}, group)
     plan = SwitchPlan(
         plan_id="",
         epoch=snapshot.epoch,
         group=group,
         members=tuple(instances[m].key for m in group.members),
         is_merge=is_merge,
+        parts=tuple(parts),
         strategy=strategy,
         why=why,
     )

@@ -1,6 +1,7 @@
 """How the instances are grouped: a layout is a tuple of groups and an epoch."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -81,6 +82,11 @@ class Group:
 def _name(shape: str, members: tuple[InstanceId, ...]) -> str:
     """E.g. "tp2@(0,1)". Kept, since a controller compares the names of all groups in each tick."""
     return f"{shape}@({','.join(map(str, members))})"
+
+
+def alone(members: Iterable[InstanceId]) -> tuple[Group, ...]:
+    """A dp group of each."""
+    return tuple(Group(kind=GroupKind.DP, members=(member,)) for member in members)
 
 
 def degree_of(shape: str) -> int:

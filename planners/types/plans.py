@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
-from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.types.layout import Group, GroupKind, alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +39,10 @@ class LayoutTarget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchPlan:
-    """Turn `p` dp groups into one tp or pp group, or back. The one primitive: any layout change is a row of these.
+    """Turn several groups into one, or back. The one primitive: any layout change is a row of these.
 
-    To begin a pp group is a drop of parameters, to end it their restore (KunServe).
+    To begin a pp group is a drop of parameters, to end it their restore (KunServe). A tp group is of dp groups; the
+    `parts` of a pp group may be pipelines themselves, of which it keeps what running requests have.
     """
 
     plan_id: str
@@ -49,6 +50,7 @@ class SwitchPlan:
     group: Group  # that begins (merge, drop) or ends (split, restore)
     members: tuple[InstanceKey, ...]  # lives of `group.members`, in rank order; the first leads
     is_merge: bool
+    parts: tuple[Group, ...] = ()  # that `group` is formed of, or ends in, in rank order; left out: each member alone
     strategy: SwitchStrategy = SwitchStrategy.CARRY
     why: str = ""
     drain_timeout_s: float = 30.0  # of sequential and soft: what has not finished then is carried
@@ -58,11 +60,25 @@ class SwitchPlan:
             raise ValueError(f"a switch is about a tp or pp group, not {self.group}")
         if tuple(key.instance_id for key in self.members) != self.group.members:
             raise ValueError(f"{self.members} are not the lives of {self.group}")
+        if not self.parts:
+            object.__setattr__(self, "parts", alone(self.group.members))
+        if tuple(member for part in self.parts for member in part.members) != self.group.members:
+            raise ValueError(f"{' '.join(map(str, self.parts))} are not the parts of {self.group}")
+        if any(part.kind not in (GroupKind.DP, self.group.kind) or part == self.group for part in self.parts):
+            raise ValueError(f"{self.group} is of dp groups, or of narrower {self.group.kind} groups")
 
     @property
     def leader(self) -> InstanceKey:
         """The member that schedules for the group."""
         return self.members[0]
+
+    def part_of(self, key: InstanceKey) -> Group:
+        """The part that a member is in."""
+        return next(part for part in self.parts if key.instance_id in part.members)
+
+    def keys(self, part: Group) -> tuple[InstanceKey, ...]:
+        """Lives of a part's members, in rank order."""
+        return tuple(key for key in self.members if key.instance_id in part.members)
 
     @property
     def verb(self) -> str:

@@ -5,6 +5,9 @@
               sent, its memory becomes tails too
     done      everything that comes has come, and all blocks have memory: the requests can go on
 
+The members come from instances alone, which have all layers, or from narrower pipelines, whose layers are split on:
+what one member lacks of a request, another one of the request's own part has (`planners/stages.py`).
+
 KV that a request has in layers its member keeps stays in place: the member's table names the same blocks. What comes
 before there is memory for it waits in a buffer.
 """
@@ -16,11 +19,12 @@ from dataclasses import dataclass
 
 import torch
 
+from pengserve.planners.stages import Parts, stage_of
 from pengserve.planners.types.errors import EngineError
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.handoff import revive
 from pengserve.replicas.engine.lanes import Lanes
-from pengserve.replicas.engine.pp_lane import PpLane, stage_of
+from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.reshard import Traveller
 
 FIRST_PIECE_BYTES = 256 << 10
@@ -50,15 +54,16 @@ class _Rows:
 class DropExchange:
     """One member's part in one drop. Belongs to the step thread."""
 
-    def __init__(self, lanes: Lanes, lane: PpLane) -> None:
+    def __init__(self, lanes: Lanes, lane: PpLane, parts: Parts) -> None:
         assert lanes.dp.memory is not None
-        self._lanes, self._lane = lanes, lane
+        self._lanes, self._lane, self._parts = lanes, lane, parts
+        self._part, self._held = parts.of(lane.rank), range(*parts.layers(lane.rank))
         self._memory, self._layers = lanes.dp.memory, lanes.dp.memory.layers
         self._first, self._stop = lane.layers
         self._goal = self._layers.sizes.num_blocks(lane.layers)
         self._ranges = [lane.stages[stage_of(rank, lane.num_stages)] for rank in range(lane.num_stages)]
-        self._source: list[int] = []  # blocks of this member's own requests
-        self._targets: dict[int, list[int]] = {}  # by rank of the owner: where its requests' blocks are to be here
+        self._source: list[int] = []  # blocks of the requests of this member's part
+        self._targets: dict[int, list[int]] = {}  # by another part: where its requests' blocks are to be here
         self._copies: list[tuple[int, int]] = []  # (block, the one whose content it needs)
         self._outgoing: deque[_Outgoing] = deque()
         self._num_sent = 0  # rows of the first of these
@@ -74,26 +79,25 @@ class DropExchange:
 
     @torch.inference_mode()
     def begin(self, wave: Sequence[Traveller], order: Sequence[int]) -> int:
-        """`dp` -> pp, as far as it needs no KV.
+        """The parts' lanes -> this one, as far as it needs no KV.
 
         Args:
-            wave: requests that go on in the lane once their KV is there.
+            wave: requests that go on in the lane once their KV is there, of the ranks that led their parts.
             order: the lane's other blocks, in the order in which they should get memory.
 
         Returns:
             How many of `order` have memory now.
         """
-        rank, size = self._lane.rank, len(self._ranges)
         self._place(wave, order)
-        self._source = self._physical(t for t in wave if t.rank == rank)
-        for owner in range(size):
-            rows = [] if owner == rank else self._physical(t for t in wave if t.rank == owner)
-            if rows:
-                self._targets[owner] = rows
+        by_part = [
+            self._physical(t for t in wave if self._parts.of(t.rank) == i) for i in range(len(self._parts.sizes))
+        ]
+        self._source = by_part[self._part]
+        self._targets = {i: rows for i, rows in enumerate(by_part) if rows and i != self._part}
         self._num_due = (self._stop - self._first) * sum(map(len, self._targets.values()))
         for index in range(max(stop - first for first, stop in self._ranges)):
             for other, (first, stop) in enumerate(self._ranges):
-                if other != rank and first + index < stop:
+                if other != self._lane.rank and first + index < stop and first + index in self._held:
                     self._leave(first + index, other)
         self.total_bytes = len(self._outgoing) * len(self._source) * self._layers.sizes.block_bytes
         self._grow()
@@ -103,7 +107,7 @@ class DropExchange:
         return sum(block_id < here for block_id in self._lane.table.physical(order))
 
     def _leave(self, layer: int, owner: int) -> None:
-        """A layer that `owner` keeps: its weights go, and its KV once it is sent."""
+        """A layer that `owner` keeps, who is in another part: its weights go, and its KV once it is sent."""
         self._memory.drop_weights(layer)
         if self._source:
             self._outgoing.append(_Outgoing(layer, owner))
@@ -116,15 +120,15 @@ class DropExchange:
         Own requests stay where they are; a block that two of them share becomes two, since in the lane nobody knows.
         Memory comes from below: `order` gets the lowest of the other blocks, what is only to come the highest.
         """
-        dp, table = self._lanes.dp, self._lane.table
+        table = self._lane.table
         used: set[int] = set()
         shared: list[tuple[int, int]] = []
         later: list[int] = []
         for traveller in wave:
             logical_ids = list(traveller.logical_ids)
-            if traveller.rank == self._lane.rank:
+            if self._parts.of(traveller.rank) == self._part:
                 count = self._count(traveller)
-                in_place = zip(logical_ids[:count], dp.block_ids(traveller.request_id)[:count], strict=True)
+                in_place = zip(logical_ids[:count], self._before(traveller)[:count], strict=True)
                 logical_ids = logical_ids[count:]
                 for logical, physical in in_place:
                     if physical in used:
@@ -137,6 +141,12 @@ class DropExchange:
         for wanted in (order, [logical for logical, _ in shared], later):
             table.lease(wanted, [next(free) for _ in wanted])
         self._copies = [(table.physical([logical])[0], origin) for logical, origin in shared]
+
+    def _before(self, traveller: Traveller) -> list[int]:
+        """Where the KV of a request of this part is, in the lane that ran until now."""
+        if self._lanes.running is None:
+            return self._lanes.dp.block_ids(traveller.request_id)
+        return self._lanes.running.table.physical(traveller.part_ids)
 
     # Advance ----------------------------------------------------------------------------------------------------------
 
@@ -178,8 +188,9 @@ class DropExchange:
         """
         layer, first = map(int, bytes(parts[0]).split())
         data = torch.frombuffer(parts[1], dtype=torch.uint8).view(-1, self._layers.sizes.block_bytes)
-        block_ids = self._targets.get(owner, [])[first : first + len(data)]
-        if len(block_ids) != len(data) or not self._first <= layer < self._stop:
+        block_ids = self._targets.get(self._parts.of(owner), [])[first : first + len(data)]
+        is_due = self._first <= layer < self._stop and layer in range(*self._parts.layers(owner))
+        if len(block_ids) != len(data) or not is_due:
             raise EngineError(f"rank {owner} sent KV of layer {layer} that does not belong here")
         self._num_due -= len(block_ids)
         self._waiting.append(_Rows(layer, block_ids, data))

@@ -3,11 +3,11 @@
 The leader has the LAST stage, so that tokens are where the scheduler is:
 
     rank 0, stage s-1   schedule k ........ schedule k+1 .... run its layers of k -> sample -> outputs
-    rank 1, stage 0        \\-> run layers of k -> run k+1 ...        /
-    rank r, stage r-1            \\-> run k ...   -----hidden------> /
+    another, stage 0       \\-> run layers of k -> run k+1 ...        /
+    another, stage 1             \\-> run k ...   -----hidden------> /
 
-Up to s microbatches are in flight. A request is in one of them at a time, but for chunks of its prompt; stages run
-microbatches in the order in which the leader made them.
+`planners/stages.py` says who has which. Up to s microbatches are in flight. A request is in one of them at a time, but
+for chunks of its prompt; stages run microbatches in the order in which the leader made them.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pengserve.planners.cost_model import CostModel
-from pengserve.planners.stages import stage_layers
+from pengserve.planners.stages import Parts, rank_of, stage_layers, stage_of
 from pengserve.planners.types.config import MicrobatchPolicy
 from pengserve.planners.types.errors import StepError, UnsupportedShapeError
 from pengserve.replicas.channel.frames import Buffer
@@ -37,6 +37,7 @@ from pengserve.replicas.engine.vllm_seam import (
     IntermediateTensors,
     Request,
     SchedulerOutput,
+    layer_partition,
     set_current_vllm_config,
 )
 from pengserve.replicas.memory.layers import LayerMemory
@@ -78,14 +79,15 @@ class PpLane(GroupLane):
         sizes = memory.sizes
         ranges = stage_layers(sizes.num_layers, num_stages)
         self.stages, self.layers = ranges, ranges[self.stage]
-        num_blocks = min(sizes.num_blocks(layers) for layers in ranges) - 1
+        num_blocks = sizes.num_pipeline_blocks(ranges)
         group = LaneGroup("pp", name, self.stage, num_stages)
         config = group_config(
             base, pp=num_stages, rank=self.stage, block_size=base.capacity.block_size, num_blocks=num_blocks
         )
         before = active.activate(group)
         try:
-            with set_current_vllm_config(config), torch.inference_mode():
+            partition = layer_partition([stop - first for first, stop in ranges])
+            with set_current_vllm_config(config), partition, torch.inference_mode():
                 num_layers = self.layers[1] - self.layers[0]
                 runner, kv_config = build_runner(base, config, share_layers, num_layers * sizes.block_bytes)
                 scheduler = build_scheduler(base, config, kv_config) if rank == 0 else None
@@ -155,6 +157,7 @@ class PpLane(GroupLane):
         super().leave()
         self._in_flight.clear()
         self._arriving.clear()
+        self._known = []
         self.runner.intermediate_tensors = None
         if self._pool is not None:
             self.offer_all()
@@ -183,14 +186,16 @@ class PpLane(GroupLane):
         self._withheld = lend(self._pool, self.num_free())
         return list(self._withheld)
 
-    def give_up_blocks(self) -> list[int]:
-        """Leader: withholds as many free blocks as a restore needs, so that all weights find room; their ids.
+    def give_up_blocks(self, parts: Parts) -> list[int]:
+        """Leader: withholds as many free blocks as a restore needs, so that the weights that each member has in its
+        part find room; their ids.
 
         Raises:
             StepError: too many are in use.
         """
         sizes = self._memory.sizes
-        left = min(sizes.num_blocks_beside_all_weights(layers) for layers in self.stages) - 1
+        kept = [self.stages[stage_of(rank, self.num_stages)] for rank in range(self.num_stages)]
+        left = min(sizes.num_blocks_beside(parts.layers(rank), layers) for rank, layers in enumerate(kept)) - 1
         count = max(0, self.capacity.num_blocks - left)
         if count > self.num_free():
             raise StepError(f"{count} blocks must be free to bring the weights back, {self.num_free()} are")
@@ -287,13 +292,3 @@ class PpLane(GroupLane):
             if self.stage < self.num_stages - 1:
                 self.send_hidden(rank_of(self.stage + 1, self.num_stages), self._hidden.encode(result))
         return result
-
-
-def stage_of(rank: int, num_stages: int) -> int:
-    """The leader (rank 0) has the last stage, the others the stages before it in their order."""
-    return (rank - 1) % num_stages
-
-
-def rank_of(stage: int, num_stages: int) -> int:
-    """Inverse of `stage_of`."""
-    return (stage + 1) % num_stages

@@ -28,8 +28,9 @@ class Traveller(msgspec.Struct, array_like=True):
 
     request_id: str
     rank: int  # merge: of the member that has it; split: of the member that gets it
-    logical_ids: list[int]  # of the tp lane, on a merge for what is to come, on a split for what is there
+    logical_ids: list[int]  # blocks of the group's lane, on a merge for what is to come, on a split for what is there
     handoff: Handoff
+    part_ids: list[int] = []  # blocks of the narrower pipeline, or of `dp`, that it comes from or goes to
 
     @property
     def num_tokens(self) -> int:

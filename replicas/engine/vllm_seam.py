@@ -5,7 +5,11 @@ alone. `ATTRIBUTES` lists members that are read or called on objects of these cl
 is seen as well.
 """
 
-from vllm import SamplingParams
+import contextlib
+import os
+from collections.abc import Iterator, Sequence
+
+from vllm import SamplingParams, envs
 from vllm.config import CacheConfig, ObservabilityConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.utils import get_pp_indices
@@ -115,10 +119,13 @@ __all__ = [
     "get_pp_indices",
     "get_request_block_hasher",
     "initialize_model",
+    "layer_partition",
     "parallel_state",
     "set_current_vllm_config",
     "set_default_torch_dtype",
 ]
+
+_PARTITION = "VLLM_PP_LAYER_PARTITION"  # sizes of the stages, by commas
 
 ATTRIBUTES: dict[type, tuple[str, ...]] = {
     EngineCore: (
@@ -162,3 +169,22 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
     GPUWorker: ("init_device", "execute_model", "load_model", "determine_available_memory"),
     InputBatch: ("add_request", "remove_request"),
 }
+
+
+@contextlib.contextmanager
+def layer_partition(sizes: Sequence[int]) -> Iterator[None]:
+    """Within it, vLLM builds models whose stages have so many layers, in their order.
+
+    vLLM is told by its environment, whose values it keeps once an engine runs: so it has to read them anew.
+    """
+    before, is_cached = os.environ.get(_PARTITION), hasattr(envs.__getattr__, "cache_clear")
+    envs.disable_envs_cache()
+    os.environ[_PARTITION] = ",".join(map(str, sizes))
+    try:
+        yield
+    finally:
+        del os.environ[_PARTITION]
+        if before is not None:
+            os.environ[_PARTITION] = before
+        if is_cached:
+            envs.enable_envs_cache()

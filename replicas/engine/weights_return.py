@@ -3,7 +3,7 @@
     begin     blocks that the group's scheduler has given up are those with the highest memory, by moving what is in use
               below them; their memory becomes room for the weights that are missing
     advance   a piece of this member's own layers goes to a member that misses them, of about a step's time
-    done      all weights are here; requests can go back to `dp` (`restore.py`)
+    done      all weights are here; requests can go back to `dp`, or to narrower pipelines (`restore.py`)
 
 The scheduler never hears of it: logical blocks stay, and only this member's table says where they are.
 """
@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from pengserve.planners.stages import Parts
 from pengserve.planners.types.errors import EngineError, StepError
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.exchange import FIRST_PIECE_BYTES, LAST_PIECE_BYTES, SendPiece
@@ -25,14 +26,16 @@ from pengserve.replicas.engine.worker import place_blocks
 class WeightsReturn:
     """One member's part. Belongs to the step thread."""
 
-    def __init__(self, lanes: Lanes, lane: PpLane) -> None:
+    def __init__(self, lanes: Lanes, lane: PpLane, parts: Parts) -> None:
+        """`parts` are what the pipeline ends in: they say which layers each member will have."""
         assert lanes.dp.memory is not None
         self._lane, self._memory, self._layers = lane, lanes.dp.memory, lanes.dp.memory.layers
         self._kept = range(*lane.layers)
-        self._missing = [layer for layer in range(self._layers.sizes.num_layers) if layer not in self._kept]
+        self._goal = parts.layers(lane.rank)
+        self._missing = [layer for layer in range(*self._goal) if layer not in self._kept]
         self._left = {layer: self._layers.sizes.weight_bytes[layer] for layer in self._missing}  # bytes to come
-        others = [rank for rank in range(lane.num_stages) if rank != lane.rank]
-        self._outgoing = deque((layer, rank) for layer in self._kept for rank in others)
+        others = [(rank, range(*parts.layers(rank))) for rank in range(lane.num_stages) if rank != lane.rank]
+        self._outgoing = deque((layer, rank) for layer in self._kept for rank, goal in others if layer in goal)
         self._num_sent = 0  # bytes of the first of these
         self._piece_bytes = FIRST_PIECE_BYTES
         self._is_done = False
@@ -46,7 +49,7 @@ class WeightsReturn:
         Raises:
             StepError: these are too few.
         """
-        limit = self._layers.sizes.num_blocks_beside_all_weights(self._lane.layers)
+        limit = self._layers.sizes.num_blocks_beside(self._goal, self._lane.layers)
         moved = self._compact(set(withheld), limit)
         sources, targets = list(moved), list(moved.values())
         for layer in self._kept:

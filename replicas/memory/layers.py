@@ -10,6 +10,7 @@ Blocks of a stage are the cheaper the fewer layers it has: what the other layers
 counts include vLLM's null block 0.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -51,15 +52,17 @@ class LayerSizes:
 
     def num_blocks(self, layers: LayerRange) -> int:
         """Blocks that fit beside the weights of `layers`, where there are no others; the null block is one of them."""
+        return self.num_blocks_beside(layers, layers)
+
+    def num_blocks_beside(self, weights: LayerRange, layers: LayerRange) -> int:
+        """Blocks of `layers` that fit beside the weights of more layers: what a stage keeps while a restore begins."""
         first, stop = layers
-        left = self.num_chunks - sum(self.weight_chunks(layer) for layer in range(first, stop))
+        left = self.num_chunks - sum(map(self.weight_chunks, range(*weights)))
         return max(0, left // (stop - first)) * self.chunk_bytes // self.block_bytes
 
-    def num_blocks_beside_all_weights(self, layers: LayerRange) -> int:
-        """Blocks of `layers` that fit beside the weights of all layers: what a stage keeps while a restore begins."""
-        first, stop = layers
-        left = self.num_chunks - sum(map(self.weight_chunks, range(self.num_layers)))
-        return max(0, left // (stop - first)) * self.chunk_bytes // self.block_bytes
+    def num_pipeline_blocks(self, stages: Iterable[LayerRange]) -> int:
+        """Blocks that all of these stages hold, without the null block: what their scheduler may hand out."""
+        return min(map(self.num_blocks, stages)) - 1
 
 
 class LayerMemory:

@@ -1,6 +1,7 @@
 """A commit under way at the leader: who has drained, who has met, and who waits for its end."""
 
 import time
+from collections.abc import Iterable
 from concurrent.futures import Future
 
 from pengserve.planners.types.ids import InstanceKey
@@ -20,6 +21,11 @@ class Commit:
         self.started_s = time.perf_counter()
         self.drain_s = 0.0
         self.is_meeting = False
+        self.has_told_own = False  # the followers of the pipeline that the leader ran before
+
+    def have_met(self, keys: Iterable[InstanceKey]) -> bool:
+        """Whether all of these have stopped at a step boundary."""
+        return all(key in self.met for key in keys)
 
 
 def is_restore(plan: SwitchPlan) -> bool:

@@ -1,9 +1,12 @@
-"""dp groups become one pipeline (KunServe section 4.1, 4.2). Both sides run in the step thread, between two steps.
+"""Groups become one pipeline (KunServe section 4.1, 4.2): instances alone, narrower pipelines, or both. Both sides run
+in the step thread, between two steps.
 
 After the commit new requests run; those that ran before go on when their KV has come (`engine/exchange.py`).
 """
 
 import time
+
+from msgspec.structs import replace
 
 from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
@@ -12,7 +15,7 @@ from pengserve.replicas.engine.handoff import revive
 from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.reshard import Traveller
 from pengserve.replicas.switching.failpoints import reached
-from pengserve.replicas.switching.member import Conversation, Member
+from pengserve.replicas.switching.member import Conversation, Member, parts_of
 from pengserve.replicas.switching.merging import seed_of, settle_rest
 from pengserve.replicas.switching.messages import SwitchMessage, Word
 
@@ -25,9 +28,9 @@ class LeaderDrop:
         self._member, self._plan = conversation.member, conversation.plan
         self._lane = self._member.lanes.pp(self._plan.group)
         self._communicator = self._member.pool.get(group_name)
-        self.exchange = DropExchange(self._member.lanes, self._lane)
+        self.exchange = DropExchange(self._member.lanes, self._lane, parts_of(self._member, self._plan))
         self._wave: list[Traveller] = []
-        self._has_begun = False
+        self.has_begun = False  # so that a failure costs the members what they ran
 
     def run(self, met: dict[InstanceKey, SwitchMessage], own: list[Traveller]) -> SwitchReport:
         """Moves memory and KV, then commits.
@@ -40,7 +43,7 @@ class LeaderDrop:
         coming = own + [traveller for message in met.values() for traveller in message.travellers]
         self._wave = [found for traveller in coming if (found := self._admit(traveller)) is not None]
         order = lane.withhold_free()
-        self._has_begun = True
+        self.has_begun = True
         self._talk.tell_all(Word.WAVE, travellers=self._wave, lease=order)
         num_backed = take_drop(member, lane, self.exchange, plan, self._wave, order)
         heard = self._talk.gather(Word.DONE)
@@ -49,8 +52,9 @@ class LeaderDrop:
         self._talk.tell_all(Word.COMMIT)
         reached("committed")
         lane.followers = self._talk.followers
+        num_redirected = leave_part(member, plan)
         member.lanes.enter(lane, seed_of(plan), self._communicator)
-        num_redirected = finish_drop(member, lane, plan)
+        num_redirected += finish_drop(member, lane, plan)
         return SwitchReport(
             plan_id=plan.plan_id,
             epoch=self._epoch,
@@ -62,8 +66,8 @@ class LeaderDrop:
         )
 
     def undo(self) -> None:
-        """After a failure: back to dp."""
-        if self._has_begun:
+        """After a failure: back to dp, or where nothing had begun to what ran before."""
+        if self.has_begun:
             undo_drop(self._member, self._lane)
 
     def _admit(self, traveller: Traveller) -> Traveller | None:
@@ -75,7 +79,7 @@ class LeaderDrop:
         logical_ids = self._lane.expect(request, traveller.num_tokens)
         if logical_ids is None:
             return None
-        return Traveller(traveller.request_id, traveller.rank, logical_ids, traveller.handoff)
+        return replace(traveller, logical_ids=logical_ids)
 
 
 def join_drop(conversation: Conversation, group_name: str, own: list[Traveller]) -> DropExchange:
@@ -83,12 +87,12 @@ def join_drop(conversation: Conversation, group_name: str, own: list[Traveller])
 
     Raises:
         StepError: it was called off before anything moved; all is as before.
-        EngineError: a member failed; this one is back in dp, and its requests are resumed from their tokens.
+        EngineError: a member failed; this one is in dp, and its requests are resumed from their tokens.
     """
     member, plan = conversation.member, conversation.plan
     lane = member.lanes.pp(plan.group)
     communicator = member.pool.get(group_name)
-    exchange = DropExchange(member.lanes, lane)
+    exchange = DropExchange(member.lanes, lane, parts_of(member, plan))
     has_begun = False
     try:
         conversation.say(plan.leader, Word.MET, num_free=member.lanes.dp.num_free(), travellers=own)
@@ -106,6 +110,7 @@ def join_drop(conversation: Conversation, group_name: str, own: list[Traveller])
             undo_drop(member, lane)
             member.pool.mark_failed(group_name)
         raise
+    leave_part(member, plan)
     member.lanes.enter(lane, seed_of(plan), communicator)
     finish_drop(member, lane, plan)
     return exchange
@@ -122,26 +127,46 @@ def take_drop(
     num_backed = exchange.begin(wave, order)
     reached("waved")
     mine = [traveller.request_id for traveller in wave if traveller.rank == lane.rank]
-    member.lanes.dp.release(mine)
+    member.lanes.current.release(mine)
     if lane.rank != 0:
         member.owner.moved(mine, plan.leader, carried=True)
     return num_backed
 
 
+def leave_part(member: Member, plan: SwitchPlan) -> int:
+    """After a commit: where this member ran in a narrower pipeline, that ends. What is left in it goes to the leader,
+    from its tokens; how many requests that are.
+    """
+    lane = member.lanes.running
+    if lane is None:
+        return 0
+    going = [request.request_id for request in lane.requests()] if lane.rank == 0 else []
+    if lane.rank == 0:
+        lane.release(going)
+    lane.forget(lane.known_ids())
+    lane.table.release(lane.table.leased())
+    member.lanes.return_all(lane)
+    member.lanes.leave()
+    member.owner.moved(going, plan.leader, carried=False)
+    return len(going)
+
+
 def finish_drop(member: Member, lane: PpLane, plan: SwitchPlan) -> int:
     """After a commit: what is left in `dp` goes to the leader, from its tokens, and all blocks to the lane."""
-    num_redirected = settle_rest(member, plan)
+    num_redirected = settle_rest(member, plan, plan.leader)
     member.lanes.lend_all(lane)
     lane.is_settled, lane.is_exchanging = False, True
     return num_redirected
 
 
 def undo_drop(member: Member, lane: PpLane) -> None:
-    """Back to dp with all memory; `dp`'s KV is no longer what it was, so that its requests begin from their tokens."""
-    dp = member.lanes.dp
-    lost = [request.request_id for request in dp.requests()]
+    """To dp with all memory; KV is no longer where it was, so that all requests begin from their tokens."""
+    lanes = member.lanes
+    lost = [request.request_id for request in lanes.dp.requests()]
+    lanes.dp.release(lost)
     if lane.rank == 0:
-        lost += [request.request_id for request in lane.requests() if not dp.knows(request.request_id)]
-    dp.release([request.request_id for request in dp.requests()])
-    member.lanes.discard(lane)
-    member.owner.moved(lost, None, carried=False)
+        lost += [request.request_id for request in lane.requests()]
+    if lanes.running is not None and lanes.running is not lane:
+        lost += lanes.abandon()
+    lanes.discard(lane)
+    member.owner.moved(list(dict.fromkeys(lost)), None, carried=False)

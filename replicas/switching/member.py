@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from pengserve.planners.stages import Parts
 from pengserve.planners.types.errors import EngineError, LinkLostError, StepError
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.plans import SwitchPlan
@@ -117,3 +118,19 @@ class Conversation:
             key, message = self.hear(word)
             heard[key] = message
         return heard
+
+
+def parts_of(member: Member, plan: SwitchPlan) -> Parts:
+    """The parts that a pipeline is formed of, or ends in."""
+    assert member.lanes.dp.memory is not None
+    num_layers = member.lanes.dp.memory.layers.sizes.num_layers
+    return Parts(num_layers, tuple(part.degree for part in plan.parts))
+
+
+def empty_inbox(member: Member, plan: SwitchPlan) -> None:
+    """Forgets words of other switches. One of this switch may have come already: that it is called off."""
+    connected = member.network.peers()
+    for _ in range(member.inbox.qsize()):
+        key, message = member.inbox.get_nowait()
+        if key not in connected if message is None else message.plan_id == plan.plan_id:
+            member.inbox.put((key, message))

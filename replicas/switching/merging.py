@@ -10,6 +10,7 @@ from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
 from pengserve.replicas.engine.handoff import revive
+from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.reshard import MAX_WAVE_TOKENS, Resharder, Traveller
 from pengserve.replicas.engine.tp_lane import TpLane
 from pengserve.replicas.engine.vllm_seam import Request
@@ -25,15 +26,16 @@ def travellers(member: Member, plan: SwitchPlan, kept: frozenset[str] | None) ->
         kept: under sequential and soft, the ids that ran when the switch was asked for; what has begun since is
             recomputed, as the paper does.
     """
-    rank = plan.members.index(member.key)
+    rank, lane = plan.members.index(member.key), member.lanes.current
     found = []
-    for request in member.lanes.dp.carriable():
+    for request in lane.carriable():
         if pauses(plan, request):
             continue
         if kept is None or request.request_id in kept:
             handoff = member.owner.handoff(request)
             if handoff is not None:
-                found.append(Traveller(request.request_id, rank, [], handoff))
+                part_ids = lane.block_ids(request.request_id) if lane is member.lanes.running else []
+                found.append(Traveller(request.request_id, rank, [], handoff, part_ids))
     return found
 
 
@@ -71,7 +73,7 @@ class LeaderMerge:
         self._lane.num_lendable = min([lanes.dp.num_free(), *self._free.values()])
         self._lane.followers = self._talk.followers
         lanes.enter(self._lane, seed_of(plan), self._communicator)
-        num_redirected = settle_rest(self._member, plan)
+        num_redirected = settle_rest(self._member, plan, plan.leader)
         return SwitchReport(
             plan_id=plan.plan_id,
             epoch=self._epoch,
@@ -168,7 +170,7 @@ def join_merge(conversation: Conversation, group_name: str, own: list[Traveller]
             member.pool.mark_failed(group_name)
         raise
     member.lanes.enter(lane, seed_of(plan), communicator)
-    settle_rest(member, plan)
+    settle_rest(member, plan, plan.leader)
 
 
 def take_wave(member: Member, lane: TpLane, resharder: Resharder, wave: list[Traveller], lease: list[int]) -> None:
@@ -184,13 +186,13 @@ def take_wave(member: Member, lane: TpLane, resharder: Resharder, wave: list[Tra
         member.owner.moved(mine, resharder.leader, carried=True)
 
 
-def settle_rest(member: Member, plan: SwitchPlan) -> int:
-    """After a commit: what waits in `dp` goes to the leader, from its tokens; under hard, what runs stays paused."""
+def settle_rest(member: Member, plan: SwitchPlan, leader: InstanceKey) -> int:
+    """After a commit: what waits in `dp` goes to `leader`, from its tokens; under hard, what runs stays paused."""
     dp = member.lanes.dp
     stays = {request.request_id for request in dp.carriable() if pauses(plan, request)}
     going = [request.request_id for request in dp.requests() if request.request_id not in stays]
     dp.release(going)
-    member.owner.moved(going, plan.leader, carried=False)
+    member.owner.moved(going, leader, carried=False)
     return len(going)
 
 
@@ -214,7 +216,10 @@ def check_merge(member: Member, plan: SwitchPlan) -> None:
     Raises:
         StepError: why it cannot.
     """
-    running = member.lanes.running
-    if running is not None:
-        raise StepError(f"instance {member.key} runs {running.name}; split that first")
+    running, part = member.lanes.running, plan.part_of(member.key)
+    runs, due = running.name if running is not None else "dp", "dp" if part.kind is GroupKind.DP else str(part)
+    if runs != due:
+        raise StepError(f"instance {member.key} runs {runs}, and the plan is made for {due}; plan again")
+    if isinstance(running, PpLane) and (not running.is_settled or (running.rank == 0 and running.is_exchanging)):
+        raise StepError(f"{running.name} still waits for KV, memory or weights; ask again when they have come")
     member.lanes.require(plan.group)

@@ -4,8 +4,11 @@
     DRAIN  ------------------------>           (sequential, soft) let running requests end
            <------------------------  DRAINED
     RETURN ------------------------>           (restore) let weights come back beside the steps
-    MEET   ------------------------>           stop at a step boundary
+    MEET   ------------------------>           stop at a step boundary (a pipeline that grows: its leader tells its
+                                               followers, after its last step)
            <------------------------  MET      free blocks; on a merge, the requests that can be carried
+    PLACE  ------------------------>           (restore) give these requests blocks where they go on
+           <------------------------  PLACED   those that found room, with their blocks
     WAVE   ------------------------>           move these requests' KV (zero or more waves)
            <------------------------  DONE     free blocks, what was refused
     COMMIT ------------------------>           the new shape holds from the next step on
@@ -32,6 +35,8 @@ class Word(StrEnum):
     RETURN = "return"
     MEET = "meet"
     MET = "met"
+    PLACE = "place"
+    PLACED = "placed"
     WAVE = "wave"
     DONE = "done"
     COMMIT = "commit"
@@ -45,7 +50,7 @@ class SwitchMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     plan_id: str
     plan: SwitchPlan | None = None  # DRAIN, MEET
     num_free: int = 0  # MET, DONE: blocks of `dp` that are free; of a drop, blocks of `lease` that have memory
-    travellers: list[Traveller] = []  # MET: who can be carried; WAVE: who moves
+    travellers: list[Traveller] = []  # MET: who can be carried; PLACE, PLACED, WAVE: who moves
     lease: list[int] = []  # WAVE: logical blocks that join the lane before it; of a drop, in the order they get memory
     release: list[int] = []  # WAVE: logical blocks that leave the tp lane before it
     refused: list[str] = []  # DONE: requests that found no room

@@ -4,11 +4,12 @@ from collections.abc import Callable
 
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.plans import SwitchPlan
 from pengserve.replicas.comm.peers import PeerNetwork
 from pengserve.replicas.engine.exchange import DropExchange
 from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.weights_return import WeightsReturn
-from pengserve.replicas.switching.member import Member
+from pengserve.replicas.switching.member import Member, parts_of
 from pengserve.replicas.switching.step_thread import Submit
 from pengserve.replicas.switching.wiring import Wiring
 
@@ -42,21 +43,27 @@ class PipelineTraffic:
         network.subscribe(WEIGHTS, lambda key, _, parts: submit(lambda: self._take_weights(key, parts)))
         network.subscribe(SETTLED, lambda key, _, parts: submit(lambda: self._hear_settled(key, *map(bytes, parts))))
 
-    def begin(self, lane: PpLane, name: str, mates: tuple[InstanceKey, ...], exchange: DropExchange) -> None:
-        """The group runs, and KV follows the requests of its drop beside the steps."""
+    def begin(self, lane: PpLane, name: str, mates: tuple[InstanceKey, ...], exchange: DropExchange | None) -> None:
+        """The group runs, and where it has begun by a drop, KV follows the requests of that beside the steps."""
         self._stamp, self._mates, self._exchange, self._unsettled = name.encode(), mates, exchange, set(mates)
         stamp, network = self._stamp, self._member.network
         lane.stamp, lane.timeout_s = stamp, self._member.timeout_s
         lane.send_hidden = lambda rank, parts: network.send(mates[rank], HIDDEN, [stamp, *parts])
+        if exchange is None:
+            return
         exchange.send = lambda rank, parts: network.send(mates[rank], KV, [stamp, *parts])
         exchange.on_done = lambda: self._settled(lane)
         self._on_all_settled = lane.arrived
         self._member.lanes.chore = exchange.advance
 
     def begin_return(
-        self, lane: PpLane, plan_id: str, withheld: list[int], on_all_settled: Callable[[], None] = lambda: None
+        self,
+        lane: PpLane,
+        plan: SwitchPlan,
+        withheld: list[int],
+        on_all_settled: Callable[[], None] = lambda: None,
     ) -> None:
-        """The weights that this member misses come back beside the steps, for the restore `plan_id`.
+        """The weights that this member misses come back beside the steps, for a restore.
 
         Args:
             on_all_settled: leader: called when all members have theirs.
@@ -64,9 +71,9 @@ class PipelineTraffic:
         Raises:
             StepError: there is no room for them.
         """
-        returning = WeightsReturn(self._member.lanes, lane)
+        returning = WeightsReturn(self._member.lanes, lane, parts_of(self._member, plan))
         returning.begin(withheld)
-        self._stage = stage = plan_id.encode()
+        self._stage = stage = plan.plan_id.encode()
         stamp, mates, network = self._stamp, self._mates, self._member.network
         returning.send = lambda rank, parts: network.send(mates[rank], WEIGHTS, [stamp, stage, *parts])
         returning.on_done = lambda: self._settled(lane)

@@ -1,124 +1,133 @@
-"""One pipeline becomes dp groups again (KunServe section 4.4). Both sides run in the step thread, between two steps."""
+"""One pipeline ends in instances alone, in narrower pipelines, or in both (KunServe section 4.4). Both sides run in the
+step thread, between two steps.
+"""
 
 import time
 
+from pengserve.planners.stages import stage_layers
 from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.plans import SwitchReport
-from pengserve.replicas.engine.handoff import revive
 from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.reshard import Traveller
 from pengserve.replicas.engine.restore import LayerRestore
-from pengserve.replicas.engine.vllm_seam import Request
 from pengserve.replicas.switching.failpoints import reached
-from pengserve.replicas.switching.member import Conversation, Member
-from pengserve.replicas.switching.messages import SwitchMessage, Word
+from pengserve.replicas.switching.landing import Landing
+from pengserve.replicas.switching.member import Conversation, parts_of
+from pengserve.replicas.switching.messages import Word
 
 
 class LeaderRestore:
     """The leader's side of one restore. No microbatch is in flight."""
 
-    def __init__(self, conversation: Conversation, lane: PpLane, group_name: str, epoch: Epoch) -> None:
-        self._talk, self._lane, self._epoch = conversation, lane, epoch
+    def __init__(
+        self, conversation: Conversation, lane: PpLane, landing: Landing, group_name: str, epoch: Epoch
+    ) -> None:
+        self._talk, self._lane, self._landing, self._epoch = conversation, lane, landing, epoch
         self._member, self._plan = conversation.member, conversation.plan
-        self._restore = LayerRestore(self._member.lanes, lane, self._member.pool.get(group_name))
+        self._parts = parts_of(self._member, self._plan)
+        self._restore = LayerRestore(self._member.lanes, lane, self._parts, self._member.pool.get(group_name))
 
-    def run(self, met: dict[InstanceKey, SwitchMessage]) -> SwitchReport:
-        """Brings layers back and hands all requests on, then commits.
+    def run(self) -> SwitchReport:
+        """Hands all requests on, then commits.
 
         Raises:
             StepError, EngineError: a member failed; the group is broken and its lane must be abandoned.
         """
         started_s = time.perf_counter()
-        member, lane, plan = self._member, self._lane, self._plan
-        wave = self._assign()
-        going = {traveller.request_id for traveller in wave}
-        self._talk.tell_all(Word.WAVE, travellers=wave)
-        refused = set(take_restore(member, self._restore, wave))
-        for message in self._talk.gather(Word.DONE).values():
-            refused.update(message.refused)
-        num_recomputed = max(0, lane.num_running() - len(going))
-        rest = [request.request_id for request in lane.requests() if request.request_id not in going]
-        lane.release([*going, *rest])
-        for rank, key in enumerate(plan.members[1:], start=1):
-            ids = [t.request_id for t in wave if t.rank == rank and t.request_id not in refused]
-            member.owner.moved(ids, key, carried=True)
-        reached("committing")
-        self._talk.tell_all(Word.COMMIT)
+        try:
+            placed = self._place()
+            self._talk.tell_all(Word.WAVE, travellers=placed)
+            take_restore(self._restore, self._landing, placed)
+            self._talk.gather(Word.DONE)
+            self._tell_moved(placed)
+            reached("committing")
+            self._talk.tell_all(Word.COMMIT)
+        except Exception:
+            self._landing.undo()
+            raise
         reached("committed")
-        member.lanes.leave()
-        member.owner.moved([*rest, *sorted(refused)], None, carried=False)
+        num_recomputed, rest = self._release({traveller.request_id for traveller in placed})
+        self._landing.land()
+        self._member.owner.moved(rest, None, carried=False)
         return SwitchReport(
-            plan_id=plan.plan_id,
+            plan_id=self._plan.plan_id,
             epoch=self._epoch,
             cutover_s=time.perf_counter() - started_s,
-            num_carried=len(going - refused),
+            num_carried=len(placed),
             num_recomputed=num_recomputed,
-            num_redirected=len(rest) - num_recomputed + len(refused),
+            num_redirected=len(rest) - num_recomputed,
             carried_bytes=self._restore.sent_bytes,
         )
 
+    def _place(self) -> list[Traveller]:
+        """The requests that go on, with their blocks there; all members hear of them in the same order."""
+        wave = self._assign()
+        self._talk.tell_all(Word.PLACE, travellers=wave)
+        placed = {traveller.request_id: traveller for traveller in self._landing.place(wave)}
+        for message in self._talk.gather(Word.PLACED).values():
+            placed |= {traveller.request_id: traveller for traveller in message.travellers}
+        return [placed[traveller.request_id] for traveller in wave if traveller.request_id in placed]
+
     def _assign(self) -> list[Traveller]:
         """Each request goes where most blocks are left; what fits nowhere is resumed from its tokens."""
-        dp, lane = self._member.lanes.dp, self._lane
-        free = [dp.capacity.num_blocks] * lane.num_stages
+        lane, memory = self._lane, self._member.lanes.dp.memory
+        assert memory is not None
+        sizes = memory.layers.sizes
+        free = [sizes.num_pipeline_blocks(stage_layers(sizes.num_layers, size)) for size in self._parts.sizes]
         wave: list[Traveller] = []
         for request in lane.carriable():
             handoff = self._member.owner.handoff(request)
-            needed = dp.blocks_needed(request.num_computed_tokens)
-            rank = max(range(len(free)), key=lambda r: (free[r], -r))
-            if handoff is not None and free[rank] >= needed:
-                free[rank] -= needed
-                wave.append(Traveller(request.request_id, rank, lane.block_ids(request.request_id), handoff))
+            needed = lane.blocks_needed(request.num_computed_tokens)
+            part = max(range(len(free)), key=lambda p: (free[p], -p))
+            if handoff is not None and free[part] >= needed:
+                free[part] -= needed
+                logical_ids, rank = lane.block_ids(request.request_id), self._parts.start(part)
+                wave.append(Traveller(request.request_id, rank, logical_ids, handoff))
         return wave
 
+    def _release(self, going: set[str]) -> tuple[int, list[str]]:
+        """Empties the lane: how many that ran lose their KV, and the ids of all that go on from their tokens."""
+        num_recomputed = max(0, self._lane.num_running() - len(going))
+        rest = [request.request_id for request in self._lane.requests() if request.request_id not in going]
+        self._lane.release([*going, *rest])
+        return num_recomputed, rest
 
-def join_restore(conversation: Conversation, lane: PpLane, group_name: str) -> None:
+    def _tell_moved(self, placed: list[Traveller]) -> None:
+        going: dict[InstanceKey, list[str]] = {}
+        for traveller in placed:
+            going.setdefault(self._plan.members[traveller.rank], []).append(traveller.request_id)
+        for key, ids in going.items():
+            if key != self._member.key:
+                self._member.owner.moved(ids, key, carried=True)
+
+
+def join_restore(conversation: Conversation, lane: PpLane, landing: Landing, group_name: str) -> None:
     """A follower's side, from its MET to the COMMIT.
 
     Raises:
         StepError, EngineError: a member failed; the group is broken and its lane must be abandoned.
     """
     member, plan = conversation.member, conversation.plan
-    restore = LayerRestore(member.lanes, lane, member.pool.get(group_name))
-    conversation.say(plan.leader, Word.MET)
-    reached("met")
-    while True:
-        _, message = conversation.hear(Word.WAVE, Word.COMMIT)
-        if message.word is Word.COMMIT:
-            reached("committed")
-            break
-        refused = take_restore(member, restore, message.travellers)
-        conversation.say(plan.leader, Word.DONE, refused=refused)
-    lane.forget(lane.known_ids())
-    member.lanes.leave()
-
-
-def take_restore(member: Member, restore: LayerRestore, wave: list[Traveller]) -> list[str]:
-    """One member's part; ids of requests that were to come here and could not."""
-    reached("wave")
-    dp = member.lanes.dp
-    taken: list[Request] = []
-
-    def admit(traveller: Traveller) -> list[int] | None:
-        client_index = member.owner.welcome(traveller.handoff)
-        if client_index is None:
-            return None
-        request = revive(traveller.handoff, client_index)
-        block_ids = dp.admit(request, traveller.num_tokens)
-        if block_ids is not None:
-            taken.append(request)
-        return block_ids
-
+    restore = LayerRestore(member.lanes, lane, parts_of(member, plan), member.pool.get(group_name))
     try:
-        refused = restore.run(wave, admit)
+        conversation.say(plan.leader, Word.MET)
+        reached("met")
+        _, message = conversation.hear(Word.PLACE)
+        conversation.say(plan.leader, Word.PLACED, travellers=landing.place(message.travellers))
+        _, message = conversation.hear(Word.WAVE)
+        take_restore(restore, landing, message.travellers)
+        conversation.say(plan.leader, Word.DONE)
+        conversation.hear(Word.COMMIT)
     except Exception:
-        # Their KV has not come, and nobody but the scheduler knows them.
-        ids = [request.request_id for request in taken]
-        dp.release(ids)
-        member.owner.moved(ids, None, carried=False)
+        landing.undo()
         raise
+    reached("committed")
+    landing.land()
+
+
+def take_restore(restore: LayerRestore, landing: Landing, wave: list[Traveller]) -> None:
+    """One member's part."""
+    reached("wave")
+    restore.run(wave)
     reached("waved")
-    for request in taken:
-        dp.adopt(request)
-        dp.settle(request)
-    return refused
+    landing.settle(wave)

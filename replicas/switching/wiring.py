@@ -33,15 +33,19 @@ class Wiring:
             threading.Thread(target=self._build, args=(directory,), name="connect", daemon=True).start()
 
     def spec(self, plan: SwitchPlan) -> GroupSpec:
-        """The group that `plan` is about.
+        """The group that `plan` is about. Raises StepError as `spec_of`."""
+        return self.spec_of(plan.group, plan.members)
+
+    def spec_of(self, group: Group, members: tuple[InstanceKey, ...]) -> GroupSpec:
+        """The group of these lives.
 
         Raises:
-            StepError: the directory lists no such group of these lives.
+            StepError: the directory lists none.
         """
         for spec in self._directory.groups:
-            if spec.members == plan.members and spec.group == plan.group:
+            if spec.members == members and spec.group == group:
                 return spec
-        raise StepError(f"instance {self._member.key} knows no group {plan.group} of these lives")
+        raise StepError(f"instance {self._member.key} knows no group {group} of these lives")
 
     def group_named(self, name: str) -> Group | None:
         """The group whose communicators have this name; None where the directory lists none. From any thread."""

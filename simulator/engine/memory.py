@@ -6,11 +6,11 @@ tp p    all, as views (a static cluster: its share)  p times the tokens, at each
 pp s    all that is not in layers, and its layers    block_size tokens, at each member the bytes of its layers
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-from pengserve.planners.stages import stage_layers
+from pengserve.planners.stages import Parts, stage_layers, stage_of
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.snapshot import KvCapacity, LaneInfo
@@ -75,27 +75,34 @@ class Sizes:
         return self.tp(degree) if shape.startswith(GroupKind.TP) else self.pp(degree)
 
     def stage_sizes(self, num_stages: int) -> tuple[int, ...]:
-        """Layers by rank: the leader has the last stage, the others the stages before it in their order."""
+        """Layers by rank (see `planners.stages`)."""
         stages = [stop - start for start, stop in stage_layers(self.num_layers, num_stages)]
-        return (stages[-1], *stages[:-1])
+        return tuple(stages[stage_of(rank, num_stages)] for rank in range(num_stages))
 
     def stage_blocks(self, num_layers: int) -> int:
         """Blocks of so many layers that fit beside the weights of these alone."""
         weights = self.weight_bytes - (self.num_layers - num_layers) * self.layer_bytes
         return self._blocks(self.memory_bytes - weights, num_layers)
 
-    def first_blocks(self, num_stages: int) -> int:
+    def first_blocks(self, parts: Parts) -> int:
         """Blocks of a pipeline that have memory at once on a drop: the layers' KV as it was, and the freed weights."""
         counts = []
-        for num_layers in self.stage_sizes(num_stages):
-            freed = (self.num_layers - num_layers) * self.layer_bytes
-            counts.append(self.dp.num_blocks + self._blocks(freed, num_layers))
+        for num_before, num_after in _num_layers(parts):
+            freed = (num_before - num_after) * self.layer_bytes
+            counts.append(self.stage_blocks(num_before) + self._blocks(freed, num_after))
         return min(counts)
 
-    def last_blocks(self, num_stages: int) -> int:
-        """Blocks that a pipeline keeps while all weights come back."""
+    def last_blocks(self, parts: Parts) -> int:
+        """Blocks that a pipeline keeps while the weights come back that its members have in `parts`."""
         room = self.memory_bytes - self.weight_bytes
-        return min(self._blocks(room, num_layers) for num_layers in self.stage_sizes(num_stages))
+        return min(
+            self._blocks(room + (self.num_layers - num_after) * self.layer_bytes, num_before)
+            for num_after, num_before in _num_layers(parts)
+        )
+
+    def remapped_layers(self, parts: Parts) -> int:
+        """Layers of the member that drops or takes back most of them."""
+        return max(in_part - in_all for in_part, in_all in _num_layers(parts))
 
     def _blocks(self, num_bytes: int, num_layers: int) -> int:
         return max(0, num_bytes * self.num_layers // (num_layers * self.dp_block_bytes))
@@ -110,6 +117,13 @@ class Sizes:
             max_num_seqs=self.max_num_seqs,
             weight_bytes=self.weight_bytes,
         )
+
+
+def _num_layers(parts: Parts) -> Iterator[tuple[int, int]]:
+    """By rank: layers in its part, and in the pipeline of all."""
+    for rank in range(sum(parts.sizes)):
+        (first, stop), (low, high) = parts.layers(rank), parts.wide_layers(rank)
+        yield stop - first, high - low
 
 
 def lane_infos(sizes: Sizes, shapes: Iterable[str]) -> tuple[LaneInfo, ...]:

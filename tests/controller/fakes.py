@@ -171,7 +171,8 @@ class FakePort:
             instance = self._instance(key)
             assert instance.prepared == plan, "nothing is committed that was not prepared"
             instance.prepared = None
-            lane = str(plan.group) if plan.is_merge else "dp"
+            part = plan.part_of(key)
+            lane = str(plan.group) if plan.is_merge else str(part) if part.degree > 1 else "dp"
             instance.said = replace(instance.said, lane=lane, epoch=Epoch(plan.epoch + 1))
 
     def carry(self, key: InstanceKey, num_blocks: int) -> None:

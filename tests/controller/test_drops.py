@@ -15,7 +15,7 @@ from pengserve.planners.types.config import ControllerConfig, DropConfig, MergeC
 from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import Epoch, InstanceId
-from pengserve.planners.types.layout import Group
+from pengserve.planners.types.layout import Group, parse_groups
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, DeviceInfo, InstanceState
 from tests.controller.fakes import CAPACITY, Clock, FakePort, answer, life
@@ -66,6 +66,22 @@ async def test_a_pinned_pipeline_is_reached_by_a_drop_and_left_by_a_restore() ->
         assert [e.data["what"] for e in ends] == ["drop pp2@(0,1) (carry)", "restore pp2@(0,1) (carry)"]
         assert [e.data["switch"] for e in starts] == ["drop", "restore"]
         assert [e.data["shape"] for e in ends] == ["pp2", "pp2"]
+
+
+async def test_a_pinned_pipeline_grows_and_is_cut_by_one_switch_each() -> None:
+    port = fake_port()
+    async with running(port, CONFIG) as controller:
+        await formable(controller)
+        for text in ("pp2@(0,1)", "pp4@(0..3)", "pp2@(0,1) pp2@(2,3)"):
+            controller.set_layout(target(text))
+            wanted = " ".join(map(str, parse_groups(text)))
+            await until(lambda wanted=wanted: layout(controller).startswith(wanted))  # type: ignore[misc]
+            for group in controller.snapshot().layout.groups:
+                port.carry(life(group.leader), 1)
+        ends = log(controller, EventKind.TRANSITION_END)
+        four = "pp4@(0,1,2,3) (carry)"
+        assert [e.data["what"] for e in ends] == ["drop pp2@(0,1) (carry)", f"drop {four}", f"restore {four}"]
+        assert layout(controller) == "pp2@(0,1) pp2@(2,3)"
 
 
 async def test_a_pinned_pipeline_survives_its_controller(tmp_path: Path) -> None:

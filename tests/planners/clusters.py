@@ -180,7 +180,7 @@ class VirtualCluster:
                 self.switches.append((t_s, plan))
                 self.since_s = seen.time_s
                 rest = [g for g in self.groups if not set(g.members) & set(plan.group.members)]
-                self.groups = complete([*rest, plan.group] if plan.is_merge else rest, self._ranks())
+                self.groups = complete([*rest, *((plan.group,) if plan.is_merge else plan.parts)], self._ranks())
                 assert check_layout(Layout(epoch=Epoch(0), groups=self.groups), self._ranks()) == ()
             self.shapes.append((t_s, self.groups))
         return self

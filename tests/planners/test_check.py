@@ -12,13 +12,14 @@ from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind, Layout
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState, LaneInfo
-from tests.planners.clusters import BLOCK_SIZE, DP_TOKENS, NUM_BLOCKS, snapshot, stats
+from tests.planners.clusters import BLOCK_SIZE, DP_TOKENS, NUM_BLOCKS, WEIGHT_BLOCKS, snapshot, stats
 
 
-def switch(text: str, *, is_merge: bool, epoch: int = 7) -> SwitchPlan:
+def switch(text: str, *, is_merge: bool, epoch: int = 7, parts: str = "") -> SwitchPlan:
     group = Group.parse(text)
     members = tuple(InstanceKey(instance_id=m, incarnation=1) for m in group.members)
-    return SwitchPlan(plan_id="p", epoch=Epoch(epoch), group=group, members=members, is_merge=is_merge)
+    of = tuple(map(Group.parse, parts.split()))
+    return SwitchPlan(plan_id="p", epoch=Epoch(epoch), group=group, members=members, is_merge=is_merge, parts=of)
 
 
 def changed(
@@ -137,3 +138,54 @@ def test_a_restore_waits_for_requests_that_do_not_all_fit_and_for_stats_of_the_p
     assert "holds 129 blocks" in check_switch(RESTORE, full)[0]
     stale = snapshot(4, "pp2@(0,1)", {0: stats("dp")}, max_stages=2)
     assert len(check_switch(RESTORE, stale)) == 1
+
+
+# Pipelines of pipelines
+
+WIDE = snapshot(4, "pp4@(0..3)", max_stages=4)
+HALVES = {
+    "pp2@(0,1) pp2@(2,3)": "pp2@(0,1) pp2@(2,3)",
+    "pp2@(0,1)": "pp2@(0,1) dp@(2) dp@(3)",
+    "pp2@(2,3)": "dp@(0) dp@(1) pp2@(2,3)",
+}
+
+
+@pytest.mark.parametrize(("layout", "parts"), HALVES.items())
+def test_a_pipeline_may_be_formed_of_narrower_ones_and_end_in_them(layout: str, parts: str) -> None:
+    grow = switch("pp4@(0..3)", is_merge=True, parts=parts)
+    assert check_switch(grow, snapshot(4, layout, max_stages=4)) == ()
+    assert check_switch(grow.inverse, replace(WIDE, layout=replace(WIDE.layout, epoch=Epoch(8)))) == ()
+
+
+def test_a_pipeline_is_formed_of_what_runs_and_of_nothing_else() -> None:
+    apart, pairs = snapshot(4, max_stages=4), snapshot(4, "pp2@(0,1) pp2@(2,3)", max_stages=4)
+    found = check_switch(switch("pp4@(0..3)", is_merge=True), pairs)
+    assert found[0] == "instance 0 is in pp2@(0,1): restore that first" and len(found) == 4
+    found = check_switch(switch("pp4@(0..3)", is_merge=True, parts="pp2@(0,1) dp@(2) dp@(3)"), apart)
+    assert found[0] == "instance 0 is alone, and the plan is for what it ran with others: plan again"
+
+
+def test_pipelines_that_do_not_nest_are_no_parts() -> None:
+    seen = snapshot(4, "pp2@(1,2)", max_stages=4)
+    plan = switch("pp4@(0..3)", is_merge=True, parts="dp@(0) pp2@(1,2) dp@(3)")
+    assert check_switch(plan, seen) == (
+        "dp@(0) pp2@(1,2) dp@(3) do not nest in pp4@(0,1,2,3): each must be a half of it, or of a half",
+    )
+
+
+@pytest.mark.parametrize("parts", ["pp2@(0,1)", "pp2@(0,1) dp@(3) dp@(2)", "tp2@(0,1) dp@(2) dp@(3)", "pp4@(0..3)"])
+def test_what_are_no_parts_of_a_group_is_no_plan(parts: str) -> None:
+    with pytest.raises(ValueError, match=r"pp4@\(0,1,2,3\)"):
+        switch("pp4@(0..3)", is_merge=True, parts=parts)
+
+
+def test_a_pipeline_ends_in_halves_that_are_ready_and_have_room() -> None:
+    plan = switch("pp4@(0..3)", is_merge=False, parts="pp2@(0,1) pp2@(2,3)")
+    blocks = 2 * (2 * NUM_BLOCKS + WEIGHT_BLOCKS)
+    assert check_switch(plan, snapshot(4, "pp4@(0..3)", {0: stats("pp4", 9, blocks=blocks)}, max_stages=4)) == ()
+    full = snapshot(4, "pp4@(0..3)", {0: stats("pp4", 9, blocks=blocks + 1)}, max_stages=4)
+    assert "may not have room" in check_switch(plan, full)[0]
+    long = snapshot(4, "pp4@(0..3)", {0: stats("pp4", 1, longest_tokens=9 * DP_TOKENS)}, max_stages=4)
+    assert "and pp2@(0,1) holds" in check_switch(plan, long)[0]
+    without = replace(WIDE, groups=tuple(g for g in WIDE.groups if str(g) != "pp2@(2,3)"))
+    assert check_switch(plan, without) == ("pp2@(2,3) cannot be formed now: its communicators are not ready",)

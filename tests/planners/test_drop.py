@@ -235,6 +235,17 @@ def test_pipelines_grow_where_the_mechanism_can() -> None:
     assert verdict(beside_tp, can_grow=True).plan is None
 
 
+def test_a_pipeline_with_room_is_drawn_in_only_where_memory_is_short_without_it() -> None:
+    """It would be slower for all that it serves: that the buddy's pair is above the target alone is no reason."""
+    both = {2: stats("dp", 4, 0, NUM_BLOCKS), 3: stats("dp", 4, 0, NUM_BLOCKS)}
+    config = replace(CONFIG, target=0.5)
+    seen = snapshot(4, "pp2@(0,1)", {0: stats("pp2", 4, 0, 20), **both}, max_stages=4)
+    assert groups(verdict(seen, config, can_grow=True)) == "pp2@(2,3)"
+    queued = stats("dp", 4, 4, NUM_BLOCKS, queued_tokens=2 * NUM_BLOCKS * BLOCK_SIZE)
+    short = snapshot(4, "pp2@(0,1)", {0: stats("pp2", 4, 0, 20), 2: queued, 3: queued}, max_stages=4)
+    assert groups(verdict(short, config, can_grow=True)) == "pp4@(0,1,2,3)"
+
+
 def test_a_buddy_that_nobody_knows_of_is_waited_for() -> None:
     stale = snapshot(2, "", {0: stats("dp", 9, 0, 64), 1: stats("tp2")}, max_stages=2)
     assert verdict(stale).plan is None
@@ -273,3 +284,9 @@ def test_a_thousand_instances_plan_in_a_millisecond() -> None:
         assert found.plan is not None and len(found.plan.groups) >= 1000 // overloaded // 4
         print(f"{len(demand.overloaded)} of 1000 overloaded: {min(durations_s) * 1e3:.2f} ms")
         assert min(durations_s) < bound_s
+
+
+def test_a_pipeline_that_is_no_half_of_a_wider_one_is_no_part_of_it() -> None:
+    """Ranks have shifted: its members would have to take layers on."""
+    seen = snapshot(4, "pp2@(1,2)", {1: stats("pp2", 9, 0, 160)}, max_stages=4)
+    assert verdict(seen, can_grow=True).plan is None

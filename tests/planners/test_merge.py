@@ -138,13 +138,32 @@ def test_towards_a_target_every_step_is_lawful_and_it_arrives(seen: ClusterSnaps
             assert not (was_merge and not found.is_merge)  # splits come first
             was_merge = found.is_merge
             rest = [g for g in look.layout.groups if not set(g.members) & set(found.group.members)]
-            groups = complete([*rest, found.group] if found.is_merge else rest, ranks)
+            groups = complete([*rest, *((found.group,) if found.is_merge else found.parts)], ranks)
             look = replace(look, layout=replace(look.layout, groups=groups, epoch=look.epoch + step))
         else:
             raise AssertionError("it never arrives")
     is_whole = all(i.state == "ready" for i in seen.instances)
     if is_whole:
         assert set(look.layout.groups) == set(target)
+
+
+NESTED = ["pp2@(0,1) pp2@(2,3)", "pp2@(0,1) dp@(2) dp@(3)", "dp@(0) dp@(1) pp2@(2,3)"]
+
+
+@pytest.mark.parametrize("parts", NESTED)
+def test_between_pipelines_that_nest_one_switch_leads(parts: str) -> None:
+    narrow = snapshot(4, " ".join(w for w in parts.split() if w[:2] == "pp"), degrees=(2,), max_stages=4)
+    wide = snapshot(4, "pp4@(0..3)", degrees=(2,), max_stages=4)
+    for seen, to, verb in ((narrow, wide, "drop"), (wide, narrow, "restore")):
+        found = plan_towards(seen, to.layout.groups, SwitchStrategy.CARRY, "asked")
+        assert found is not None and check_switch(found, seen) == ()
+        assert f"{found.verb} {found.group}" == f"{verb} pp4@(0,1,2,3)" and " ".join(map(str, found.parts)) == parts
+
+
+def test_a_pipeline_that_would_grow_waits_for_a_tp_group_in_the_way() -> None:
+    seen = snapshot(4, "pp2@(0,1) tp2@(2,3)", degrees=(2,), max_stages=4)
+    target = snapshot(4, "pp4@(0..3)", max_stages=4).layout.groups
+    assert what(plan_towards(seen, target, SwitchStrategy.CARRY, "asked")) == "split tp2@(2,3)"
 
 
 # Long context

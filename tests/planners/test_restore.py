@@ -8,18 +8,20 @@ from hypothesis import strategies as st
 
 from pengserve.planners.check import check_switch
 from pengserve.planners.overload import DemandHistory, predict_demand
-from pengserve.planners.restore import GAP_S, RestoreHistory, RestorePlan, plan_restore
-from pengserve.planners.steps import make_plan
+from pengserve.planners.restore import GAP_S, RestoreHistory, RestorePlan, Way, plan_restore
+from pengserve.planners.steps import halves_of, make_plan
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
-from pengserve.planners.types.layout import Group
+from pengserve.planners.types.layout import Group, alone
 from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand
 from tests.planners.clusters import BLOCK_BYTES, BLOCK_SIZE, DP_TOKENS, NUM_BLOCKS, T0_S, WEIGHT_BLOCKS, snapshot, stats
 
 CONFIG = DropConfig(max_stages=4)
 PAIR = Group.parse("pp2@(0,1)")
-DUE = RestoreHistory(since_s={PAIR: T0_S - 60}, low_since_s={PAIR: T0_S - 60}, seen_s=T0_S - 0.5)
+DUE = RestoreHistory(
+    since_s={PAIR: T0_S - 60}, low_since_s={Way(PAIR, alone(PAIR.members)): T0_S - 60}, seen_s=T0_S - 0.5
+)
 
 
 def pair(blocks: int = 10, longest: int = 0, **more: object) -> ClusterSnapshot:
@@ -60,7 +62,7 @@ def test_memory_must_have_been_plenty_for_a_while_and_the_pipeline_stand_for_a_d
 
 def test_a_gap_between_looks_measures_anew() -> None:
     restored, history = plan(pair(), replace(DUE, seen_s=T0_S - max(GAP_S, CONFIG.quiet_s) - 0.1))
-    assert restored is None and history.low_since_s == {PAIR: T0_S}
+    assert restored is None and history.low_since_s == {Way(PAIR, alone(PAIR.members)): T0_S}
 
 
 def test_looks_may_be_further_apart_than_memory_must_have_been_plenty() -> None:
@@ -111,7 +113,9 @@ def test_the_cheapest_comes_first_and_ties_go_to_the_lowest_rank() -> None:
     text = "pp4@(0..3) pp2@(4,5) pp2@(6,7)"
     groups = [Group.parse(word) for word in text.split()]
     history = RestoreHistory(
-        since_s=dict.fromkeys(groups, T0_S - 60), low_since_s=dict.fromkeys(groups, T0_S - 60), seen_s=T0_S - 0.5
+        since_s=dict.fromkeys(groups, T0_S - 60),
+        low_since_s={Way(g, alone(g.members)): T0_S - 60 for g in groups},
+        seen_s=T0_S - 0.5,
     )
 
     def first(blocks: tuple[int, int, int]) -> str:
@@ -124,6 +128,48 @@ def test_the_cheapest_comes_first_and_ties_go_to_the_lowest_rank() -> None:
     assert first((0, 20, 20)) == "pp2@(4,5)"
     assert first((0, 63, 99)) == "pp2@(4,5)", "three copies of the parameters cost more"
     assert first((0, 99, 99)) == "pp4@(0,1,2,3)", "the others are in use"
+
+
+WIDE = Group.parse("pp4@(0..3)")
+HALVES = halves_of(WIDE)
+
+
+def wide(blocks: int, **more: object) -> ClusterSnapshot:
+    """A pipeline of four that holds so many blocks."""
+    return snapshot(4, "pp4@(0..3)", {0: stats("pp4", 4, blocks=blocks)}, max_stages=4, **more)  # type: ignore[arg-type]
+
+
+def ends(blocks: int, low_for_s: dict[tuple[Group, ...], float], **more: object) -> str:
+    """What the pipeline ends in, where memory has been plenty for so long for these ways."""
+    low_since_s = {Way(WIDE, parts): T0_S - low_s for parts, low_s in low_for_s.items()}
+    history = RestoreHistory(since_s={WIDE: T0_S - 60}, low_since_s=low_since_s, seen_s=T0_S - 0.5)
+    restored, _ = plan(wide(blocks, **more), history)
+    return "" if restored is None else " ".join(map(str, restored.parts or alone(WIDE.members)))
+
+
+def test_a_pipeline_ends_in_its_halves_where_its_members_alone_would_be_too_small() -> None:
+    long_ago = {alone(WIDE.members): 60.0, HALVES: 60.0}
+    assert ends(100, long_ago) == "dp@(0) dp@(1) dp@(2) dp@(3)"
+    assert ends(150, long_ago) == "pp2@(0,1) pp2@(2,3)"
+    assert ends(170, long_ago) == "", "halves would be too small as well"
+    assert ends(100, {alone(WIDE.members): 0.5, HALVES: 60.0}) == "", "soon all parameters may come back"
+
+
+@settings(deadline=None)
+@given(st.integers(0, 400), st.integers(0, NUM_BLOCKS))
+def test_halves_that_a_pipeline_ends_in_are_not_short_of_memory(blocks: int, longest: int) -> None:
+    load = stats("pp4", 4, blocks=blocks, longest_tokens=min(longest, blocks) * BLOCK_SIZE)
+    seen = snapshot(4, "pp4@(0..3)", {0: load}, max_stages=4)
+    history = RestoreHistory(since_s={WIDE: T0_S - 60}, low_since_s={Way(WIDE, HALVES): T0_S - 60}, seen_s=T0_S - 0.5)
+    restored, _ = plan(seen, history)
+    if restored is not None and restored.parts:
+        longest = min(longest, blocks)
+        half = 2 * NUM_BLOCKS + WEIGHT_BLOCKS
+        assert longest + (blocks - longest) / 2 <= CONFIG.drop_above * half
+        instances = {i.instance_id: i for i in seen.instances}
+        switch = make_plan(seen, instances, WIDE, False, SwitchStrategy.CARRY, restored.why, restored.parts)
+        assert check_switch(switch, seen) == ()
+        assert restored.weight_bytes == WEIGHT_BLOCKS * BLOCK_BYTES, "each of the four brings a quarter back"
 
 
 def test_a_plan_tells_what_it_moves() -> None:

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete
 from pengserve.planners.merge import LoadHistory, Reason, Standing, plan_switch
+from pengserve.planners.restore import Way
 from pengserve.planners.selector import AT_REST, Action, Decision, SelectorHistory, select
 from pengserve.planners.types.config import DropConfig, MergeConfig
 from pengserve.planners.types.ids import InstanceId
-from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, LayoutPolicy, SwitchRecord
 from tests.planners.clusters import (
@@ -109,7 +110,7 @@ class MemoryCluster:
                 self.switches.append((t_s, plan))
                 self.since_s = seen.time_s
                 rest = [g for g in self.groups if not set(g.members) & set(plan.group.members)]
-                self.groups = complete([*rest, plan.group] if plan.is_merge else rest, self.ranks)
+                self.groups = complete([*rest, *((plan.group,) if plan.is_merge else plan.parts)], self.ranks)
         return self
 
     def steps(self) -> list[str]:
@@ -155,7 +156,7 @@ def test_constant_demand_comes_to_rest_and_stays(blocks: int, num_instances: int
         max_size=8,
     ),
 )
-def test_whatever_the_demand_nothing_undoes_a_drop_but_a_restore_after_the_dwell(
+def test_whatever_the_demand_a_drop_lasts_until_a_restore_after_the_dwell_or_a_wider_drop(
     trace: list[int], demands: list[Demand]
 ) -> None:
     cluster = MemoryCluster(
@@ -167,7 +168,9 @@ def test_whatever_the_demand_nothing_undoes_a_drop_but_a_restore_after_the_dwell
             later = [(s, p) for s, p in cluster.switches[i + 1 :] if members & set(p.group.members)]
             if later:
                 ended_s, ending = later[0]
-                assert what(ending) == f"restore {plan.group}" and ended_s - at_s >= DROP.min_dwell_s
+                grows = ending.verb == "drop" and plan.group in ending.parts
+                is_over = what(ending) == f"restore {plan.group}" and ended_s - at_s >= DROP.min_dwell_s
+                assert grows or is_over
         if plan.verb == "restore":
             assert not any(p.verb == "drop" and s == at_s for s, p in cluster.switches)
 
@@ -183,6 +186,24 @@ def test_a_burst_of_demand_drops_at_once_and_restores_when_it_is_over() -> None:
         (20 + DROP.quiet_s, "restore pp2@(0,1)"),
         (20.5 + DROP.quiet_s, "restore pp2@(2,3)"),
     ]
+
+
+def test_a_burst_that_grows_widens_pipelines_and_its_end_cuts_them() -> None:
+    """Nobody is alone in between: 2 + 2 become 4, and 4 become 2 + 2, where memory is as short as that."""
+
+    def blocks(t_s: float) -> int:
+        return 256 if 5 <= t_s < 10 else 340 if 10 <= t_s < 20 else 150 if 20 <= t_s < 30 else 80
+
+    cluster = MemoryCluster(4, blocks, degrees=()).run(50)
+    steps = [(what(plan), " ".join(map(str, plan.parts))) for _, plan in cluster.switches]
+    pairs, four = "pp2@(0,1) pp2@(2,3)", "pp4@(0,1,2,3)"
+    assert steps[:4] == [
+        ("drop pp2@(0,1)", "dp@(0) dp@(1)"),
+        ("drop pp2@(2,3)", "dp@(2) dp@(3)"),
+        (f"drop {four}", pairs),
+        (f"restore {four}", pairs),
+    ]
+    assert [step for step, _ in steps[4:]] == ["restore pp2@(0,1)", "restore pp2@(2,3)"]
 
 
 def test_from_low_load_to_overload_and_back() -> None:
@@ -249,9 +270,9 @@ def test_a_group_that_is_short_of_memory_is_not_merged_for_load() -> None:
 
 def test_a_pipeline_is_restored_only_where_nothing_else_is_due() -> None:
     pair = Group.parse("pp2@(2,3)")
-    quiet = {pair: T0_S - 60}
+    since_s, low_since_s = {pair: T0_S - 60}, {Way(pair, alone(pair.members)): T0_S - 60}
     due = SelectorHistory(
-        restore=replace(SelectorHistory().restore, since_s=quiet, low_since_s=quiet, seen_s=T0_S - 0.5)
+        restore=replace(SelectorHistory().restore, since_s=since_s, low_since_s=low_since_s, seen_s=T0_S - 0.5)
     )
     seen = snapshot(4, "pp2@(2,3)", max_stages=2)
     assert chosen(seen, due)[0] == "restore pp2@(2,3)"

@@ -169,6 +169,19 @@ def test_carried_requests_are_not_computed_again() -> None:
     assert sum(o.num_preemptions for o in result.outcomes) == 0
 
 
+def test_pipelines_grow_and_are_cut_with_what_runs() -> None:
+    asked = ((3, "pp2"), (5, "pp4"), (8, "pp2@(0,1)"), (10, "pp4"), (13, "dp"))
+    layouts = [{"at_s": at_s, "layout": layout} for at_s, layout in asked]
+    config = config_of(cluster={"instances": 4, "max_stages": 4}, layouts=layouts)
+    result = simulate_small(config, poisson(300, 18))
+    reports = [e.data for e in result.events if e.kind is EventKind.TRANSITION_END]
+    assert [report["parts"] for report in reports] == [
+        *("dp@(0) dp@(1)", "dp@(2) dp@(3)", "pp2@(0,1) pp2@(2,3)"),
+        *("pp2@(0,1) dp@(2) dp@(3)", "pp2@(0,1) dp@(2) dp@(3)", "dp@(0) dp@(1) dp@(2) dp@(3)"),
+    ]
+    assert all(report["num_carried"] > 0 and report["num_recomputed"] == 0 for report in reports)
+
+
 def test_a_hard_merge_pauses_what_runs_until_the_split() -> None:
     config = config_of(
         options={"merge": {"is_auto": False}},

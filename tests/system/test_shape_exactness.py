@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.plans import SwitchStrategy
 from tests.support.elastic import ElasticCluster, elastic_cluster
 from tests.support.streams import make_prompts
@@ -25,8 +26,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STRATEGIES = [strategy.value for strategy in SwitchStrategy]
 LAYOUTS = {
     2: ["dp", "tp2", "pp2"],
-    4: ["dp", "tp2", "tp2@(2,3)", "pp2@(0,1)", "pp2@(0,1) tp2@(2,3)", "pp2", "tp4", "pp4"],
+    4: ["dp", "tp2", "tp2@(2,3)", "pp2@(0,1)", "pp2@(2,3)", "pp2@(0,1) tp2@(2,3)", "pp2", "tp4", "pp4"],
 }
+NESTED = [  # layouts between which one switch leads, with all that runs
+    *(("pp2", "pp4"), ("pp2@(0,1)", "pp4"), ("pp2@(2,3)", "pp4")),
+    *(("pp4", "pp2"), ("pp4", "pp2@(0,1)"), ("pp4", "pp2@(2,3)")),
+]
 MEMORY_BYTES = 24 << 20  # of an instance: 3 MiB of weights, and KV that all requests fit into
 ENDS_WITHIN_S = 60.0
 
@@ -129,6 +134,27 @@ def test_each_strategy_both_ways(disturbed: Disturbed, kind: str, strategy: str)
     running += [(i, disturbed.traffic.start(**disturbed.requests[i])) for i in range(3)]
     time.sleep(0.15)
     disturbed.cluster.set_layout("dp", strategy)
+    disturbed.check_memory()
+    disturbed.check_all(running)
+
+
+@pytest.mark.parametrize(("before", "after"), NESTED)
+def test_pipelines_grow_and_are_cut_as_they_are(disturbed: Disturbed, before: str, after: str) -> None:
+    cluster = disturbed.cluster
+    if cluster.config.num_instances < 4:
+        pytest.skip("of two instances there is one pipeline")
+    cluster.set_layout(before)
+    running = [(i, disturbed.traffic.start(**request)) for i, request in enumerate(disturbed.requests)]
+    time.sleep(0.3)
+    num_ends = len(cluster.events(EventKind.TRANSITION_END))
+    cluster.set_layout(after)
+    disturbed.check_memory()
+    [end] = cluster.events(EventKind.TRANSITION_END)[num_ends:]
+    num_grammars = sum("structured_outputs" in request for request in disturbed.requests)
+    assert end.data["num_carried"] > 0 and end.data["num_recomputed"] <= num_grammars, "what ran goes on with its KV"
+    running += [(i, disturbed.traffic.start(**disturbed.requests[i])) for i in range(3)]
+    time.sleep(0.15)
+    cluster.set_layout("dp")
     disturbed.check_memory()
     disturbed.check_all(running)
 

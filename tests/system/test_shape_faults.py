@@ -9,27 +9,22 @@ rest of the matrix carries the mark `faults` (`make test-faults`).
 """
 
 import os
-import random
 import signal
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState
-from tests.support.elastic import ElasticCluster, elastic_cluster
-from tests.support.traffic import TimedStream, Traffic
+from tests.support.elastic import elastic_cluster
+from tests.support.scene import SERVES_WITHIN_S, Scene
+from tests.support.traffic import Traffic
 
 pytestmark = [pytest.mark.slow, pytest.mark.shapes, pytest.mark.timeout(240)]
 
-SERVES_WITHIN_S = 5.0
-ENDS_WITHIN_S = 90.0
 PEER_TIMEOUT_S = 4.0
-MAX_TOKENS = 250
 LEADER, FOLLOWER = 0, 1
 NAMES = {LEADER: "leader", FOLLOWER: "follower"}
 LAYOUTS = {"merge": ("dp", "tp2"), "split": ("tp2", "dp"), "drop": ("dp", "pp2"), "restore": ("pp2", "dp")}
@@ -94,109 +89,6 @@ def cases() -> list[Any]:
         *(pytest.param(case, id=case.id) for case in COMMON),
         *(pytest.param(case, id=case.id, marks=pytest.mark.faults) for case in rest),
     ]
-
-
-class Scene:
-    """A cluster of two, its traffic, and what each request gives when nothing happens."""
-
-    def __init__(self, cluster: ElasticCluster, traffic: Traffic) -> None:
-        self.cluster, self.traffic = cluster, traffic
-        self.short = _requests(6, longest=120, max_tokens=MAX_TOKENS)
-        self.long = [request | {"max_tokens": 20} for request in _requests(6, longest=900, shortest=700, max_tokens=0)]
-        cluster.set_layout("dp")
-        self._expected = {id(r): self._undisturbed(r) for r in (self.short, self.long)}
-
-    def _undisturbed(self, requests: list[dict[str, Any]]) -> list[TimedStream]:
-        streams = [future.result(ENDS_WITHIN_S) for future in [self.traffic.start(**r) for r in requests]]
-        assert all(not stream.error for stream in streams), streams
-        return streams
-
-    def send(self, requests: list[dict[str, Any]]) -> "list[Future[TimedStream]]":
-        """Begins these streams, and waits until the short ones decode, or the first of the long ones does."""
-        live = [TimedStream() for _ in requests]
-        futures = [self.traffic.start(**request, into=stream) for request, stream in zip(requests, live, strict=True)]
-        begun = all if requests is self.short else any
-        deadline_s = time.monotonic() + 30.0
-        while not begun(stream.times_s for stream in live):
-            assert time.monotonic() < deadline_s, "the streams did not begin"
-            time.sleep(0.002)
-        return futures
-
-    def require_equal(self, requests: list[dict[str, Any]], futures: "list[Future[TimedStream]]") -> list[TimedStream]:
-        """Waits for the streams; they are what they are undisturbed."""
-        streams = [future.result(ENDS_WITHIN_S) for future in futures]
-        assert [stream.error for stream in streams] == [""] * len(streams)
-        for i, (stream, expected) in enumerate(zip(streams, self._expected[id(requests)], strict=True)):
-            assert stream.token_ids == expected.token_ids, f"stream {i}: {requests[i]}"
-            assert stream.finish_reason == expected.finish_reason
-        return streams
-
-    def require_service(self, since_s: float) -> None:
-        """A new request is answered in time, counted from `since_s`."""
-        fresh = self.traffic.start([int(since_s * 1e3) % 500, 11, 12], max_tokens=3)
-        stream = fresh.result(ENDS_WITHIN_S)
-        assert not stream.error, stream.error
-        took_s = stream.times_s[-1] - since_s
-        # Where others run on the same cores, everything takes so much longer.
-        crowd = os.getloadavg()[0] / (2 * (os.cpu_count() or 1))
-        assert took_s < SERVES_WITHIN_S * max(1.0, crowd), f"the survivors answered {took_s:.1f} s after the fault"
-
-    def require_memory(self, *instance_ids: int) -> None:
-        """Conservation laws of instances."""
-        for key in map(self.cluster.key, instance_ids):
-            broken = self.cluster.call(self.cluster.port.check(key))
-            assert broken == (), f"instance {key}: {broken}"
-
-    def require_recovery(self, wanted: str) -> None:
-        """The layout is what was asked for, nothing is left over, and the next switch works."""
-        self.cluster.wait(_shape_is(wanted), timeout_s=90.0)
-        self.cluster.wait_formable()
-        self.cluster.wait(_nothing_runs, timeout_s=15.0)
-        self.require_memory(LEADER, FOLLOWER)
-        other = "tp2" if wanted == "dp" else "dp"
-        self.cluster.set_layout(other)
-        assert self.traffic.start([5, 6, 7], max_tokens=4).result(ENDS_WITHIN_S).error == ""
-        self.require_memory(LEADER, FOLLOWER)
-
-    def wait_dead(self, pid: int, timeout_s: float = 30.0) -> float:
-        """Waits until a process has ended; when that was seen, on the monotonic clock."""
-        deadline_s = time.monotonic() + timeout_s
-        while _lives(pid):
-            assert time.monotonic() < deadline_s, f"process {pid} lives on: its failpoint was not reached"
-            time.sleep(0.005)
-        return time.monotonic()
-
-
-def _requests(count: int, *, longest: int, max_tokens: int, shortest: int = 5) -> list[dict[str, Any]]:
-    """Greedy and seeded ones in turn."""
-    generator = random.Random(8)
-    prompts = [
-        [generator.randrange(10, 500) for _ in range(generator.randrange(shortest, longest))] for _ in range(count)
-    ]
-    sampled = {"temperature": 0.8, "top_p": 0.95}
-    return [
-        {"prompt": prompt, "max_tokens": max_tokens} | (sampled | {"seed": 40 + i} if i % 2 else {})
-        for i, prompt in enumerate(prompts)
-    ]
-
-
-def _lives(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def _shape_is(wanted: str) -> Any:
-    shapes = {wanted}
-    return lambda s: (
-        {group.shape for group in s.layout.groups} == shapes
-        and all(i.state is InstanceState.READY for i in s.instances)
-    )
-
-
-def _nothing_runs(snapshot: ClusterSnapshot) -> bool:
-    return not any(i.stats.num_running + i.stats.num_waiting + i.stats.num_paused for i in snapshot.instances)
 
 
 @pytest.fixture(scope="module")

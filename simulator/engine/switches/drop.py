@@ -1,4 +1,4 @@
-"""dp groups become one pipeline (KunServe sections 4.1, 4.2): memory at once, KV of what runs beside serving."""
+"""Groups become one pipeline (KunServe sections 4.1, 4.2): memory at once, KV of what runs beside serving."""
 
 import asyncio
 
@@ -18,13 +18,14 @@ async def drop(switch: Switch) -> SwitchReport:
     await asyncio.sleep(switch.remap_s + switch.around.costs.cutover_s)
     num_left = _expect(switch, run, coming)
     num_reserved = run.num_reserved
-    num_first = switch.leader.sizes.first_blocks(len(switch.members))
+    num_first = switch.leader.sizes.first_blocks(switch.parts)
     assert run.lane.resize(max(0, num_first - num_reserved)), "nobody has a block of it yet"
+    left = switch.leave_parts()
     switch.enter_group(run)
-    num_redirected = settle_rest(switch)
+    switch.around.owner.moved(left, switch.leader.key, carried=False)
+    num_redirected = settle_rest(switch) + len(left)
     run.is_exchanging = True
-    layers = switch.leader.sizes.stage_sizes(len(switch.members))
-    pairs = by_layer(run.arriving, layers, switch.token_bytes, is_drop=True)
+    pairs = by_layer(run.arriving, switch.parts, switch.token_bytes, is_drop=True)
     run.exchange = loop.create_task(_exchange(switch, run, pairs), name=f"exchange {plan.plan_id}")
     run.exchange.add_done_callback(lambda done: done.cancelled() or done.result())  # an error ends the simulation
     return SwitchReport(
@@ -40,7 +41,7 @@ async def drop(switch: Switch) -> SwitchReport:
 
 
 def _expect(switch: Switch, run: GroupRun, coming: list[Traveller]) -> int:
-    """Gives blocks to the requests whose KV will come; how many found none. They stay in dp, for `settle_rest`."""
+    """Gives blocks to the requests whose KV will come; how many found none. They stay, and are sent again."""
     num_left, num_free = 0, run.capacity.num_blocks
     for traveller in coming:
         needed = run.blocks_needed(traveller.num_tokens)
@@ -49,7 +50,7 @@ def _expect(switch: Switch, run: GroupRun, coming: list[Traveller]) -> int:
             continue
         num_free -= needed
         run.arriving.append(traveller)
-        switch.members[traveller.rank].lane.remove([traveller.request])
+        switch.members[traveller.rank].current.remove([traveller.request])
         switch.around.owner.moved([traveller.request], switch.leader.key, carried=True)
     return num_left
 

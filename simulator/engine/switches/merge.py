@@ -16,8 +16,13 @@ MAX_WAVE_TOKENS = 1 << 15  # as `replicas.engine.reshard`
 
 def check_merge(plan: SwitchPlan, member: SimInstance) -> None:
     """Raise StepError where this member cannot take part in a merge or drop now."""
-    if member.group is not None:
-        raise StepError(f"instance {member.key} runs {member.group.group}; end that first")
+    run, part = member.group, plan.part_of(member.key)
+    if run is not None and run.group != part:
+        raise StepError(f"instance {member.key} runs {run.group}; end that first")
+    if run is None and part.degree > 1:
+        raise StepError(f"instance {member.key} is alone, and the plan is for {part}; plan again")
+    if run is not None and run.is_exchanging:
+        raise StepError(f"{run.group} still waits for KV since its drop; ask again when it has come")
     if not any(name.startswith(f"{plan.group}/") for name in member.groups_ready):
         raise StepError(f"instance {member.key} is not connected with the members of {plan.group}")
 
@@ -56,7 +61,7 @@ def travellers(switch: Switch, kept: frozenset[LiveRequest] | None = None) -> li
     """What members bring along, by rank; of those that drained, what is left of `kept` alone."""
     found = []
     for rank, member in enumerate(switch.members):
-        scheduler = member.lane.scheduler
+        scheduler = member.current.scheduler
         found += [
             Traveller(request, rank, num_tokens)
             for request in scheduler.running

@@ -1,15 +1,16 @@
-"""One pipeline becomes dp groups again (KunServe section 4.4): weights come back beside serving, then KV."""
+"""One pipeline ends in instances alone, or narrower ones (KunServe 4.4): weights come beside serving, then KV."""
 
 import asyncio
 from itertools import permutations
 
+from pengserve.planners.stages import Parts
 from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.plans import SwitchReport
 from pengserve.planners.types.units import blocks_for
 from pengserve.simulator.engine.group import GroupRun, Traveller, end_group
 from pengserve.simulator.engine.switches.merge import note_stall
 from pengserve.simulator.engine.switches.split import check_split
-from pengserve.simulator.engine.switches.switch import Switch, by_layer
+from pengserve.simulator.engine.switches.switch import Switch, by_layer, shared_layers
 
 
 async def restore(switch: Switch) -> SwitchReport:
@@ -17,8 +18,8 @@ async def restore(switch: Switch) -> SwitchReport:
     loop, plan, run = asyncio.get_running_loop(), switch.plan, switch.leader.group
     assert run is not None
     started_s = loop.time()
-    layers = switch.leader.sizes.stage_sizes(len(switch.members))
-    await _bring_weights(switch, run, layers)
+    parts = switch.parts
+    await _bring_weights(switch, run, parts)
     weights_s = loop.time() - started_s
     try:
         check_split(plan, switch.leader)
@@ -30,15 +31,19 @@ async def restore(switch: Switch) -> SwitchReport:
     wave = _assign(switch, run)
     num_recomputed = len(run.lane.scheduler.running) - len(wave)
     sent_before = switch.sent_bytes
-    await switch.send(by_layer(wave, layers, switch.token_bytes, is_drop=False))
+    await switch.send(by_layer(wave, parts, switch.token_bytes, is_drop=False))
     await asyncio.sleep(switch.remap_s + switch.around.costs.cutover_s)
+    narrower = {part: await switch.begin_group(part) for part in plan.parts if part.degree > 1}
     for traveller in wave:
         member = switch.members[traveller.rank]
+        part_run = narrower.get(plan.parts[parts.of(traveller.rank)])
         run.lane.remove([traveller.request])
-        has_room = member.lane.admit(traveller.request, traveller.num_tokens)
+        has_room = (member if part_run is None else part_run).lane.admit(traveller.request, traveller.num_tokens)
         assert has_room, "its blocks were counted"
         switch.around.owner.moved([traveller.request], member.key, carried=True)
     rest = end_group(run)
+    for part_run in narrower.values():
+        switch.enter_group(part_run)
     switch.leave_group()
     switch.around.owner.moved(rest, None, carried=False)
     note_stall([traveller.request for traveller in wave], loop.time() - started_s)
@@ -55,19 +60,20 @@ async def restore(switch: Switch) -> SwitchReport:
     )
 
 
-async def _bring_weights(switch: Switch, run: GroupRun, layers: tuple[int, ...]) -> None:
-    """Every member gets the layers that it misses, from the one that has kept them.
+async def _bring_weights(switch: Switch, run: GroupRun, parts: Parts) -> None:
+    """Every member gets the layers that it misses in its part, from the one that has kept them.
 
     Raises:
         StepError: too many blocks are in use to make room, or it took longer than the plan allows.
     """
     scheduler, sizes = run.lane.scheduler, switch.leader.sizes
-    num_left = sizes.last_blocks(len(layers))
+    num_left = sizes.last_blocks(parts)
     if not run.lane.resize(min(num_left, scheduler.num_blocks)):
         num_used = scheduler.num_blocks - scheduler.num_free
         raise StepError(f"{num_left} blocks are left while weights come back, and {num_used} are in use")
     pairs = {
-        (source, target): layers[source] * sizes.layer_bytes for source, target in permutations(range(len(layers)), 2)
+        (source, target): shared_layers(parts, target, source) * sizes.layer_bytes
+        for source, target in permutations(range(len(switch.members)), 2)
     }
     try:
         async with asyncio.timeout(switch.plan.drain_timeout_s):
@@ -81,16 +87,16 @@ async def _bring_weights(switch: Switch, run: GroupRun, layers: tuple[int, ...])
 
 def _assign(switch: Switch, run: GroupRun) -> list[Traveller]:
     """Each request goes where most blocks are left; what fits nowhere is resumed from its tokens."""
-    sizes, scheduler = switch.leader.sizes, run.lane.scheduler
-    free = [sizes.dp.num_blocks] * len(switch.members)
+    sizes, scheduler, parts = switch.leader.sizes, run.lane.scheduler, switch.parts
+    free = [sizes.lane(part.shape).num_blocks for part in switch.plan.parts]
     wave: list[Traveller] = []
     for request in scheduler.running:
         computed = scheduler.computed_tokens(request)
         if not computed:
             continue  # nothing to carry: it is sent again
         needed = blocks_for(computed + 1, sizes.dp.block_size)
-        rank = max(range(len(free)), key=lambda r: (free[r], -r))
-        if free[rank] >= needed:
-            free[rank] -= needed
-            wave.append(Traveller(request, rank, computed))
+        part = max(range(len(free)), key=lambda p: (free[p], -p))
+        if free[part] >= needed:
+            free[part] -= needed
+            wave.append(Traveller(request, parts.start(part), computed))
     return wave

@@ -22,12 +22,13 @@ def check_split(plan: SwitchPlan, member: SimInstance) -> None:
         return
     if run.is_exchanging:
         raise StepError(f"{run.group} still waits for KV since its drop; restore it when that has come")
-    limit = member.sizes.dp.max_model_len
+    narrowest = min(plan.parts, key=lambda part: part.degree)
+    limit = member.sizes.lane(narrowest.shape).max_model_len
     for request in run.requests():
         total = request.arrival.prompt_tokens + request.arrival.output_tokens
         if total > limit:
             raise StepError(
-                f"request {request.request_id} may grow to {total} tokens and one instance holds {limit};"
+                f"request {request.request_id} may grow to {total} tokens and {narrowest} holds {limit};"
                 " wait until it has ended"
             )
 

@@ -5,13 +5,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pengserve.planners.stages import Parts
 from pengserve.planners.types.ids import Epoch
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.simulator.engine.driver import Driver, Owner
-from pengserve.simulator.engine.group import GroupRun, Traveller
+from pengserve.simulator.engine.group import GroupRun, Traveller, end_group
 from pengserve.simulator.engine.instance import SimInstance
+from pengserve.simulator.requests import LiveRequest
 from pengserve.simulator.timing.switches import SwitchCosts
 
 Pair = tuple[int, int]  # ranks: from, to
@@ -49,7 +51,7 @@ class Switch:
     plan: SwitchPlan
     members: tuple[SimInstance, ...]
     around: Surroundings
-    run: GroupRun | None = None  # that begins and is not entered yet
+    runs: list[GroupRun] = field(default_factory=list)  # that begin and are not entered yet
     may_end: bool = True  # nothing has moved yet: it can be called off
     sent_bytes: int = 0
     kept: frozenset[object] = field(default_factory=frozenset)
@@ -70,17 +72,25 @@ class Switch:
         return self.leader.sizes.dp_token_bytes
 
     @property
+    def parts(self) -> Parts:
+        """What a pipeline is formed of, or ends in."""
+        return Parts(self.leader.sizes.num_layers, tuple(part.degree for part in self.plan.parts))
+
+    @property
     def remap_s(self) -> float:
         """Seconds in which the member that drops most layers turns their weights into KV, or back."""
         sizes = self.leader.sizes
-        num_layers = sizes.num_layers - min(sizes.stage_sizes(len(self.members)))
+        num_layers = sizes.remapped_layers(self.parts)
         return self.around.costs.remap_s(num_layers * sizes.layer_bytes, num_layers)
 
     async def meet(self) -> float:
-        """All members stop at a step boundary; the leader goes on until the others have. Seconds that took."""
+        """All members stop at a step boundary; the leader goes on until the others have. Seconds that took.
+
+        Of pipelines that become one, their leaders' lanes are what stops.
+        """
         loop = asyncio.get_running_loop()
         started_s = loop.time()
-        await asyncio.gather(*(member.lane.pause() for member in self.members[1:]))
+        await asyncio.gather(*(member.current.pause() for member in self.members[1:]))
         await self.leader.current.pause()
         self.may_end = False
         for member in self.members:
@@ -88,19 +98,26 @@ class Switch:
                 member.release_new()
         return loop.time() - started_s
 
-    async def begin_group(self) -> GroupRun:
-        """The group that this switch forms, which nobody is in yet."""
-        group = self.plan.group
+    async def begin_group(self, group: Group | None = None) -> GroupRun:
+        """The group that this switch forms, or a part that it ends in; nobody is in it yet."""
+        group = group or self.plan.group
+        members = tuple(member for member in self.members if member.instance_id in group.members)
         capacity = self.leader.sizes.lane(group.shape)
-        lane = self.around.group_lane(group, self.members, capacity)
+        lane = self.around.group_lane(group, members, capacity)
         await lane.pause()
-        self.run = GroupRun(group=group, members=self.members, lane=lane, capacity=capacity)
-        return self.run
+        run = GroupRun(group=group, members=members, lane=lane, capacity=capacity)
+        self.runs.append(run)
+        return run
+
+    def leave_parts(self) -> list[LiveRequest]:
+        """The pipelines that become a wider one end; the requests that are left in them."""
+        runs = {id(member.group): member.group for member in self.members if member.group is not None}
+        return [request for run in runs.values() for request in end_group(run)]
 
     def enter_group(self, run: GroupRun) -> None:
         """From now on its members run the group."""
-        self.run = None
-        for member in self.members:
+        self.runs.remove(run)
+        for member in run.members:
             member.group = run
             member.num_switches += 1
             member.epoch = self.epoch
@@ -108,8 +125,8 @@ class Switch:
         run.lane.resume()
 
     def leave_group(self) -> None:
-        """From now on the members are alone."""
-        for member in self.members:
+        """From now on the members that are in no part that is a group are alone."""
+        for member in (member for member in self.members if member.group is None):
             member.epoch = self.epoch
             member.lane.resume()
             self.around.owner.touched(member.key)
@@ -126,8 +143,8 @@ class Switch:
 
     def undo(self) -> None:
         """After a failure: whoever lives goes on as before, or alone; what had begun to move is sent again."""
-        run, self.run = self.run, None
-        if run is not None:
+        runs, self.runs = self.runs, []
+        for run in runs:
             requests = run.requests()
             run.close()
             self.around.owner.moved(requests, None, carried=False)
@@ -154,15 +171,26 @@ def by_head(travellers: list[Traveller], num_members: int, token_bytes: int, *, 
     return pairs
 
 
-def by_layer(
-    travellers: list[Traveller], layers: tuple[int, ...], token_bytes: int, *, is_drop: bool
-) -> dict[Pair, int]:
-    """Bytes of KV that change member where each one keeps so many `layers`, by rank."""
+def by_layer(travellers: list[Traveller], parts: Parts, token_bytes: int, *, is_drop: bool) -> dict[Pair, int]:
+    """Bytes of KV that change member where each part of a pipeline has all layers of its requests.
+
+    A traveller's rank is that of who leads its part: before a drop, after a restore.
+    """
     pairs: dict[Pair, int] = {}
     for traveller in travellers:
-        for other, num_layers in enumerate(layers):
-            if other != traveller.rank:
-                pair = (traveller.rank, other) if is_drop else (other, traveller.rank)
-                share = traveller.num_tokens * token_bytes * num_layers // sum(layers)
-                pairs[pair] = pairs.get(pair, 0) + share
+        own = parts.of(traveller.rank)
+        mates = range(traveller.rank, traveller.rank + parts.sizes[own])
+        for other in range(sum(parts.sizes)):
+            for mate in mates if parts.of(other) != own else ():
+                num_layers = shared_layers(parts, mate, other)
+                if num_layers:
+                    pair = (mate, other) if is_drop else (other, mate)
+                    share = traveller.num_tokens * token_bytes * num_layers // parts.num_layers
+                    pairs[pair] = pairs.get(pair, 0) + share
     return pairs
+
+
+def shared_layers(parts: Parts, mate: int, other: int) -> int:
+    """Layers that rank `mate` has in its part, and `other` in the pipeline of all."""
+    (first, stop), (low, high) = parts.layers(mate), parts.wide_layers(other)
+    return max(0, min(stop, high) - max(first, low))

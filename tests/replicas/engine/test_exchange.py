@@ -1,7 +1,11 @@
-"""Laws of a drop's exchange and of weights that come back: real memory, and members that hear each other at random."""
+"""Laws of drops, of pipelines that grow, and of weights that come back: real memory, members heard at random."""
 
+import queue
 import random
+from collections import defaultdict
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,11 +14,12 @@ import torch
 
 pytest.importorskip("vllm")
 
-from pengserve.planners.stages import stage_layers
+from pengserve.planners.stages import Parts, stage_layers, stage_of
 from pengserve.planners.types.errors import StepError
+from pengserve.replicas.comm.communicator import Move
 from pengserve.replicas.engine import exchange as exchange_module
 from pengserve.replicas.engine.exchange import DropExchange
-from pengserve.replicas.engine.pp_lane import stage_of
+from pengserve.replicas.engine.restore import LayerRestore
 from pengserve.replicas.engine.weights_return import WeightsReturn
 from pengserve.replicas.memory.arena.open import open_arena
 from pengserve.replicas.memory.layers import LayerMemory, LayerSizes
@@ -22,7 +27,7 @@ from pengserve.replicas.memory.ledger import BlockTable
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
-CHUNK, BLOCK, TOKENS, LAYERS = 64 << 10, 24 << 10, 4, 4
+CHUNK, BLOCK, TOKENS, LAYERS = 64 << 10, 24 << 10, 4, 5
 SIZES = LayerSizes(num_chunks=120, chunk_bytes=CHUNK, weight_bytes=(300_000,) * LAYERS, block_bytes=BLOCK)
 
 
@@ -30,25 +35,14 @@ class Member:
     """One member's memory and table, and of vLLM only what an exchange asks for."""
 
     def __init__(self, rank: int, size: int, requests: dict[str, list[int]]) -> None:
-        self.rank, self.requests, ranges = rank, requests, stage_layers(LAYERS, size)
+        self.rank, self.requests = rank, requests
         self.arena = open_arena(torch.device("cpu"), SIZES.num_chunks * CHUNK, CHUNK)
-        self.layers = LayerMemory(self.arena, SIZES, fewest_layers=min(b - a for a, b in ranges))
-        num_blocks = min(SIZES.num_blocks(layers) for layers in ranges) - 1
-        self.lane = SimpleNamespace(
-            rank=rank,
-            num_stages=size,
-            stages=ranges,
-            layers=ranges[stage_of(rank, size)],
-            capacity=SimpleNamespace(num_blocks=num_blocks),
-            table=BlockTable(num_blocks + 1),
-            blocks_for=lambda num_tokens: -(-num_tokens // TOKENS),
-            adopt=lambda request: None,
-            runner=SimpleNamespace(requests={}, input_batch=None),
-        )
+        self.layers = LayerMemory(self.arena, SIZES, fewest_layers=1)
+        self.lane = make_lane(rank, size)
         filled: list[int] = []
         memory = SimpleNamespace(layers=self.layers, drop_weights=self.layers.drop_weights, note_filled=filled.append)
         self.filled = filled
-        self.lanes = SimpleNamespace(dp=SimpleNamespace(memory=memory, block_ids=requests.__getitem__))
+        self.lanes = SimpleNamespace(dp=SimpleNamespace(memory=memory, block_ids=requests.__getitem__), running=None)
         for layer in range(LAYERS):
             self.layers.weights(layer).fill_(layer + 1)
             for request_id, block_ids in requests.items():
@@ -63,6 +57,22 @@ class Member:
             for layer in range(*self.lane.layers)
             for index, block_id in enumerate(physical)
         )
+
+
+def make_lane(rank: int, size: int) -> Any:
+    ranges = stage_layers(LAYERS, size)
+    num_blocks = min(SIZES.num_blocks(layers) for layers in ranges) - 1
+    return SimpleNamespace(
+        rank=rank,
+        num_stages=size,
+        stages=ranges,
+        layers=ranges[stage_of(rank, size)],
+        capacity=SimpleNamespace(num_blocks=num_blocks),
+        table=BlockTable(num_blocks + 1),
+        blocks_for=lambda num_tokens: -(-num_tokens // TOKENS),
+        adopt=lambda request: None,
+        runner=SimpleNamespace(requests={}, input_batch=None),
+    )
 
 
 def content(request_id: str, index: int, layer: int) -> int:
@@ -92,8 +102,8 @@ def travellers(members: list[Member]) -> list[Any]:
     ids = iter(random.Random(5).sample(range(1, members[0].lane.capacity.num_blocks + 1), 16 * len(members)))
     return [
         SimpleNamespace(
-            request_id=request_id, rank=m.rank, logical_ids=[next(ids) for _ in range(4)], num_tokens=3 * TOKENS - 1,
-            handoff=None,
+            request_id=request_id, rank=m.lane.rank, logical_ids=[next(ids) for _ in range(4)],
+            num_tokens=3 * TOKENS - 1, handoff=None, part_ids=[],
         )
         for m in members
         for request_id in m.requests
@@ -118,12 +128,38 @@ def run(parts: list[Any], seed: int) -> list[int]:
 
 def drop(members: list[Member], seed: int = 1) -> tuple[list[Any], list[int]]:
     wave = travellers(members)
+    return wave, form(members, wave, Parts(LAYERS, (1,) * len(members)), seed)
+
+
+def form(members: list[Member], wave: list[Any], parts: Parts, seed: int) -> list[int]:
+    """The members' lanes come to run; how many of the blocks that no request has got memory before any KV came."""
     used = {logical for t in wave for logical in t.logical_ids}
     order = [i for i in range(1, members[0].lane.capacity.num_blocks + 1) if i not in used]
-    parts = [DropExchange(m.lanes, m.lane) for m in members]
-    backed = [part.begin(wave, order) for part in parts]
-    assert run(parts, seed) == list(range(len(members)))
-    return wave, backed
+    exchanges = [DropExchange(m.lanes, m.lane, parts) for m in members]
+    backed = [exchange.begin(wave, order) for exchange in exchanges]
+    assert run(exchanges, seed) == list(range(len(members)))
+    return backed
+
+
+def grow(members: list[Member], sizes: tuple[int, ...], seed: int) -> tuple[list[Any], list[int]]:
+    """The pipeline of all, formed of parts of such sizes, of which the wider ones were formed before."""
+    parts, wave = Parts(LAYERS, sizes), travellers(members)
+    for index, size in enumerate(sizes):
+        start = parts.start(index)
+        part = members[start : start + size]
+        if size > 1:
+            for rank, member in enumerate(part):
+                member.lane = make_lane(rank, size)
+            of_part, _ = drop(part, seed)
+            origins = {t.request_id: t.logical_ids for t in of_part}
+            for traveller in wave:
+                if traveller.request_id in origins:
+                    traveller.rank, traveller.part_ids = start, origins[traveller.request_id]
+            for member in part:
+                member.lanes.running = member.lane
+    for rank, member in enumerate(members):
+        member.lane = make_lane(rank, len(members))
+    return wave, form(members, wave, parts, seed)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -148,6 +184,22 @@ def test_a_shared_block_becomes_two_with_the_same_content(members: list[Member])
             assert torch.equal(member.layers.kv(layer)[a], member.layers.kv(layer)[b])
 
 
+@pytest.mark.parametrize("members", [4], indirect=True)
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 1, 1), (1, 1, 2)])
+@pytest.mark.parametrize("seed", range(2))
+def test_in_a_pipeline_of_pipelines_every_member_has_its_layers_of_all_requests(
+    members: list[Member], sizes: tuple[int, ...], seed: int
+) -> None:
+    wave, backed = grow(members, sizes, seed)
+    assert min(backed) > 0, "new requests have room before any KV has come"
+    for member in members:
+        assert member.layers.check(member.lane.layers, SIZES.num_blocks(member.lane.layers)) == ()
+        physical = member.lane.table.physical(member.lane.table.leased())
+        assert len(set(physical)) == len(physical) == member.lane.capacity.num_blocks
+        for traveller in wave:
+            assert traveller.request_id == "r0.1" or member.has(traveller.request_id, traveller.logical_ids, 3)
+
+
 def test_a_drop_makes_room_before_any_kv_has_come(members: list[Member]) -> None:
     _, backed = drop(members)
     assert min(backed) > 0
@@ -156,10 +208,10 @@ def test_a_drop_makes_room_before_any_kv_has_come(members: list[Member]) -> None
 def test_weights_come_back_and_what_is_in_use_keeps_its_kv(members: list[Member]) -> None:
     wave, _ = drop(members)
     used = {logical for t in wave for logical in t.logical_ids}
-    left = min(SIZES.num_blocks_beside_all_weights(m.lane.layers) for m in members) - 1
+    left = min(SIZES.num_blocks_beside(SIZES.all_layers, m.lane.layers) for m in members) - 1
     free = [i for i in range(members[0].lane.capacity.num_blocks, 0, -1) if i not in used]
     withheld = free[: members[0].lane.capacity.num_blocks - left]
-    parts = [WeightsReturn(m.lanes, m.lane) for m in members]
+    parts = [WeightsReturn(m.lanes, m.lane, Parts(LAYERS, (1,) * len(members))) for m in members]
     for part in parts:
         part.begin(withheld)
     assert run(parts, seed=3) == list(range(len(members)))
@@ -174,10 +226,63 @@ def test_weights_come_back_and_what_is_in_use_keeps_its_kv(members: list[Member]
         assert member.layers.check(member.lane.layers, SIZES.num_blocks(member.lane.layers)) == ()
 
 
+@pytest.mark.parametrize(
+    ("members", "sizes"), [(2, (1, 1)), (4, (1, 1, 1, 1)), (4, (2, 2)), (4, (1, 1, 2))], indirect=["members"]
+)
+def test_after_a_restore_every_member_has_what_its_part_needs(members: list[Member], sizes: tuple[int, ...]) -> None:
+    wave, _ = drop(members)
+    parts = Parts(LAYERS, sizes)
+    bring_back(members, wave, parts)
+    blocks = [
+        iter(range(SIZES.num_pipeline_blocks(stage_layers(LAYERS, size)), 0, -1)) for size in sizes
+    ]  # what each part's scheduler hands out
+    for index, traveller in enumerate(wave):
+        part = index % len(sizes)
+        traveller.rank, traveller.part_ids = parts.start(part), [next(blocks[part]) for _ in range(4)]
+    hear: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
+    with ThreadPoolExecutor(len(members)) as pool:
+        restores = [
+            LayerRestore(m.lanes, m.lane, parts, SimpleNamespace(exchange=partial(exchange, m.rank, hear)))
+            for m in members
+        ]
+        list(pool.map(lambda restore: restore.run(wave), restores))
+    for member in members:
+        layers = parts.layers(member.rank)
+        assert member.layers.check(layers, SIZES.num_blocks(layers)) == ()
+        assert all((member.layers.weights(layer) == layer + 1).all() for layer in range(*layers))
+        mine = [t for t in wave if parts.of(t.rank) == parts.of(member.rank) and t.request_id != "r0.1"]
+        assert mine and all(
+            (member.layers.kv(layer)[block_id] == content(t.request_id, index, layer)).all()
+            for t in mine
+            for index, block_id in enumerate(t.part_ids[:3])
+            for layer in range(*layers)
+        )
+
+
+def bring_back(members: list[Member], wave: list[Any], parts: Parts) -> None:
+    used = {logical for t in wave for logical in t.logical_ids}
+    left = min(SIZES.num_blocks_beside(parts.layers(m.rank), m.lane.layers) for m in members) - 1
+    free = [i for i in range(members[0].lane.capacity.num_blocks, 0, -1) if i not in used]
+    returns = [WeightsReturn(m.lanes, m.lane, parts) for m in members]
+    for returning in returns:
+        returning.begin(free[: members[0].lane.capacity.num_blocks - left])
+    assert run(returns, seed=3) == list(range(len(members)))
+
+
+def exchange(rank: int, hear: dict[tuple[int, int], Any], moves: list[Move]) -> None:
+    """As the communicators do it, between threads."""
+    for move in moves:
+        if move.src == rank:
+            hear[rank, move.dst].put(move.tensor.clone())
+    for move in moves:
+        if move.dst == rank:
+            move.tensor.copy_(hear[move.src, rank].get(timeout=10))
+
+
 def test_weights_without_room_are_refused_and_nothing_has_changed(members: list[Member]) -> None:
     drop(members)
-    member = members[0]
+    member = max(members, key=lambda m: m.lane.layers[1] - m.lane.layers[0])
     before = member.lane.table.physical(member.lane.table.leased())
     with pytest.raises(StepError, match="have no room"):
-        WeightsReturn(member.lanes, member.lane).begin([])
+        WeightsReturn(member.lanes, member.lane, Parts(LAYERS, (1,) * len(members))).begin([])
     assert member.lane.table.physical(member.lane.table.leased()) == before

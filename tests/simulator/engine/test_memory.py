@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pengserve.planners.stages import Parts
 from pengserve.planners.types.errors import ConfigError
 from pengserve.simulator.engine.memory import Sizes, lane_infos, require_room
 
@@ -57,12 +58,16 @@ def test_stages_have_every_layer_once(sizes: Sizes, stages: int) -> None:
 
 @given(some_sizes(), st.sampled_from([2, 4, 8]))
 def test_a_drop_has_memory_at_once_and_more_when_kv_has_moved(sizes: Sizes, stages: int) -> None:
-    assert sizes.dp.num_blocks <= sizes.first_blocks(stages) <= sizes.pp(stages).num_blocks
+    assert (
+        sizes.dp.num_blocks <= sizes.first_blocks(Parts(sizes.num_layers, (1,) * stages)) <= sizes.pp(stages).num_blocks
+    )
 
 
 @given(some_sizes(), st.sampled_from([2, 4, 8]))
 def test_a_pipeline_that_gets_its_weights_back_still_holds_what_its_members_do(sizes: Sizes, stages: int) -> None:
-    assert sizes.dp.num_blocks <= sizes.last_blocks(stages) <= sizes.pp(stages).num_blocks
+    assert (
+        sizes.dp.num_blocks <= sizes.last_blocks(Parts(sizes.num_layers, (1,) * stages)) <= sizes.pp(stages).num_blocks
+    )
 
 
 @given(some_sizes())

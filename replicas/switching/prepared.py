@@ -1,0 +1,57 @@
+"""Plans that this member has said yes to, for as long as they hold."""
+
+import time
+
+from pengserve.planners.types.errors import FenceError
+from pengserve.planners.types.ids import Epoch
+from pengserve.planners.types.layout import GroupKind
+from pengserve.planners.types.plans import SwitchPlan
+from pengserve.replicas.switching.member import Member
+from pengserve.replicas.switching.merging import check_merge
+from pengserve.replicas.switching.splitting import check_split
+from pengserve.replicas.switching.wiring import Wiring
+
+PREPARED_S = 60.0  # a prepared plan that nobody commits is forgotten after so long
+
+
+class Prepared:
+    """Belongs to the step thread."""
+
+    def __init__(self, member: Member, wiring: Wiring) -> None:
+        self._member, self._wiring = member, wiring
+        self._until_s: dict[str, float] = {}  # by plan
+        self.epoch = Epoch(0)  # of the layout that this member has committed
+
+    def __contains__(self, plan_id: str) -> bool:
+        return plan_id in self._until_s
+
+    def note(self, plan: SwitchPlan) -> None:
+        """Remembers a plan for a while."""
+        now_s = time.monotonic()
+        self._until_s = {plan_id: until_s for plan_id, until_s in self._until_s.items() if until_s > now_s}
+        self._until_s[plan.plan_id] = now_s + PREPARED_S
+
+    def forget(self, plan_id: str) -> None:
+        """A plan is carried out, or called off."""
+        self._until_s.pop(plan_id, None)
+
+    def check(self, plan: SwitchPlan) -> None:
+        """Whether this member can take part now.
+
+        Raises:
+            StepError: why it cannot (FenceError: the plan is for another layout).
+        """
+        key = self._member.key
+        if key not in plan.members:
+            raise FenceError(f"instance {key} is not a member of {plan.group} any more")
+        if plan.epoch < self.epoch:
+            raise FenceError(f"the plan is for epoch {plan.epoch}, and instance {key} is at {self.epoch}")
+        if plan.is_merge:
+            self._member.pool.get(self._wiring.spec(plan).name)
+            check_merge(self._member, plan)
+        else:
+            check_split(self._member, plan)
+            part = plan.part_of(key)
+            if part.kind is not GroupKind.DP:
+                self._member.lanes.require(part)
+                self._member.pool.get(self._wiring.spec_of(part, plan.keys(part)).name)
