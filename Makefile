@@ -20,7 +20,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= WARNING
 
-.PHONY: help setup model serve serve-check check lint types imports fast-tests test test-shapes test-faults bench-overhead bench-comm bench-switch bench-fly bench-arena bench-cost-model bench-gemm bench-overload bench-tick diagrams clean
+.PHONY: help setup model serve serve-check check lint types imports fast-tests test test-shapes test-faults bench-overhead bench-comm bench-switch bench-fly bench-arena bench-cost-model bench-gemm bench-overload bench-tick bench-simulator bench-validation diagrams clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -105,6 +105,12 @@ bench-gemm: setup ## From how many rows on oneDNN multiplies faster over unpacke
 
 bench-overload: setup model ## Bursts beyond memory: vLLM dp and pp, PengServe without and with drops; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.overload
+
+bench-simulator: setup ## How long simulations of 8 and of 1,000 instances take; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.simulator_scale
+
+bench-validation: setup ## Simulations beside what was measured; writes benchmarks/results/simulator-validation.md
+	@$(BIN)/python -m benchmarks.validation
 
 bench-tick: setup ## What a tick of the controller costs with up to 1,000 instances; writes benchmarks/results/tick.md
 	@$(BIN)/python -m benchmarks.tick
