@@ -20,7 +20,8 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= WARNING
 
-.PHONY: help setup model serve serve-check check lint types imports fast-tests test test-shapes test-faults bench-overhead bench-comm bench-switch bench-fly bench-arena bench-cost-model bench-gemm bench-overload bench-tick bench-simulator bench-validation diagrams clean
+# Every target with a word of help is a name, not a file.
+.PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' Makefile)
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -99,6 +100,9 @@ bench-arena: setup ## What remapping weights as KV costs; writes benchmarks/resu
 
 bench-cost-model: setup model ## How well steps are predicted, and bubbles with and without lookahead; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.cost_model
+
+bench-bubbles: setup ## How long stages of real pipelines stand idle, with lookahead and without; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.bubbles
 
 bench-gemm: setup ## From how many rows on oneDNN multiplies faster over unpacked weights; writes benchmarks/results/gemm.md
 	@$(BIN)/python -m benchmarks.gemm

@@ -289,6 +289,7 @@ class Settings(_Section):
             lease_s=self.instances.lease_s,
             degrees=self.degrees,
             max_stages=self.shape.drop.max_stages,
+            microbatches=self.shape.drop.microbatches,
             memory_bytes=self.instances.memory_bytes,
             chunk_bytes=self.instances.chunk_bytes,
             peer_timeout_s=self.shape.peer_timeout_s,

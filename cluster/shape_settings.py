@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from pengserve.planners.types.config import DropConfig, MergeConfig
+from pengserve.planners.types.config import DropConfig, MergeConfig, MicrobatchPolicy
 
 Strategy = Literal["sequential", "soft", "hard", "carry"]  # `planners.types.plans.SwitchStrategy`
 
@@ -16,6 +16,7 @@ class DropSettings(BaseModel, extra="forbid", validate_default=True, frozen=True
     """When instances drop parameters that others have too, for KV room; see `planners.types.config.DropConfig`."""
 
     max_stages: int = Field(default=1, ge=1)  # of the pipelines that they then form; 1: parameters are never dropped
+    microbatches: MicrobatchPolicy = MicrobatchPolicy.LOOKAHEAD  # lookahead, or tokens: what fills the stages
     auto: bool = True  # as memory demands; false: only where a layout with pipelines is asked for
     drop_above: float = Field(default=0.95, gt=0, le=1)
     target: float = Field(default=0.8, gt=0, le=1)
@@ -48,7 +49,7 @@ class DropSettings(BaseModel, extra="forbid", validate_default=True, frozen=True
 
     def drop_config(self) -> DropConfig:
         """What the planners of drops and restores go by."""
-        return DropConfig(is_auto=self.auto, **self.model_dump(exclude={"auto"}))
+        return DropConfig(is_auto=self.auto, **self.model_dump(exclude={"auto", "microbatches"}))
 
 
 class ShapeSettings(BaseModel, extra="forbid", validate_default=True, frozen=True):

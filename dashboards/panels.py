@@ -266,6 +266,16 @@ _SHAPE = Row(
             ),
         ),
         Panel(
+            title="Bubbles of pipelines",
+            unit="percentunit",
+            help="The share of its time that a stage does not compute while its pipeline has work.",
+            queries=_per_instance(
+                "rate(pengserve_instance_stage_idle_seconds_total{$where}[$__rate_interval])"
+                " / (rate(pengserve_instance_stage_idle_seconds_total{$where}[$__rate_interval])"
+                " + rate(pengserve_instance_stage_busy_seconds_total{$where}[$__rate_interval]) > 0)"
+            ),
+        ),
+        Panel(
             title="Paused requests",
             help="They wait in a lane that is not stepped, until their instance runs its shape again.",
             queries=_per_instance("pengserve_instance_requests_paused{$where}"),

@@ -22,7 +22,7 @@ from pengserve.planners.types.errors import PlanError
 SNAP = 0.01  # a cut between two requests is taken if it is off by no more than this share of the smaller side
 REST = 0.1  # what would be left behind goes along if it is no more than this share of a microbatch
 CLIMB = 1.02  # from one microbatch to the next; less loses more to loading weights than it saves in bubbles
-FLOOR = 8.0  # microbatches that cost no more than so many times what any one costs may differ: they are small anyway
+FLOOR = 3.0  # microbatches that cost no more than so many times what any one costs may differ: they are small anyway
 WINDOW = 16  # microbatches that a plan for the next one looks ahead
 MAX_MORE = 2.0  # balance makes at most so many times the microbatches that the limits make anyway
 

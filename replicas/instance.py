@@ -94,7 +94,7 @@ class Instance:
             endpoint=self.endpoint,
             device=self._device,
             capacity=lanes.capacity if lanes else None,
-            stats=self._stats,
+            stats=self._newest_stats(),
             lanes=lanes.infos() if lanes else (),
             lane=running.name if running else "dp",
             epoch=agent.epoch if agent else Epoch(0),
@@ -206,6 +206,9 @@ class Instance:
             self._agent.boundary()
         self._note_idle()
 
+    def _newest_stats(self) -> InstanceStats:
+        return self._lanes.up_to_date(self._stats) if self._lanes is not None else self._stats
+
     def _failed(self, error: BaseException) -> None:
         self._failure = f"{type(error).__name__}: {error}"
         self._state = InstanceState.DEAD
@@ -229,7 +232,7 @@ class Instance:
         from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs
 
         assert self._codec is not None
-        return [self._codec.encode_stats(self._stats), *self._codec.encode_outputs(EngineCoreOutputs())]
+        return [self._codec.encode_stats(self._newest_stats()), *self._codec.encode_outputs(EngineCoreOutputs())]
 
     def on_frame(self, client_index: int, frame: Frame) -> None:
         """Takes an ADD or ABORT."""

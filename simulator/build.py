@@ -1,6 +1,6 @@
 """From a configuration to the machine that it names, the requests that come, and what its policy wants."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -91,6 +91,7 @@ def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
     _check_places(cluster, sizes, shapes, setup, named.what)
     times, assumptions = _times(cluster, named, setup)
     links, costs = _links(cluster, named.gpu), _costs(config, named.gpu)
+    scheduler = _scheduler(config, setup)
     return Machine(
         shape=ClusterShape(
             num_instances=cluster.instances,
@@ -101,7 +102,7 @@ def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
         ),
         times=times,
         network=lambda: LinkNetwork(links, cluster.instances, cluster.per_node, latencies()),
-        scheduler=_scheduler(config, setup),
+        scheduler=scheduler,
         options=SchedulerOptions(
             max_num_batched_tokens=cluster.max_num_batched_tokens,
             policy=cluster.scheduling,
@@ -112,7 +113,7 @@ def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
         host_bytes_per_s=links.pcie_bytes_per_s,
         lookahead=_lookahead(cluster, sizes, times(1)) if setup.max_stages > 1 else None,
         costs=costs,
-        assumptions=assumptions,
+        assumptions=(*assumptions, *_more_assumptions(cluster, named.model, setup, scheduler)),
     )
 
 
@@ -204,6 +205,14 @@ def _times(cluster: ClusterConfig, named: _Named, setup: Setup) -> tuple[Callabl
             )
     assumptions = dict.fromkeys(sentence for timing in found.values() for sentence in timing.assumptions)
     return lambda degree: found[degree].times, tuple(assumptions)
+
+
+def _more_assumptions(cluster: ClusterConfig, model: ModelSpec, setup: Setup, scheduler: str) -> Iterator[str]:
+    """What else had to be assumed, one sentence each."""
+    if cluster.prefix_caching and scheduler == "fast":
+        yield "No prefix is cached: the fast scheduler knows none."
+    if setup.max_stages > 1 and not model.embedding_params:
+        yield f"All weights of {model.name} count as those of layers: its embeddings are not known."
 
 
 def _lookahead(cluster: ClusterConfig, sizes: Sizes, times: ModelTimes) -> CostModel:

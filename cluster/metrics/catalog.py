@@ -270,6 +270,21 @@ INSTANCE_PAUSED = _gauge(
     "Requests that wait in a lane that is not stepped, until their instance runs its shape again.",
     "instance_id",
 )
+STAGE_BUSY_SECONDS = _counter(
+    "pengserve_instance_stage_busy_seconds_total",
+    _SHAPE,
+    "seconds",
+    "Time that the instance's stage of a pipeline computed.",
+    "instance_id",
+)
+STAGE_IDLE_SECONDS = _counter(
+    "pengserve_instance_stage_idle_seconds_total",
+    _SHAPE,
+    "seconds",
+    "Time between two microbatches in which the instance's stage of a pipeline did not compute while the pipeline had "
+    "work. Its share of busy and idle time together is the bubble share.",
+    "instance_id",
+)
 LAYOUT_AUTO = _gauge(
     "pengserve_layout_is_auto", _SHAPE, "0 or 1", "1 while the planner decides about the layout; 0 while it is pinned."
 )

@@ -2,7 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Any
+
+
+class MicrobatchPolicy(StrEnum):
+    """How the work of a pipeline becomes microbatches."""
+
+    LOOKAHEAD = "lookahead"  # of equal cost, over all that is queued (KunServe section 4.3)
+    TOKENS = "tokens"  # all that is ready, up to the budget of tokens: vLLM's way, for comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +26,7 @@ class InstanceConfig:
     channel_host: str = ""  # address to bind; empty: the node's own
     degrees: tuple[int, ...] = ()  # tensor-parallel degrees to build lanes for; empty: dp alone, and stock weights
     max_stages: int = 1  # of pipelines to build lanes for; 1: parameters are never dropped
+    microbatches: MicrobatchPolicy = MicrobatchPolicy.LOOKAHEAD  # what fills the stages of a pipeline
     memory_bytes: int = 0  # for weights and KV together; 0: weights as they are, and KV as the engine's flags say
     chunk_bytes: int = 2 << 20  # unit in which the arena moves memory between weights and KV
     peer_timeout_s: float = 5.0  # a collective or a peer's answer; then the group counts as broken

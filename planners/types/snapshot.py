@@ -67,6 +67,8 @@ class InstanceStats:
     longest_tokens: int = 0  # of the running request with the most tokens, now
     num_paused: int = 0  # requests that wait in a lane that is not stepped (hard preemption)
     total_switches: int = 0  # shape changes this instance took part in
+    total_stage_busy_s: float = 0.0  # that its stages of pipelines computed
+    total_stage_idle_s: float = 0.0  # ... and stood idle between microbatches while the pipeline had work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -29,6 +30,7 @@ from pengserve.replicas.engine.lane_groups import ActiveGroup, Collectives
 from pengserve.replicas.engine.microbatches import FIRST_MODEL
 from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.profiling import choose_batches, profile
+from pengserve.replicas.engine.stage_clock import StageClock
 from pengserve.replicas.engine.tp_lane import TpLane, kv_view
 from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs, EngineCoreRequest, Request
 from pengserve.replicas.memory.kv_views import KvView
@@ -69,6 +71,8 @@ class Lanes:
         self._step_s = FIRST_STEP_S  # of the newest step of a group
         self._idle_totals: dict[str, int] = {}
         self._dp_view: KvView | None = None
+        self._clock = StageClock()  # of all pipelines, one after the other
+        self._microbatches = config.microbatches
         self._cost_model = self._profile() if config.max_stages > 1 else FIRST_MODEL
 
     def _profile(self) -> CostModel:
@@ -104,7 +108,17 @@ class Lanes:
             return TpLane(self.dp, self._active, str(group), Shard(rank, group.degree), self.lease)
         if self.dp.memory is None:
             raise UnsupportedShapeError("parameters can be dropped where memory_bytes is set")
-        return PpLane(self.dp, self._active, str(group), rank, group.degree, self.dp.memory.layers, self._cost_model)
+        return PpLane(
+            self.dp,
+            self._active,
+            str(group),
+            rank,
+            group.degree,
+            self.dp.memory.layers,
+            cost_model=self._cost_model,
+            policy=self._microbatches,
+            clock=self._clock,
+        )
 
     def infos(self) -> tuple[LaneInfo, ...]:
         """The shapes that can run here, and those that cannot, with the reason."""
@@ -343,16 +357,27 @@ class Lanes:
 
     def stats(self, last_step_s: float = 0.0) -> InstanceStats:
         """Load of the lane that runs; totals of all lanes."""
+        totals = {
+            "total_switches": self._switches,
+            "total_stage_busy_s": self._clock.busy_s,
+            "total_stage_idle_s": self._clock.idle_s,
+        }
         if self._running is None:
-            return self.dp.stats(last_step_s, self._idle_totals, total_switches=self._switches)
+            return self.dp.stats(last_step_s, self._idle_totals, **totals)
         return self.current.stats(
             last_step_s,
             self._idle_totals,
             shape=self._running.shape,
             is_follower=self.is_following,
             num_paused=self.dp.num_requests(),
-            total_switches=self._switches,
+            **totals,
         )
+
+    def up_to_date(self, stats: InstanceStats) -> InstanceStats:
+        """`stats` with what has changed since though this member takes no steps of its own. From any thread."""
+        if not stats.is_follower:
+            return stats
+        return replace(stats, total_stage_busy_s=self._clock.busy_s, total_stage_idle_s=self._clock.idle_s)
 
     def _count_idle(self) -> None:
         """Totals of the lanes that do not run change only when another begins to: they are added up then."""

@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pengserve.planners.cost_model import Chunk, CostModel, OnlineFit
-from pengserve.planners.lookahead import Limits, Work, next_budget
+from pengserve.planners.lookahead import Limits, Work, next_budget, next_by_tokens
+from pengserve.planners.types.config import MicrobatchPolicy
 from pengserve.replicas.engine.vllm_seam import Request, SchedulerOutput
 
 # What steps cost before any was timed: the demo model's on one core, of which only the relations count.
@@ -26,8 +27,14 @@ MIN_TOKENS = 32  # no microbatch is made smaller than this, but to give every st
 class Microbatches:
     """Forms one microbatch after the other out of one scheduler's requests."""
 
-    def __init__(self, scheduler: Any, num_stages: int, model: CostModel = FIRST_MODEL) -> None:
-        self._scheduler, self._num_stages = scheduler, num_stages
+    def __init__(
+        self,
+        scheduler: Any,
+        num_stages: int,
+        model: CostModel = FIRST_MODEL,
+        policy: MicrobatchPolicy = MicrobatchPolicy.LOOKAHEAD,
+    ) -> None:
+        self._scheduler, self._num_stages, self._policy = scheduler, num_stages, policy
         config = scheduler.scheduler_config
         max_tokens = scheduler.max_num_scheduled_tokens
         self._limits = Limits(
@@ -77,6 +84,8 @@ class Microbatches:
     ) -> Mapping[str, int]:
         work = [self._work(request, request.request_id in running) for request in ready]
         model = self._fit.model()
+        if self._policy is MicrobatchPolicy.TOKENS:
+            return next_by_tokens(work, model, self._limits)
         costs_s = [model.batch_s(chunks_of(output)) for output in in_flight]
         return next_budget(work, costs_s, model, self._limits, stages=self._num_stages)
 

@@ -10,7 +10,6 @@ Up to s microbatches are in flight. A request is in one of them at a time, but f
 microbatches in the order in which the leader made them.
 """
 
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ import torch
 
 from pengserve.planners.cost_model import CostModel
 from pengserve.planners.stages import stage_layers
+from pengserve.planners.types.config import MicrobatchPolicy
 from pengserve.planners.types.errors import StepError, UnsupportedShapeError
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.dp_lane import DpLane
@@ -30,6 +30,7 @@ from pengserve.replicas.engine.lane_build import build_runner, build_scheduler, 
 from pengserve.replicas.engine.lane_groups import ActiveGroup, Collectives, LaneGroup
 from pengserve.replicas.engine.microbatches import FIRST_MODEL, Microbatches, chunks_of
 from pengserve.replicas.engine.shared_model import share_layers
+from pengserve.replicas.engine.stage_clock import StageClock
 from pengserve.replicas.engine.vllm_seam import (
     EngineCoreOutputs,
     GrammarOutput,
@@ -45,6 +46,7 @@ from pengserve.replicas.memory.layers import LayerMemory
 class _Microbatch:
     output: SchedulerOutput
     grammar: GrammarOutput | None
+    is_first: bool  # the pipeline had no work before it
 
 
 class PpLane(GroupLane):
@@ -59,11 +61,15 @@ class PpLane(GroupLane):
         num_stages: int,
         memory: LayerMemory,
         cost_model: CostModel = FIRST_MODEL,
+        policy: MicrobatchPolicy = MicrobatchPolicy.LOOKAHEAD,
+        clock: StageClock | None = None,
     ) -> None:
         """Builds the lane beside `base`; takes tens of milliseconds and allocates no weights and no KV.
 
         Args:
             cost_model: of steps of the whole model, to begin with.
+            policy: how microbatches are formed.
+            clock: takes the times of this member's stage.
 
         Raises:
             UnsupportedShapeError: this model cannot be cut into so many stages.
@@ -93,8 +99,10 @@ class PpLane(GroupLane):
         self.timeout_s = 0.0  # of a stage's silence
         self._hidden = HiddenCodec(runner.model, base.worker.device)
         self._in_flight: deque[_Microbatch] = deque()
+        self._clock = clock or StageClock()
         self._stage_s = 0.0  # leader: of its stage, for the newest microbatch
         self._is_held = False
+        self._was_empty = True  # leader: nothing was to compute since the newest microbatch
         self._arriving: dict[str, Request] = {}  # requests whose KV is on its way
         self.is_settled = True  # whether this member has all of its memory, and its part of all KV
         self.is_exchanging = False  # leader: whether some member waits for KV or memory since the drop
@@ -115,7 +123,7 @@ class PpLane(GroupLane):
                 max_num_seqs=config.scheduler_config.max_num_seqs,
             ),
         )
-        self._microbatches = Microbatches(scheduler, num_stages, cost_model) if scheduler is not None else None
+        self._microbatches = None if scheduler is None else Microbatches(scheduler, num_stages, cost_model, policy)
 
     @property
     def num_stages(self) -> int:
@@ -132,7 +140,8 @@ class PpLane(GroupLane):
     def enter(self, seed: int, collectives: Collectives) -> None:
         """See `GroupLane`."""
         super().enter(seed, collectives)
-        self._is_held = False
+        self._is_held, self._was_empty = False, True
+        self._clock.forget()
         if self.stage > 0:
             scheduler = self.config.scheduler_config
             self.runner.intermediate_tensors = self.runner.model.make_empty_intermediate_tensors(
@@ -230,11 +239,13 @@ class PpLane(GroupLane):
         if not self._in_flight:
             return {}
         microbatch = self._in_flight.popleft()
-        result = self._execute(microbatch.output, microbatch.grammar)
+        result = self._execute(microbatch)
         assert self._microbatches is not None
         self._microbatches.came_back(microbatch.output, chunks_of(microbatch.output), self._stage_s)
         outputs: Mapping[int, EngineCoreOutputs] = self._scheduler.update_from_output(microbatch.output, result)
         self._count(outputs.values())
+        if not self._in_flight and (self._is_held or not self._scheduler.has_unfinished_requests()):
+            self._was_empty = True
         return outputs
 
     def _begin(self) -> bool:
@@ -246,33 +257,36 @@ class PpLane(GroupLane):
         if not output.total_num_scheduled_tokens and not output.finished_req_ids and not self._known:
             return False
         grammar = self._scheduler.get_grammar_bitmask(output)
-        self.on_step(self._codec.encode(output, grammar, (), self._known))
+        self.on_step(self._codec.encode(output, grammar, (), self._known, is_first=self._was_empty))
         self._known = []
-        self._in_flight.append(_Microbatch(output, grammar))
+        self._in_flight.append(_Microbatch(output, grammar, self._was_empty))
+        if output.total_num_scheduled_tokens:
+            self._was_empty = False
         return True
 
     def follow(self, parts: Sequence[Buffer]) -> None:
         """Follower: runs its layers over a microbatch, and hands on what comes out."""
-        output, grammar, _, known = self._codec.decode(parts)
-        self._learn(known)
+        step = self._codec.decode(parts)
+        self._learn(step.known)
         self._steps += 1
-        self._execute(output, grammar)
+        self._execute(_Microbatch(step.output, step.grammar, step.is_first))
 
-    def _execute(self, output: SchedulerOutput, grammar: GrammarOutput | None) -> Any:
+    def _execute(self, microbatch: _Microbatch) -> Any:
         hidden: IntermediateTensors | None = None
-        num_tokens = output.total_num_scheduled_tokens
+        output, num_tokens = microbatch.output, microbatch.output.total_num_scheduled_tokens
         if num_tokens and self.stage > 0:
             hidden = self._hidden.decode(self.inbox.get(self.stamp, self.timeout_s), num_tokens)
-        started_s = time.perf_counter()
+        if num_tokens:
+            self._clock.begin(is_first=microbatch.is_first)
         with set_current_vllm_config(self.config), torch.inference_mode():
             result = self.runner.execute_model(self._placed(output), hidden)
             if result is None:
-                result = self.runner.sample_tokens(grammar)
-                self._stage_s = time.perf_counter() - started_s
-                return result
-            if num_tokens and self.stage < self.num_stages - 1:
+                result = self.runner.sample_tokens(microbatch.grammar)
+        if num_tokens:
+            self._stage_s = self._clock.end()
+            if self.stage < self.num_stages - 1:
                 self.send_hidden(rank_of(self.stage + 1, self.num_stages), self._hidden.encode(result))
-            return result
+        return result
 
 
 def stage_of(rank: int, num_stages: int) -> int:

@@ -1,6 +1,7 @@
 """What a leader sends its followers for one step: vLLM's `SchedulerOutput`, as far as a group's lane uses it."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -53,6 +54,17 @@ class StepMessage(msgspec.Struct, array_like=True):
     grammar_ids: list[str]
     grammar_shape: tuple[int, int]
     grammar_bits: bytes
+    is_first: bool  # a pipeline had no work before this step
+
+
+class Step(NamedTuple):
+    """A step message, decoded."""
+
+    output: SchedulerOutput
+    grammar: GrammarOutput | None
+    lease: list[int]
+    known: list[ResumedRequest]
+    is_first: bool
 
 
 class StepCodec:
@@ -68,6 +80,8 @@ class StepCodec:
         grammar: GrammarOutput | None,
         lease: Sequence[int],
         known: Sequence[ResumedRequest],
+        *,
+        is_first: bool = False,
     ) -> Sequence[Buffer]:
         """Parts of a step message; the buffers may be reused once they are sent."""
         cached = output.scheduled_cached_reqs
@@ -97,12 +111,11 @@ class StepCodec:
                 grammar_ids=[] if grammar is None else grammar.structured_output_request_ids,
                 grammar_shape=(0, 0) if mask is None else mask.shape,
                 grammar_bits=b"" if mask is None else mask.tobytes(),
+                is_first=is_first,
             )
         )
 
-    def decode(
-        self, parts: Sequence[Buffer]
-    ) -> tuple[SchedulerOutput, GrammarOutput | None, list[int], list[ResumedRequest]]:
+    def decode(self, parts: Sequence[Buffer]) -> Step:
         """Inverse of `encode`. Raises msgspec.MsgspecError on what is no step message."""
         message: StepMessage = self._decoder.decode(parts)
         output = SchedulerOutput.make_empty()
@@ -135,4 +148,4 @@ class StepCodec:
         if message.grammar_ids:
             bits = np.frombuffer(message.grammar_bits, dtype=np.int32).reshape(message.grammar_shape)
             grammar = GrammarOutput(message.grammar_ids, bits)
-        return output, grammar, message.lease, message.known
+        return Step(output, grammar, message.lease, message.known, message.is_first)

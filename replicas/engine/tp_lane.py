@@ -130,7 +130,7 @@ class TpLane(GroupLane):
 
     def follow(self, parts: Sequence[Buffer]) -> None:
         """Follower: executes a step of the leader's."""
-        output, grammar, lease, known = self._codec.decode(parts)
+        output, grammar, lease, known, _ = self._codec.decode(parts)
         self.on_lease(self, lease)
         self._learn(known)
         self._steps += 1

@@ -1,7 +1,8 @@
 """The one table of vLLM names that `replicas` uses. An upgrade that moves one fails its test with a sentence.
 
-vLLM is pinned to 0.32; public names (`vllm.SamplingParams`) need no entry. `ATTRIBUTES` lists members that are
-read or called on objects of these classes, so that a rename inside a class is seen as well.
+vLLM is pinned to 0.32; public names need no entry, but for those of the simulator, which has vLLM from here
+alone. `ATTRIBUTES` lists members that are read or called on objects of these classes, so that a rename inside a class
+is seen as well.
 """
 
 from vllm import SamplingParams

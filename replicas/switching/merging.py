@@ -2,6 +2,8 @@
 
 import time
 import zlib
+from collections.abc import Sequence
+from itertools import zip_longest
 
 from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.ids import Epoch, InstanceKey
@@ -62,8 +64,7 @@ class LeaderMerge:
         started_s = time.perf_counter()
         lanes, plan = self._member.lanes, self._plan
         self._free = {key: message.num_free for key, message in met.items()}
-        coming = own + [traveller for message in met.values() for traveller in message.travellers]
-        left = self._waves(coming)
+        left = self._waves(in_turn([own, *(message.travellers for message in met.values())]))
         reached("committing")
         self._talk.tell_all(Word.COMMIT)
         reached("committed")
@@ -131,6 +132,11 @@ class LeaderMerge:
         self._bytes = self._resharder.sent_bytes
         for key, message in self._talk.gather(Word.DONE).items():
             self._free[key] = message.num_free
+
+
+def in_turn(brought: Sequence[Sequence[Traveller]]) -> list[Traveller]:
+    """One of each member in turn: the fullest decides what fits, so that each wave must free blocks at all of them."""
+    return [traveller for turn in zip_longest(*brought) for traveller in turn if traveller is not None]
 
 
 def join_merge(conversation: Conversation, group_name: str, own: list[Traveller]) -> None:

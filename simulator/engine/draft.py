@@ -27,11 +27,6 @@ class Draft:
         if not self.preempted:
             self._choose_waiting()
 
-    def follow(self, before: "Draft") -> None:
-        """Takes over what a draft did that had nothing to compute."""
-        self.preempted = before.preempted + self.preempted
-        self.swapped_out += before.swapped_out
-
     def _choose_running(self) -> None:
         state, running, passed, index = self._state, self._state.running, self._passed, 0
         while index < len(running) and self._budget > 0:

@@ -13,7 +13,7 @@ they are scheduled as one, and cost the same as one.
 
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pengserve.planners.cost_model import Chunk
 from pengserve.planners.types.errors import PlanError
@@ -155,10 +155,8 @@ class FastScheduler:
             raise PlanError("steps must be finished in the order in which they were scheduled, each once")
         del self._open[0]
         self._steps += num_steps
-        if isinstance(step.handle, _Mixed):
-            ended = self._finish_mixed(step.handle)
-        else:
-            ended = self._finish_decodes(step.handle, num_steps)
+        handle: Any = step.handle
+        ended = self._finish_mixed(handle) if isinstance(handle, _Mixed) else self._finish_decodes(handle, num_steps)
         self._let_go(ended)
         return [entry.live for entry in ended]
 
@@ -217,11 +215,15 @@ class FastScheduler:
 
     def _schedule_mixed(self) -> Step | None:
         draft = self._draft()
-        if not draft.tokens and draft.preempted:  # those that ran made room for others than themselves
-            before, draft = draft, self._draft()
-            draft.follow(before)
-        if not draft.tokens:
-            return None
+        preempted, swapped_out = draft.preempted, draft.swapped_out
+        while not draft.tokens:
+            # Either those that ran have made room for others than themselves, or nothing ran at all.
+            given_up = [] if draft.preempted else self._state.give_up()
+            if not (draft.preempted or given_up):
+                return None
+            draft = self._draft()
+            preempted = preempted + given_up + draft.preempted
+            swapped_out += draft.swapped_out
         chunks: list[Chunk] = []
         num_decodes = context = 0
         due = []
@@ -240,8 +242,8 @@ class FastScheduler:
             requests=tuple([entry.live for entry in draft.tokens]),
             due=tuple([entry.live for entry in due]),
             admitted=tuple([entry.live for entry in draft.admitted]),
-            preempted=tuple([entry.live for entry in draft.preempted]),
-            swap_out_bytes=draft.swapped_out * self.capacity.bytes_per_block,
+            preempted=tuple([entry.live for entry in preempted]),
+            swap_out_bytes=swapped_out * self.capacity.bytes_per_block,
             swap_in_bytes=draft.swapped_in * self.capacity.bytes_per_block,
             handle=_Mixed(tuple(draft.tokens.items()), tuple(due), self._cost_s(num_decodes, context, chunks)),
         )

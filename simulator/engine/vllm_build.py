@@ -64,9 +64,10 @@ def build_vllm_scheduler(capacity: KvCapacity, options: SchedulerOptions, is_ter
     return scheduler
 
 
-class TerseScheduler(Scheduler):  # type: ignore[misc]
+class TerseScheduler(Scheduler):
     """Decides by vLLM's own code, and leaves out what it would tell a runner and its clients: half of a step's time."""
 
+    running: list[Any]
     is_told_apart = False  # whether outputs must say what each request has computed, as `Microbatches` asks
 
     def _make_cached_request_data(self, *args: Any) -> Any:
@@ -78,7 +79,7 @@ class TerseScheduler(Scheduler):  # type: ignore[misc]
         Args:
             sampled: tokens by request, in the order of `output.num_scheduled_tokens`; none where its prompt goes on.
         """
-        ran, waited = set(), set()
+        ran, waited = set[Any](), set[Any]()
         for (request_id, num_tokens), tokens in zip(output.num_scheduled_tokens.items(), sampled, strict=True):
             request = self.requests.get(request_id)
             if request is None:

@@ -173,14 +173,17 @@ class VllmScheduler:
         """See `LaneScheduler`. vLLM decides every step by itself: `max_steps` of what it gives is 1."""
         if len(self._in_flight) >= self.options.num_stages:
             raise PlanError(f"{len(self._in_flight)} steps are unfinished: finish one, or set num_stages higher")
-        output, preempted = self._form(), ()
-        if output.preempted_req_ids:
-            preempted = self._count_preempted(output)
-            if not output.num_scheduled_tokens:  # those that ran made room for others than themselves
-                output = self._form()
-                preempted += self._count_preempted(output)
-        if not output.num_scheduled_tokens:
-            return None
+        output = self._form()
+        preempted = self._count_preempted(output.preempted_req_ids)
+        while not output.num_scheduled_tokens:
+            # Either those that ran have made room for others than themselves, or nothing ran at all.
+            if not output.preempted_req_ids:
+                given_up = self._give_up()
+                if given_up is None:
+                    return None
+                preempted += self._count_preempted([given_up])
+            output = self._form()
+            preempted += self._count_preempted(output.preempted_req_ids)
         self._in_flight.append(output)
         return self._step(output, preempted)
 
@@ -188,6 +191,17 @@ class VllmScheduler:
         if self._microbatches is not None:
             return self._microbatches.schedule(self._in_flight)
         return self._scheduler.schedule()
+
+    def _give_up(self) -> str | None:
+        """As `GroupLane`: where requests that came with their KV leave no block for any of them, one computes again."""
+        holding = self._scheduler.kv_holding_waiting
+        if not holding or self._scheduler.running:
+            return None
+        request = holding.pop_request()
+        self._scheduler.kv_cache_manager.free(request)
+        request.num_computed_tokens = 0
+        self._scheduler.waiting.prepend_request(request)
+        return str(request.request_id)
 
     def _step(self, output: SchedulerOutput, preempted: tuple[LiveRequest, ...]) -> Step:
         requests, lives = self._scheduler.requests, self._lives
@@ -272,8 +286,10 @@ class VllmScheduler:
             request.num_preemptions = 1
         return request
 
-    def _count_preempted(self, output: SchedulerOutput) -> tuple[LiveRequest, ...]:
-        lives = [self._lives[request_id] for request_id in output.preempted_req_ids]
+    def _count_preempted(self, request_ids: Collection[str]) -> tuple[LiveRequest, ...]:
+        if not request_ids:
+            return ()
+        lives = [self._lives[request_id] for request_id in request_ids]
         lives.sort(key=lambda live: (live.arrival.at_s, live.request_id))  # vLLM gives a set
         for live in lives:
             live.num_preemptions += 1

@@ -12,7 +12,7 @@ from pengserve.cluster.settings import (
     unsafe_environment,
 )
 from pengserve.cluster.shape_settings import Strategy
-from pengserve.planners.types.config import DropConfig, InstanceConfig, MergeConfig
+from pengserve.planners.types.config import DropConfig, InstanceConfig, MergeConfig, MicrobatchPolicy
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.plans import SwitchStrategy
 
@@ -115,6 +115,7 @@ def test_variables_that_kubernetes_and_the_command_line_set_are_left_alone(monke
         ({"shape": {"load_strategy": "quick"}}, ["shape.load_strategy", "'carry'", "'quick'"]),
         ({"shape": {"strategy": "carry"}}, ["unknown key", "did you mean"]),
         ({"shape": {"drop": {"max_stages": 3}}}, ["shape.drop.max_stages", "a power of two", "got 3"]),
+        ({"shape": {"drop": {"microbatches": "evenly"}}}, ["shape.drop.microbatches", "lookahead", "tokens"]),
         ({"shape": {"drop": {"max_stages": 0}}}, ["shape.drop.max_stages", "greater than or equal to 1"]),
         ({"shape": {"drop": {"max_stages": 4}}}, ["shape.drop.max_stages", "a pipeline of 4", "count is 2"]),
         ({"shape": {"drop": {"max_stages": 2}}}, ["shape.drop.max_stages of 2 needs instances.memory_bytes"]),
@@ -292,6 +293,13 @@ def test_drops_are_set_by_file_and_by_environment_alike_for_instances_and_contro
     monkeypatch.setenv("PENGSERVE_SHAPE__DROP__MAX_STAGES", "2")
     settings = load_settings(path)
     assert settings.instance_config("").max_stages == settings.controller_config().drop.max_stages == 2
+
+
+def test_microbatches_are_formed_by_lookahead_unless_tokens_are_asked_for():
+    assert load_settings(None, model="m").instance_config("").microbatches is MicrobatchPolicy.LOOKAHEAD
+    settings = load_settings(None, model="m", shape={"drop": {"microbatches": "tokens"}})
+    assert settings.instance_config("").microbatches is MicrobatchPolicy.TOKENS
+    assert Settings.model_validate(settings.to_args()) == settings
 
 
 def test_strategies_are_those_that_switches_have():

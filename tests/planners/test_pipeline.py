@@ -25,6 +25,9 @@ from pengserve.planners.types.errors import PlanError
 MODEL = CostModel(
     prefix_attention_s=5e-8, self_attention_s=2.6e-8, kv_read_s=5e-7, ffn_s=7.5e-5, other_s=7e-5, load_s=4.5e-3
 )
+DEEP = CostModel(  # twelve layers, of which a pipeline of two is large enough to be measured on a CPU
+    prefix_attention_s=3e-7, self_attention_s=1.9e-7, kv_read_s=4.6e-6, ffn_s=3.7e-4, other_s=4.1e-5, load_s=1.6e-2
+)
 PER_TOKEN = CostModel(prefix_attention_s=0, self_attention_s=0, kv_read_s=0, ffn_s=1.0, other_s=0, load_s=0)
 LIMITS = Limits(max_tokens=512, max_requests=64, min_tokens=32)
 
@@ -48,8 +51,8 @@ def jobs(count: int, most_tokens: int, outputs: tuple[int, int] = (8, 64), seed:
     ]
 
 
-def lookahead(stages: int, limits: Limits = LIMITS) -> Former:
-    return partial(next_budget, model=MODEL, limits=limits, stages=stages)
+def lookahead(stages: int, limits: Limits = LIMITS, model: CostModel = MODEL) -> Former:
+    return partial(next_budget, model=model, limits=limits, stages=stages)
 
 
 def by_tokens(limits: Limits = LIMITS) -> Former:
@@ -144,6 +147,15 @@ def test_lookahead_at_least_halves_the_bubble_of_a_mixed_load(stages: int, most_
     for baseline, ours in zip(before, after, strict=True):
         assert ours.share <= baseline.share / 2
         assert ours.makespan_s < baseline.makespan_s
+
+
+@pytest.mark.parametrize(("stages", "most"), [(2, 0.25), (4, 0.4)])
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_short_prompts_beside_cheap_decodes_leave_few_bubbles_too(stages: int, most: float, seed: int) -> None:
+    load, limits = jobs(100, 900, seed=seed), Limits(max_tokens=512, max_requests=32, min_tokens=32)
+    before, _ = serve(load, by_tokens(limits), stages, DEEP, max_running=32)
+    after, _ = serve(load, lookahead(stages, limits, DEEP), stages, DEEP, max_running=32)
+    assert after.share <= most * before.share
 
 
 def test_prompts_of_one_queue_pass_without_a_bubble() -> None:

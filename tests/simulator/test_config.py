@@ -96,6 +96,12 @@ def test_a_larger_gpu_holds_more() -> None:
     assert held[0] < held[1]
 
 
+def test_prefixes_that_nobody_finds_are_told() -> None:
+    cluster = {**CLUSTER, "prefix_caching": True}
+    config = SimulationConfig.parse({"cluster": cluster, "policy": {"name": "vllm_dp"}, "scheduler": "fast"})
+    assert "No prefix is cached: the fast scheduler knows none." in simulate(config, poisson(2, 1)).assumptions
+
+
 def test_progress_is_told_and_grows() -> None:
     config = SimulationConfig.parse({"cluster": CLUSTER, "policy": {"name": "vllm_dp"}, "scheduler": "fast"})
     seen = []

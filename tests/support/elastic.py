@@ -17,7 +17,13 @@ from pengserve.controller.events import EventLog
 from pengserve.controller.loop import Controller
 from pengserve.controller.process_port import ProcessPort
 from pengserve.planners.groups import complete, expand
-from pengserve.planners.types.config import ControllerConfig, DropConfig, InstanceConfig, MergeConfig
+from pengserve.planners.types.config import (
+    ControllerConfig,
+    DropConfig,
+    InstanceConfig,
+    MergeConfig,
+    MicrobatchPolicy,
+)
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group
@@ -44,6 +50,7 @@ class ElasticCluster:
         merge: MergeConfig | None = None,
         drop: DropConfig | None = None,
         max_stages: int = 1,
+        microbatches: MicrobatchPolicy = MicrobatchPolicy.LOOKAHEAD,
         memory_bytes: int = 0,
         chunk_bytes: int = 64 << 10,
         peer_timeout_s: float = 5.0,
@@ -56,6 +63,7 @@ class ElasticCluster:
             model=str(model),
             engine=flags,
             max_stages=max_stages,
+            microbatches=microbatches,
             memory_bytes=memory_bytes,
             chunk_bytes=chunk_bytes,
             channel_token=CHANNEL_TOKEN,

@@ -72,6 +72,15 @@ def test_a_counter_is_the_sum_over_all_lives_of_a_slot(lives: list[list[int]], s
     assert sample(metrics, "pengserve_link_lost_total", instance_id="0") == len(lives)
 
 
+def test_the_bubble_share_can_be_told_from_the_counters_of_a_stage(metrics: Metrics) -> None:
+    values = ClusterValues(metrics)
+    values.on_link_up(key(1), CAPACITY)
+    values.on_batch(key(1), InstanceStats(shape="pp2", total_stage_busy_s=1.5, total_stage_idle_s=0.5))
+    name = "pengserve_instance_stage_{}_seconds_total"
+    found = [sample(metrics, name.format(what), instance_id="1") for what in ("idle", "busy")]
+    assert found == [0.5, 1.5]
+
+
 @pytest.mark.parametrize("lost", [True, False])
 def test_an_instance_that_is_gone_is_down_and_empty(metrics: Metrics, lost: bool) -> None:
     values = ClusterValues(metrics)

@@ -74,10 +74,12 @@ class Load:
 
 
 @st.composite
-def loads(draw: st.DrawFn, *, max_stages: int = 1, kinds: Sequence[str] = ("add",), **fixed: Any) -> Load:
+def loads(
+    draw: st.DrawFn, *, min_stages: int = 1, max_stages: int = 1, kinds: Sequence[str] = ("add",), **fixed: Any
+) -> Load:
     """Small pools, so that requests are preempted; small budgets, so that prompts are cut."""
     max_num_seqs = draw(st.integers(1, 8))
-    num_stages = draw(st.integers(1, max_stages))
+    num_stages = draw(st.integers(min_stages, max_stages))
     room = capacity(draw(st.integers(4, 40)), draw(st.sampled_from([1, 4, 16])), max_num_seqs)
     options = SchedulerOptions(
         **{

@@ -15,7 +15,7 @@ from pengserve.simulator.engine.fast_scheduler import FastScheduler
 from pengserve.simulator.engine.scheduler import LaneScheduler, Step
 from pengserve.simulator.engine.vllm_scheduler import VllmScheduler
 from pengserve.simulator.requests import LiveRequest
-from tests.simulator.engine.loads import Load, loads
+from tests.simulator.engine.loads import MODEL, Load, loads
 
 pytestmark = pytest.mark.slow
 
@@ -109,6 +109,12 @@ def test_arrivals_prompts_in_chunks_and_preemption(load: Load) -> None:
 @MANY
 @given(loads(max_stages=4))
 def test_several_unfinished_steps(load: Load) -> None:
+    agree(load)
+
+
+@MANY
+@given(loads(min_stages=2, max_stages=4, lookahead=MODEL))
+def test_microbatches_of_the_lookahead(load: Load) -> None:
     agree(load)
 
 

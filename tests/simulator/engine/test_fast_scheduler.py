@@ -158,6 +158,18 @@ def test_a_removed_request_gives_its_blocks_back_and_comes_no_more() -> None:
     assert scheduler.schedule() is None
 
 
+def test_requests_whose_kv_fills_the_pool_do_not_wait_for_each_other_for_ever() -> None:
+    scheduler = FastScheduler(capacity(num_blocks=6, block_size=4))
+    requests = [live(name, 12, 8) for name in ("a", "b")]
+    for request in requests:
+        assert scheduler.admit(request, 5)
+    assert scheduler.resize(4)
+    while step := scheduler.schedule():
+        scheduler.finish(step)
+    assert not scheduler.running  # without a block they had both stayed there
+    assert requests[0].num_preemptions > 0
+
+
 def test_a_run_ends_where_the_pool_does() -> None:
     scheduler = FastScheduler(capacity(num_blocks=5, block_size=4))
     scheduler.add(live("a", 4, 12))
