@@ -68,8 +68,8 @@ def _recorded_run() -> tuple[list[str], bool]:
         "",
         *(f"- {sentence}" for sentence in results[first].assumptions),
         "- Rates that the 4090 reaches are others' measurements, see `simulator/hardware/gpus.yaml`. They were"
-        " looked up with the errors of this run known, in place of rates read off the run itself; nothing was changed after that."
-        " The last row below is what the data sheet alone gives.",
+        " looked up with the errors of this run known, in place of rates read off the run itself; nothing was changed"
+        " after that. The last row below is what the data sheet alone gives.",
         "",
         "What counts for how much:",
         "",
