@@ -12,7 +12,7 @@ from benchmarks.harness import has_model, option_parser, progress_bar, tell_writ
 from benchmarks.overload import report
 from benchmarks.overload.load import Plan
 from benchmarks.overload.measure import SYSTEMS, Run, Size, measure
-from tests.support.models import wide_model
+from tests.support.models import deep_model
 
 DEFAULT_SYSTEMS = tuple(system for system in SYSTEMS if system != "pp")
 
@@ -62,9 +62,9 @@ def make_plan(options: argparse.Namespace) -> Plan:
 
 def _options() -> argparse.Namespace:
     parser = option_parser("overload", __doc__)
-    parser.set_defaults(model=wide_model())
+    parser.set_defaults(model=deep_model())
     parser.add_argument("--sizes", nargs="+", type=int, choices=(2, 4, 8), default=[2, 4], help="instances")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(DEFAULT_SYSTEMS))
     parser.add_argument("--tiny", action="store_true", help="one round of short requests: to see that it works")
     return parser.parse_args()

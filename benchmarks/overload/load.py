@@ -42,20 +42,20 @@ class Plan:
 
     model: Path
     sizes: tuple[int, ...] = (2, 4)  # instances
-    rounds: int = 3
-    num_bursts: int = 2  # in a run
+    rounds: int = 2
+    num_bursts: int = 1  # in a run
     stages: int = 2  # of a static pipeline; the paper's has two
-    restore_below: float = 0.75  # of what dp holds; the paper's 0.5 is for pipelines that cost less beside dp
-    memory_bytes: int = 76 * MIB  # of an instance, for weights and KV
+    restore_below: float = 0.85  # of what dp holds; the paper's 0.5 is for pipelines that cost less beside dp
+    memory_bytes: int = 213 * MIB  # of an instance, for weights and KV
     low_share: float = 0.25
-    over_share: float = 0.5
+    over_share: float = 0.8
     headroom: float = 2.1
-    burst_lives: float = 0.6
+    burst_lives: float = 0.4
     least_calm_s: float = 14.0  # so that the layout can come back
-    min_words: int = 100
-    max_words: int = 200
-    output_tokens: tuple[int, int] = (400, 600)  # least and most, over the number of instances
-    calibrate_s: float = 10.0  # about, at each level
+    min_words: int = 40
+    max_words: int = 80
+    output_tokens: tuple[int, int] = (800, 1200)  # least and most, over the number of instances
+    calibrate_s: float = 8.0  # about, at each level
     start_timeout_s: float = 240.0
     seed: int = 7
     has_profiles: bool = True  # steps are timed, for simulations of the runs

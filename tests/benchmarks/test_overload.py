@@ -22,7 +22,7 @@ from pengserve.planners.types.layout import Group, GroupKind, Layout
 from tests.benchmarks.answers import answer
 from tests.support.models import tiny_model
 
-PLAN = Plan(model=Path("model"))
+PLAN = Plan(model=Path("model"), num_bursts=2)
 COURSE = Course(low_per_s=2.0, burst_requests=12, lead_s=4.0, burst_s=3.0, calm_s=20.0, num_bursts=2)
 DP = tuple(Group(kind=GroupKind.DP, members=(InstanceId(i),)) for i in range(2))
 PP = (Group(kind=GroupKind.PP, members=(InstanceId(0), InstanceId(1))),)
