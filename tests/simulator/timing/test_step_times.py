@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pengserve.planners.cost_model import Chunk, CostModel
 from pengserve.planners.types.errors import ConfigError
+from pengserve.simulator.config import SimulationConfig
 from pengserve.simulator.hardware.catalog import gpu, load_catalog, model
 from pengserve.simulator.timing.choose import host, profile_times, step_times
 from pengserve.simulator.timing.coefficients import Coefficients, Host, TableTimes, measured
@@ -169,3 +170,8 @@ def test_a_gpu_that_reaches_more_of_its_sheet_is_faster_where_it_counts():
     assert quick_products.step_s(prompt) < plain.step_s(prompt)
     assert quick_products.step_s(decodes) == pytest.approx(plain.step_s(decodes))
     assert quick_reads.step_s(decodes) < plain.step_s(decodes)
+
+
+def test_a_profile_with_asynchronous_scheduling_is_one_sentence():
+    with pytest.raises(ConfigError, match="leave async_scheduling out"):
+        SimulationConfig.parse({"cluster": {"profile": "cpu-demo", "async_scheduling": True}})
