@@ -1,7 +1,10 @@
 """Figures of real runs beside simulated ones."""
 
+from pathlib import Path
+
 import pytest
 
+from benchmarks.validation.__main__ import tick_part
 from benchmarks.validation.figures import Figure, figure_table, spread
 
 
@@ -21,3 +24,13 @@ def test_a_figure_without_a_bar_is_never_missed() -> None:
 
 def test_spread_gives_the_mean_first() -> None:
     assert spread([1.0, 2.0, 6.0], 50) == (3.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("said", "is_met"), [("19.0 ms in the worst case, within", True), ("30 ms, NOT within", False)]
+)
+def test_a_tick_that_takes_too_long_is_a_missed_bar(tmp_path: Path, said: str, is_met: bool) -> None:
+    (tmp_path / "tick.md").write_text(f"# Ticks\n\nA tick at 1000 instances: {said} 20 ms.\n", encoding="utf-8")
+    lines, found = tick_part(tmp_path)
+    assert found is is_met
+    assert any(said in line for line in lines)
