@@ -26,9 +26,7 @@ def test_spread_gives_the_mean_first() -> None:
     assert spread([1.0, 2.0, 6.0], 50) == (3.0, 2.0)
 
 
-@pytest.mark.parametrize(
-    ("said", "is_met"), [("19.0 ms in the worst case, within", True), ("30 ms, NOT within", False)]
-)
+@pytest.mark.parametrize(("said", "is_met"), [("19 ms, within", True), ("30 ms, NOT within", False)])
 def test_a_tick_that_takes_too_long_is_a_missed_bar(tmp_path: Path, said: str, is_met: bool) -> None:
     (tmp_path / "tick.md").write_text(f"# Ticks\n\nA tick at 1000 instances: {said} 20 ms.\n", encoding="utf-8")
     lines, found = tick_part(tmp_path)
