@@ -110,6 +110,12 @@ bench-gemm: setup ## From how many rows on oneDNN multiplies faster over unpacke
 bench-overload: setup model ## Bursts beyond memory: vLLM dp and pp, PengServe without and with drops; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.overload
 
+bench-simulator: setup ## How long simulations of 8 and of 1,000 instances take; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.simulator_scale
+
+bench-validation: setup ## Simulations beside what was measured; writes benchmarks/results/simulator-validation.md
+	@$(BIN)/python -m benchmarks.validation
+
 bench-tick: setup ## What a tick of the controller costs with up to 1,000 instances; writes benchmarks/results/tick.md
 	@$(BIN)/python -m benchmarks.tick
 

@@ -24,7 +24,9 @@ from pengserve.simulator.traces.config import parse
 
 SCENARIOS = {"azure-8x": "vLLM's own", "thousand": "the fast one"}
 FOLDER = ROOT / "simulator" / "scenarios"
-AZURE = ROOT.parent / "shared" / "traces" / "azure2023" / "azure_conv_norm.csv"  # in place of its generator, where present
+AZURE = (
+    ROOT.parent / "shared" / "traces" / "azure2023" / "azure_conv_norm.csv"
+)  # in place of its generator, where present
 MAX_MINUTES, MAX_GIB = 10.0, 8.0
 
 
@@ -54,10 +56,13 @@ class Scale:
 def main() -> int:
     """Runs the scenarios that are asked for, prints and writes; the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("scenarios", nargs="*", default=list(SCENARIOS), choices=[*SCENARIOS, []])
+    parser.add_argument("scenarios", nargs="*", default=list(SCENARIOS), help=", ".join(SCENARIOS))
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
     parser.add_argument("--here", action="store_true", help="run one in this process, and print what it took as JSON")
     options = parser.parse_args()
+    for name in options.scenarios:
+        if name not in SCENARIOS:
+            parser.error(f"{name} is no scenario: choose among {', '.join(SCENARIOS)}")
     if options.here:
         print(json.dumps(dataclasses.asdict(measure(options.scenarios[0]))))
         return 0
@@ -106,7 +111,14 @@ def _measure_apart(scenario: str) -> Scale:
 
 def report(found: list[Scale]) -> str:
     """In Markdown."""
-    rows = [
+    return "\n".join(["# Scale of simulations", "", *rows(found), "", facts_line(), ""])
+
+
+def rows(found: list[Scale]) -> list[str]:
+    """The bars, and a table."""
+    heading = ["scenario", "scheduler", "bar", "instances", "requests", "tokens", "switches"]
+    heading += ["virtual", "wall", "core", "peak memory"]
+    lines = [
         [
             f"{scale.scenario} ({scale.trace})",
             SCENARIOS[scale.scenario],
@@ -122,18 +134,11 @@ def report(found: list[Scale]) -> str:
         ]
         for scale in found
     ]
-    heading = ["scenario", "scheduler", "bar", "instances", "requests", "tokens", "switches", "virtual", "wall", "core"]
-    lines = [
-        "# Scale of simulations",
+    return [
+        f"Bars: {MAX_MINUTES:g} minutes on the wall, {MAX_GIB:g} GiB. One process; importing vLLM is included.",
         "",
-        f"Bars: {MAX_MINUTES:g} minutes on the wall, {MAX_GIB:g} GiB. One core; starting Python and importing vLLM included.",
-        "",
-        *table([*heading, "peak memory"], rows, num_words=3),
-        "",
-        facts_line(),
-        "",
+        *table(heading, lines, num_words=3),
     ]
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -198,15 +198,20 @@ class _Line:
     def cut(self, start: int, stop: int, share: float) -> int | None:
         """Where `[start, stop)` falls into two whose costs are as `share` to `1 - share`; None: nowhere inside."""
 
-        def excess_s(position: int) -> float:
-            return (1.0 - share) * self.cost_s(start, position) - share * self.cost_s(position, stop)
-
         # Between items it is `costs_s[i]` less a constant, so that the item in which it passes 0 is found at once.
         first, last, costs_s = self._item(start), self._item(stop - 1), self._costs_s
         before_s = costs_s[first + 1] - self._chunk_s(first, start, min(stop, self._starts[first + 1]))
         after_s = costs_s[last] + self._chunk_s(last, max(start, self._starts[last]), stop)
         index = bisect_left(costs_s, (1.0 - share) * before_s + share * after_s, first + 1, last + 1) - 1
         left, right = max(start, self._starts[index]), min(stop, self._starts[index + 1])  # of the item that is cut
+        left_s, right_s = self.cost_s(start, left), self.cost_s(right, stop)  # of what lies on its sides
+        prefix, tokens_s = self._items[index].prefix_tokens - self._starts[index], self._model.tokens_s
+
+        def excess_s(position: int) -> float:
+            inner_s = tokens_s(prefix + left, position - left) if position > left else 0.0
+            outer_s = tokens_s(prefix + position, right - position) if position < right else 0.0
+            return (1.0 - share) * (left_s + inner_s) - share * (outer_s + right_s)
+
         found = [position for position in (left, right) if start < position < stop]
         near_s = SNAP * min(share, 1.0 - share) * (after_s - before_s)
         if self._items[index].is_prefill and all(abs(excess_s(position)) > near_s for position in found):

@@ -54,6 +54,8 @@ class ClusterConfig(_Section):
             raise ValueError("give either gpu and model, or profile")
         if self.profile is not None and self.model is not None:
             raise ValueError("a profile is of a model: leave model out")
+        if self.profile is not None and self.async_scheduling:
+            raise ValueError("a profile has the host's part in it as it was measured: leave async_scheduling out")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs"

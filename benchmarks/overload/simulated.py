@@ -208,8 +208,8 @@ def compare_all(data: Mapping[str, Any], *, scheduler: str = "vllm") -> tuple[li
     for size in recorded_sizes(data, scheduler=scheduler):
         host = size.fit_host()
         notes.append(
-            f"{size.num_instances} instances: {host.value:.4g} {host.kind} for ingress, client and controller, fitted on "
-            f"the two levels of the calibration (P50 off by {host.misfit:.1%} there, in the mean)."
+            f"{size.num_instances} instances: {host.value:.4g} {host.kind} for ingress, client and controller, fitted"
+            f" on the two levels of the calibration (P50 off by {host.misfit:.1%} there, in the mean)."
         )
         for system in SYSTEMS:
             records: list[Record] = []
@@ -230,7 +230,7 @@ def compare_all(data: Mapping[str, Any], *, scheduler: str = "vllm") -> tuple[li
 def main() -> int:
     """Prints the comparison of one result; the exit code says whether all bars are met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", nargs="?", type=Path, help="a JSON file of bench-overload; the newest if none is given")
+    parser.add_argument("result", nargs="?", type=Path, help="a JSON file of bench-overload; else the newest")
     parser.add_argument("--fast", action="store_true", help="the fast scheduler in place of vLLM's")
     options = parser.parse_args()
     path = options.result or newest_result()

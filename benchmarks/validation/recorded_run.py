@@ -84,7 +84,7 @@ def compare(run: RecordedRun, result: Result) -> list[Figure]:
     figures += [
         Figure(what="KV in use, area", real=float(real_kv.sum()), simulated=float(kv.sum()), bar=BAR, unit="% s"),
         Figure(
-            what="KV in use, off by at each second (of the mean)",
+            what="KV in use, mean; and that with the mean distance of both curves",
             real=float(real_kv.mean()),
             simulated=float(real_kv.mean() + np.abs(kv - real_kv).mean()),
             bar=BAR,

@@ -78,14 +78,16 @@ class Draft:
 
 def draft_ahead(state: FastState, formation: Formation, in_flight_s: Sequence[float]) -> Draft:
     """The next microbatch of a pipeline: what the lookahead planner wants, in its order; the others are passed over."""
-    running = state.running
-    order = {entry: index for index, entry in enumerate(running)}
-    num_slots = max(0, state.capacity.max_num_seqs - len(running))
+    running, before = state.running, list(state.running)
+    num_slots = max(0, state.capacity.max_num_seqs - len(before))
     waiting = islice(chain(state.holding, state.waiting), num_slots)
-    budget = formation.budget(running, waiting, in_flight_s)
-    place = {request_id: index for index, request_id in enumerate(budget)}
-    passed = {entry for entry in running if entry.live.request_id not in place}
-    running.sort(key=lambda entry: place.get(entry.live.request_id, len(place)))
-    draft = Draft(state, max(1, sum(budget.values())), passed)
-    running.sort(key=lambda entry: order.get(entry, len(order)))
+    budget = formation.budget(before, waiting, in_flight_s)
+    here = {entry.live.arrival.request_id: entry for entry in before}
+    chosen = dict.fromkeys([here[request_id] for request_id in budget if request_id in here])
+    passed = [entry for entry in before if entry not in chosen]
+    running[:] = [*chosen, *passed]
+    draft = Draft(state, max(1, sum(budget.values())), set(passed))
+    # As they were, without those that were preempted; then those that began.
+    left, known = set(running), set(before)
+    running[:] = [entry for entry in before if entry in left] + [entry for entry in running if entry not in known]
     return draft

@@ -47,9 +47,9 @@ class Formation:
 
     def _work(self, entry: Entry, is_running: bool) -> Work:
         num_tokens = entry.tokens - entry.computed
-        since = self._since.get(entry.live.request_id, 0) if is_running else math.inf
+        since = self._since.get(entry.live.arrival.request_id, 0) if is_running else math.inf
         return Work(
-            request_id=entry.live.request_id,
+            request_id=entry.live.arrival.request_id,
             prefix_tokens=entry.computed,
             num_tokens=num_tokens,
             is_prefill=num_tokens > 1,

@@ -1,5 +1,7 @@
 """The catalog finds rows by the names people use, and says in one sentence what is wrong with theirs."""
 
+from dataclasses import replace
+
 import pytest
 
 from pengserve.planners.types.errors import ConfigError
@@ -116,3 +118,10 @@ def test_an_empty_file_adds_nothing(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text("")
     assert load_catalog(path) == CATALOG
+
+
+@pytest.mark.parametrize(("ties", "read"), [(False, 900), (True, 1000)])
+def test_a_step_reads_all_weights_but_an_input_embedding_of_its_own(ties, read):
+    spec = replace(model("llama3-8b"), params=1000, embedding_params=200, bytes_per_param=2, ties_embeddings=ties)
+    assert spec.read_bytes == 2 * read
+    assert spec.layer_params == 800

@@ -1,6 +1,7 @@
 """Laws of step times, from tables and from cost models alike."""
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -8,6 +9,7 @@ from hypothesis import strategies as st
 
 from pengserve.planners.cost_model import Chunk, CostModel
 from pengserve.planners.types.errors import ConfigError
+from pengserve.simulator.config import SimulationConfig
 from pengserve.simulator.hardware.catalog import gpu, load_catalog, model
 from pengserve.simulator.timing.choose import host, profile_times, step_times
 from pengserve.simulator.timing.coefficients import Coefficients, Host, TableTimes, measured
@@ -149,3 +151,27 @@ def test_what_was_not_measured_is_said():
 def test_what_cannot_be_timed_is_one_sentence(device, name, tp, sentence):
     with pytest.raises(ConfigError, match=sentence):
         step_times(gpu(device), model(name), tp)
+
+
+def test_a_host_s_part_that_is_hidden_never_makes_a_step_longer():
+    plain, hidden = (
+        step_times(gpu("a100"), model("llama3-8b"), async_scheduling=hides).times for hides in (False, True)
+    )
+    for batch in (Batch(1, 100), Batch(64, 64_000), Batch(8, 8000, (Chunk(prefix_tokens=0, num_tokens=2000),))):
+        assert hidden.step_s(batch) < plain.step_s(batch)
+
+
+def test_a_gpu_that_reaches_more_of_its_sheet_is_faster_where_it_counts():
+    device, spec = gpu("rtx-4090"), model("llama3.1-8b")
+    prompt, decodes = Batch(0, 0, (Chunk(prefix_tokens=0, num_tokens=2048),)), Batch(8, 8000)
+    plain = step_times(device, spec).times
+    quick_products = step_times(replace(device, reached_flops=1.2), spec).times
+    quick_reads = step_times(replace(device, reached_hbm=1.2), spec).times
+    assert quick_products.step_s(prompt) < plain.step_s(prompt)
+    assert quick_products.step_s(decodes) == pytest.approx(plain.step_s(decodes))
+    assert quick_reads.step_s(decodes) < plain.step_s(decodes)
+
+
+def test_a_profile_with_asynchronous_scheduling_is_one_sentence():
+    with pytest.raises(ConfigError, match="leave async_scheduling out"):
+        SimulationConfig.parse({"cluster": {"profile": "cpu-demo", "async_scheduling": True}})
