@@ -79,6 +79,13 @@ def rewired(wiring: Wiring, slots: Sequence[Slot], layout: Layout, config: Contr
     )
 
 
+def is_due(wiring: Wiring, config: ControllerConfig, now_s: float) -> bool:
+    """Whether the wiring may change by itself, with time: a round is due, or ranks do not stand yet."""
+    retries_s = (known.retry_at_s for known in wiring.rounds.values())
+    is_round_due = any(retry_at_s is not None and now_s >= retry_at_s for retry_at_s in retries_s)
+    return config.is_elastic and (is_round_due or not wiring.is_placed)
+
+
 def formable(wiring: Wiring, slots: Sequence[Slot]) -> tuple[Group, ...]:
     """The groups whose members are all READY with the lane and the communicators for it."""
     names = [frozenset(_able(slot.ready)) if slot.ready is not None else frozenset() for slot in slots]

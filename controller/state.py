@@ -8,6 +8,7 @@
 Each transition goes through them in this order, since each follows from the ones before.
 """
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from pengserve.controller import slots as lives
 from pengserve.controller.directory import Wiring
 from pengserve.controller.events import Change
 from pengserve.controller.routes import Part
-from pengserve.controller.slots import Killed, Observation, Slot, span
+from pengserve.controller.slots import Answered, Killed, Observation, Slot, span
 from pengserve.planners.replace import Vacancy, plan_replacements
 from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.config import ControllerConfig
@@ -39,6 +40,8 @@ class ClusterState:
 
     config: ControllerConfig
     slots: tuple[Slot, ...]  # slot i is instance id i
+    answers: tuple[InstanceSnapshot | None, ...]  # by slot; the newest of the life in it, where it has a snapshot
+    seen_s: tuple[float, ...]  # by slot; when that came
     layout: Layout
     routing: RoutingTable
     wiring: Wiring
@@ -74,6 +77,8 @@ def empty(config: ControllerConfig, *, version: int, epoch: Epoch) -> ClusterSta
     return ClusterState(
         config=config,
         slots=slots,
+        answers=(None,) * len(slots),
+        seen_s=(0.0,) * len(slots),
         layout=Layout.all_dp(tuple(s.key.instance_id for s in slots), epoch),
         routing=RoutingTable(version=version, epoch=epoch, routes=()),
         wiring=wirings.empty(version),
@@ -88,16 +93,24 @@ def observe(state: ClusterState, seen: Sequence[tuple[InstanceKey, Observation]]
     """Takes in what was learnt, and what silence since then means."""
     changes: list[Change] = []
     slots, strays = list(state.slots), state.strays
+    answers, seen_s = list(state.answers), list(state.seen_s)
     for key, observation in seen:
+        at = key.instance_id
         if isinstance(observation, Killed) and key in strays:
             strays = tuple(k for k in strays if k != key)
-        elif key.instance_id < len(slots):
-            slot = slots[key.instance_id]
-            slots[key.instance_id] = lives.take_in(slot, key, observation, state.config, now_s, changes)
+        elif at < len(slots):
+            slot = slots[at]
+            is_answer = isinstance(observation, Answered) and slot.alive and (key is slot.key or key == slot.key)
+            if isinstance(observation, Answered) and is_answer:
+                answers[at], seen_s[at] = observation.snapshot, now_s
+            slots[at] = lives.take_in(slot, key, observation, state.config, now_s, changes)
     for i, slot in enumerate(slots):
-        if slot.state is not InstanceState.READY or slot.seen_s < now_s:
-            slots[i] = lives.overdue(slot, state.config, now_s, changes)
-    return _followed(replace(state, slots=tuple(slots), strays=strays), state, changes, now_s)
+        if slot.state is not InstanceState.READY or seen_s[i] < now_s:
+            slots[i] = lives.overdue(slot, seen_s[i], state.config, now_s, changes)
+    after = replace(state, slots=_kept(state.slots, slots), answers=tuple(answers), seen_s=tuple(seen_s), strays=strays)
+    # The layout has followed from these slots already, where no switch under way has kept it from that.
+    is_followed = after.slots is state.wired and state.switch is None
+    return (_rewired if is_followed else _followed)(after, state, changes, now_s)
 
 
 def create(state: ClusterState, slots: Iterable[InstanceId], why: str, now_s: float) -> Transition:
@@ -150,7 +163,15 @@ def adopt(
         # The first epoch of a controller, whatever the layout: the caller tells of it.
         reported = max((answer.epoch for answer in living.values() if answer is not None), default=0)
         layout = replace(layout, epoch=Epoch(max(state.layout.epoch, reported + 1)))
-    found = replace(state, slots=tuple(slots), strays=strays, layout=layout, layout_since_s=now_s)
+    found = replace(
+        state,
+        slots=tuple(slots),
+        answers=tuple(slot.snapshot for slot in slots),
+        seen_s=(now_s,) * len(slots),
+        strays=strays,
+        layout=layout,
+        layout_since_s=now_s,
+    )
     return _rewired(found, state, changes, now_s)
 
 
@@ -245,7 +266,7 @@ def snapshot(state: ClusterState, *, time_s: float, started_s: float, now_s: flo
         app=state.config.app,
         time_s=time_s,
         layout=state.layout,
-        instances=tuple(lives.shown(slot) for slot in state.slots),
+        instances=tuple(map(lives.shown, state.slots, state.answers)),
         routing_version=state.routing.version,
         controller_started_s=started_s,
         ranks=state.wiring.topology.ranks or wirings.ranks_of(state.slots),
@@ -285,10 +306,13 @@ def _followed(state: ClusterState, before: ClusterState, changes: list[Change], 
 
 def _rewired(state: ClusterState, before: ClusterState, changes: list[Change], now_s: float) -> Transition:
     """The state with its directory, and a new routing table where the part of a slot or the layout has changed."""
+    is_same = state.slots is state.wired and state.layout is before.layout and state.closing == before.closing
+    if is_same and not wirings.is_due(state.wiring, state.config, now_s):
+        return Transition(state=state, changes=tuple(changes))
     wiring = wirings.rewired(state.wiring, state.slots, state.layout, state.config, now_s)
     parts, formable = state.parts, state.formable
     pairs = list(zip(state.slots, state.wired, strict=True)) if state.wired else []
-    changed = [(i, new, old) for i, (new, old) in enumerate(pairs) if not lives.is_same(new, old)]
+    changed = [(i, new, old) for i, (new, old) in enumerate(pairs) if new is not old]
     if not pairs:
         parts = tuple(routes.part(slot) for slot in state.slots)
     elif changed:
@@ -306,3 +330,8 @@ def _rewired(state: ClusterState, before: ClusterState, changes: list[Change], n
     data = {"version": table.version, "epoch": table.epoch, "routes": [str(r.key) for r in table.routes]}
     changes.append(Change(kind=EventKind.ROUTING_CHANGED, data=data))
     return Transition(state=replace(state, routing=table), changes=tuple(changes))
+
+
+def _kept(before: tuple[Slot, ...], slots: list[Slot]) -> tuple[Slot, ...]:
+    """The slots; the same object where all of them are."""
+    return before if all(map(operator.is_, before, slots)) else tuple(slots)
