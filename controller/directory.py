@@ -96,6 +96,14 @@ def formable(wiring: Wiring, slots: Sequence[Slot]) -> tuple[Group, ...]:
     )
 
 
+def is_wired_alike(new: Slot, old: Slot) -> bool:
+    """Whether nothing has changed that `rewired` goes by; what a slot runs, and its epoch, are no part of that."""
+    mine, other = new.ready, old.ready
+    if mine is None or other is None or new.key != old.key or new.device is not old.device:
+        return False
+    return mine.peer_endpoint == other.peer_endpoint and mine.groups_failed == other.groups_failed
+
+
 def has_same_groups(new: Slot, old: Slot) -> bool:
     """Whether both can run the same groups: what `formable` goes by."""
     mine, other = new.ready, old.ready

@@ -11,7 +11,7 @@ a life sets when the slot may be filled again: failures in a row double the wait
 READY for longer than the wait before it ends the row.
 """
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
 from typing import Any
 
@@ -76,27 +76,23 @@ class Slot:
     device: DeviceInfo = _NOWHERE  # where its newest life is or was: an empty slot keeps its rank
     switched: Epoch = _NEVER  # that the newest switch led to which this life is known to have committed
 
-    @property
-    def alive(self) -> bool:
-        """Whether a life is in the slot, however far it has come."""
-        return self.state is not InstanceState.DEAD
+    # What follows from these; a slot is read a thousand times for each time that it is made.
+    alive: bool = field(init=False, compare=False)  # whether a life is in the slot, however far it has come
+    # What it says of itself where it is READY, else None. Its loads may be older than its newest answer.
+    ready: InstanceSnapshot | None = field(init=False, compare=False)
+    # What it says it runs, "dp" or "tp2@(0,1)"; empty where it is not READY, or silent since its last switch.
+    lane: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        ready = self.snapshot if self.state is InstanceState.READY else None
+        object.__setattr__(self, "alive", self.state is not InstanceState.DEAD)
+        object.__setattr__(self, "ready", ready)
+        object.__setattr__(self, "lane", "" if ready is None or ready.epoch < self.switched else ready.lane)
 
     @property
     def answered(self) -> bool:
         """Whether the living instance has ever answered: before that it may still be waiting for its place."""
         return self.snapshot is not None
-
-    @property
-    def ready(self) -> InstanceSnapshot | None:
-        """What it says of itself where it is READY, else None. Its loads may be older than its newest answer."""
-        return self.snapshot if self.state is InstanceState.READY else None
-
-    @property
-    def lane(self) -> str:
-        """What it says it runs, "dp" or "tp2@(0,1)"; empty where it is not READY, or silent since its last switch."""
-        if self.state is not InstanceState.READY or self.snapshot is None or self.snapshot.epoch < self.switched:
-            return ""
-        return self.snapshot.lane
 
 
 def begun(slot: Slot, key: InstanceKey, now_s: float) -> Slot:
@@ -160,12 +156,12 @@ def _answered(
 
 
 # All that an answer says but its load and its process's memory.
-_FACE = attrgetter(*(f.name for f in fields(InstanceSnapshot) if f.name not in ("key", "stats", "rss_bytes")))
+face_of = attrgetter(*(f.name for f in fields(InstanceSnapshot) if f.name not in ("key", "stats", "rss_bytes")))
 
 
 def says_the_same(slot: Slot, answer: InstanceSnapshot) -> bool:
     """Whether an answer of the slot's life differs from those before in its loads alone: the slot stays as it is."""
-    return slot.snapshot is not None and bool(_FACE(answer) == _FACE(slot.snapshot))
+    return slot.snapshot is not None and bool(face_of(answer) == face_of(slot.snapshot))
 
 
 def overdue(slot: Slot, seen_s: float, config: ControllerConfig, now_s: float, changes: list[Change]) -> Slot:

@@ -100,9 +100,10 @@ def observe(state: ClusterState, seen: Sequence[tuple[InstanceKey, Observation]]
             strays = tuple(k for k in strays if k != key)
         elif at < len(slots):
             slot = slots[at]
-            is_answer = isinstance(observation, Answered) and slot.alive and (key is slot.key or key == slot.key)
-            if isinstance(observation, Answered) and is_answer:
+            if isinstance(observation, Answered) and (key is slot.key or key == slot.key) and slot.alive:
                 answers[at], seen_s[at] = observation.snapshot, now_s
+                if lives.says_the_same(slot, observation.snapshot):
+                    continue
             slots[at] = lives.take_in(slot, key, observation, state.config, now_s, changes)
     for i, slot in enumerate(slots):
         if slot.state is not InstanceState.READY or seen_s[i] < now_s:
@@ -241,7 +242,10 @@ def plan(state: ClusterState, now_s: float) -> Actions:
     kills, drains, vacancies = list(state.strays), [], []
     leader_of = {member: group.leader for group in state.layout.groups for member in group.members[1:]}
     for slot in state.slots:
-        kills.extend(slot.doomed)
+        if slot.doomed:
+            kills.extend(slot.doomed)
+        if slot.state is InstanceState.READY:
+            continue
         if slot.state is InstanceState.DRAINING:
             # A follower has no requests of its own, but its leader needs it until the group's are done.
             leader = leader_of.get(slot.key.instance_id)
@@ -306,20 +310,24 @@ def _followed(state: ClusterState, before: ClusterState, changes: list[Change], 
 
 def _rewired(state: ClusterState, before: ClusterState, changes: list[Change], now_s: float) -> Transition:
     """The state with its directory, and a new routing table where the part of a slot or the layout has changed."""
-    is_same = state.slots is state.wired and state.layout is before.layout and state.closing == before.closing
-    if is_same and not wirings.is_due(state.wiring, state.config, now_s):
+    is_due = not state.wired or wirings.is_due(state.wiring, state.config, now_s)
+    is_same = state.layout is before.layout and state.closing == before.closing and not is_due
+    if is_same and state.slots is state.wired:
         return Transition(state=state, changes=tuple(changes))
-    wiring = wirings.rewired(state.wiring, state.slots, state.layout, state.config, now_s)
-    parts, formable = state.parts, state.formable
-    pairs = list(zip(state.slots, state.wired, strict=True)) if state.wired else []
+    wiring, parts, formable = state.wiring, state.parts, state.formable
+    pairs = zip(state.slots, state.wired, strict=True) if state.wired else ()
     changed = [(i, new, old) for i, (new, old) in enumerate(pairs) if new is not old]
-    if not pairs:
+    if not state.wired:
         parts = tuple(routes.part(slot) for slot in state.slots)
     elif changed:
-        of_slot = {i: routes.part(new) for i, new, _ in changed}
-        parts = tuple(of_slot.get(i, part) for i, part in enumerate(parts))
+        found = list(parts)
+        for i, new, _ in changed:
+            found[i] = routes.part(new)
+        parts = tuple(found)
+    if not is_same or not all(wirings.is_wired_alike(new, old) for _, new, old in changed):
+        wiring = wirings.rewired(wiring, state.slots, state.layout, state.config, now_s)
     is_same_directory = wiring.directory is state.wiring.directory
-    if not (pairs and is_same_directory and all(wirings.has_same_groups(new, old) for _, new, old in changed)):
+    if not (state.wired and is_same_directory and all(wirings.has_same_groups(new, old) for _, new, old in changed)):
         formable = wirings.formable(wiring, state.slots)
     state = replace(state, wiring=wiring, parts=parts, formable=formable, wired=state.slots)
     if parts == before.parts and state.layout is before.layout and state.closing == before.closing:
