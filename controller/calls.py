@@ -1,7 +1,7 @@
 """Calls to instances that are under way: at most one of a kind for each life, none of them waited for alone."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from enum import StrEnum
 from functools import partial
 from typing import Any, NamedTuple
@@ -61,13 +61,26 @@ class Calls:
 
         A `patient` one is waited for by nobody.
         """
-        which = call, key
-        if which in self._begun:
+        if (call, key) in self._begun:
             return
         task = asyncio.get_running_loop().create_task(work(key))
-        self._begun[which] = _Begun(task, now_s, patient)
-        if news or patient:  # a thousand status calls need no callback: `settle` sees their ends
+        self._begun[call, key] = _Begun(task, now_s, patient)
+        if news or patient:
             task.add_done_callback(partial(self._ended, news))
+
+    def begin_all(
+        self,
+        call: Call,
+        keys: Iterable[InstanceKey],
+        work: Callable[[InstanceKey], Coroutine[Any, Any, Any]],
+        now_s: float,
+    ) -> None:
+        """As `begin` for each of `keys`, where no end is news and `settle` waits: it sees their ends by itself."""
+        begun, create_task = self._begun, asyncio.get_running_loop().create_task
+        for key in keys:
+            which = call, key
+            if which not in begun:
+                begun[which] = _Begun(create_task(work(key)), now_s, False)
 
     async def settle(self, timeout_s: float) -> None:
         """Waits until all calls have ended that are not patient, for `timeout_s` at most."""

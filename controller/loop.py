@@ -232,15 +232,16 @@ class Controller:
 
     def _ask(self, state: ClusterState) -> None:
         """Begins a status call to each life that is created; gives up those that are too old."""
-        now_s, status = self._clock(), self._port.status
+        now_s = self._clock()
         self._calls.forget(lambda call, key, begun_s: call is Call.STATUS and self._is_old(key, now_s - begun_s))
-        for slot in state.slots:
-            if not slot.alive:
-                continue
+        living = [slot for slot in state.slots if slot.alive]
+        if all([slot.answered for slot in living]):
+            self._calls.begin_all(Call.STATUS, [slot.key for slot in living], self._port.status, now_s)
+            return
+        for slot in living:
             is_first = not slot.answered  # it may be under way to its place: no tick waits for that
-            if is_first and self._calls.under_way(Call.CREATE, slot.key):
-                continue
-            self._calls.begin(Call.STATUS, slot.key, status, now_s, news=is_first, patient=is_first)
+            if not (is_first and self._calls.under_way(Call.CREATE, slot.key)):
+                self._calls.begin(Call.STATUS, slot.key, self._port.status, now_s, news=is_first, patient=is_first)
 
     def _is_old(self, key: InstanceKey, age_s: float) -> bool:
         """Whether a status call should be given up. One to an instance that waits for its place waits with it."""
@@ -304,11 +305,10 @@ class Controller:
             await self._port.connect(key, directory)
             return directory.version
 
-        untold = None, -1
+        version, told = directory.version, self._told
         for slot in state.slots:
-            key, (told, version) = slot.key, self._told.get(slot.key.instance_id, untold)
-            if slot.ready is not None and (version != directory.version or told != key):
-                self._begin(Call.CONNECT, key, tell, self.config.status_timeout_s, news=False, patient=True)
+            if slot.ready is not None and told.get(slot.key.instance_id) != (slot.key, version):
+                self._begin(Call.CONNECT, slot.key, tell, self.config.status_timeout_s, news=False, patient=True)
 
     def _steer(self) -> None:
         """Begins the next switch of the layout, where one is due and none is under way."""
