@@ -84,6 +84,8 @@ class Calls:
 
     async def settle(self, timeout_s: float) -> None:
         """Waits until all calls have ended that are not patient, for `timeout_s` at most."""
+        if not any(not begun.is_patient and not begun.task.done() for begun in self._begun.values()):
+            return
         await asyncio.sleep(0)  # who answers at once has done so then
         waiting = [begun.task for begun in self._begun.values() if not begun.task.done() and not begun.is_patient]
         if not waiting:

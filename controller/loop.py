@@ -235,7 +235,7 @@ class Controller:
         now_s = self._clock()
         self._calls.forget(lambda call, key, begun_s: call is Call.STATUS and self._is_old(key, now_s - begun_s))
         living = [slot for slot in state.slots if slot.alive]
-        if all([slot.answered for slot in living]):
+        if all(slot.answered for slot in living):
             self._calls.begin_all(Call.STATUS, [slot.key for slot in living], self._port.status, now_s)
             return
         for slot in living:

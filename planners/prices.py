@@ -39,7 +39,8 @@ class Prices:
         demand_blocks = column(parts, "demand_blocks")
         excess_blocks = (demand_blocks - self.config.drop_above * column(parts, "capacity_blocks")).clip(0.0)
         waiting_s = num_requests * excess_blocks / demand_blocks.clip(1) * self.config.min_dwell_s
-        return float(sum(waiting_s.tolist()))  # one by one, as the others add up
+        total_s: float = sum(waiting_s.tolist())  # one by one, as the others add up
+        return total_s
 
     def switch_s(self, group: Group) -> float:
         """Of a merge, split or restore of `group`: its requests move, and those that wait elsewhere go on waiting.
