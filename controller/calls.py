@@ -1,9 +1,10 @@
 """Calls to instances that are under way: at most one of a kind for each life, none of them waited for alone."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from enum import StrEnum
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.ids import InstanceKey
@@ -21,30 +22,25 @@ class Call(StrEnum):
     __hash__ = str.__hash__  # a thousand look-ups a tick: the enum's own is not computed in C
 
 
-class _Begun:
+class _Begun(NamedTuple):
     """A call that has been begun and not collected."""
 
-    __slots__ = ("begun_s", "is_awaited", "is_patient", "task")
-
-    def __init__(self, begun_s: float, is_patient: bool) -> None:
-        self.begun_s, self.is_patient = begun_s, is_patient
-        self.is_awaited = False  # `settle` waits for it
-        self.task: asyncio.Task[Any]
+    task: asyncio.Task[Any]
+    begun_s: float
+    is_patient: bool
 
 
 class Calls:
     """Tasks by kind and life. A kind that has not been collected for a life is not begun again.
 
-    `on_end` runs when a call that was begun as `news` ends, or when any call finds the instance gone: what should not
-    wait for the next tick.
+    `on_end` runs when a call that was begun as `news` ends, or when any call finds the instance gone that the tick does
+    not wait for, or no longer: what should not wait for the next tick.
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._begun: dict[tuple[Call, InstanceKey], _Begun] = {}
+        self._late: set[asyncio.Task[Any]] = set()  # those that `settle` has waited for in vain
         self._on_end = on_end
-        # What `settle` waits for, counted by the calls themselves: a thousand callbacks of `asyncio.wait` are slow.
-        self._num_awaited = 0
-        self._settled: asyncio.Future[None] | None = None
 
     def under_way(self, call: Call, key: InstanceKey) -> bool:
         """Whether that call has been begun and has not ended."""
@@ -55,40 +51,50 @@ class Calls:
         self,
         call: Call,
         key: InstanceKey,
-        work: Callable[[], Coroutine[Any, Any, Any]],
+        work: Callable[[InstanceKey], Coroutine[Any, Any, Any]],
         now_s: float = 0.0,
         *,
         news: bool = True,
         patient: bool = False,
     ) -> None:
-        """Begins `work` at `now_s` unless that call is under way or waits to be collected.
+        """Begins `work` of `key` at `now_s` unless that call is under way or waits to be collected.
 
         A `patient` one is waited for by nobody.
         """
-        which = call, key
-        if which in self._begun:
+        if (call, key) in self._begun:
             return
-        begun = self._begun[which] = _Begun(now_s, patient)
-        begun.task = asyncio.get_running_loop().create_task(self._run(begun, work, news))
+        task = asyncio.get_running_loop().create_task(work(key))
+        self._begun[call, key] = _Begun(task, now_s, patient)
+        if news or patient:
+            task.add_done_callback(partial(self._ended, news))
+
+    def begin_all(
+        self,
+        call: Call,
+        keys: Iterable[InstanceKey],
+        work: Callable[[InstanceKey], Coroutine[Any, Any, Any]],
+        now_s: float,
+    ) -> None:
+        """As `begin` for each of `keys`, where no end is news and `settle` waits: it sees their ends by itself."""
+        begun, create_task = self._begun, asyncio.get_running_loop().create_task
+        for key in keys:
+            which = call, key
+            if which not in begun:
+                begun[which] = _Begun(create_task(work(key)), now_s, False)
 
     async def settle(self, timeout_s: float) -> None:
         """Waits until all calls have ended that are not patient, for `timeout_s` at most."""
-        for begun in self._begun.values():
-            if not begun.is_patient and not begun.task.done():
-                begun.is_awaited = True
-                self._num_awaited += 1
-        if not self._num_awaited:
+        if not any(not begun.is_patient and not begun.task.done() for begun in self._begun.values()):
             return
-        self._settled = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._settled
-        except TimeoutError:
-            pass  # who is silent is asked again
-        finally:
-            for begun in self._begun.values():
-                begun.is_awaited = False
-            self._num_awaited, self._settled = 0, None
+        await asyncio.sleep(0)  # who answers at once has done so then
+        waiting = [begun.task for begun in self._begun.values() if not begun.task.done() and not begun.is_patient]
+        if not waiting:
+            return
+        _, silent = await asyncio.wait(waiting, timeout=timeout_s)  # who is silent is asked again
+        for task in silent - self._late:
+            self._late.add(task)
+            task.add_done_callback(self._late.discard)
+            task.add_done_callback(partial(self._ended, False))
 
     def collect(self) -> list[tuple[Call, InstanceKey, asyncio.Task[Any]]]:
         """The calls that have ended since the last time, in the order they were begun."""
@@ -103,9 +109,7 @@ class Calls:
     def forget(self, is_old: Callable[[Call, InstanceKey, float], bool]) -> None:
         """Cancels the calls that are old, by kind, life and when they were begun."""
         for which in [which for which, begun in self._begun.items() if is_old(*which, begun.begun_s)]:
-            begun = self._begun.pop(which)
-            begun.task.cancel()
-            self._count_down(begun)  # one that has not run yet never says that it ends
+            self._begun.pop(which).task.cancel()
 
     async def close(self) -> None:
         """Cancels all calls and waits for their ends."""
@@ -115,23 +119,6 @@ class Calls:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _run(self, begun: _Begun, work: Callable[[], Coroutine[Any, Any, Any]], news: bool) -> Any:
-        is_news = False
-        try:
-            result = await work()
-            is_news = news
-            return result
-        except Exception as error:
-            is_news = news or isinstance(error, EngineError)
-            raise
-        finally:
-            if is_news:
-                self._on_end()
-            self._count_down(begun)
-
-    def _count_down(self, begun: _Begun) -> None:
-        if begun.is_awaited:
-            begun.is_awaited = False
-            self._num_awaited -= 1
-            if not self._num_awaited and self._settled is not None and not self._settled.done():
-                self._settled.set_result(None)
+    def _ended(self, is_news: bool, task: asyncio.Task[Any]) -> None:
+        if not task.cancelled() and (is_news or isinstance(task.exception(), EngineError)):
+            self._on_end()

@@ -79,6 +79,13 @@ def rewired(wiring: Wiring, slots: Sequence[Slot], layout: Layout, config: Contr
     )
 
 
+def is_due(wiring: Wiring, config: ControllerConfig, now_s: float) -> bool:
+    """Whether the wiring may change by itself, with time: a round is due, or ranks do not stand yet."""
+    retries_s = (known.retry_at_s for known in wiring.rounds.values())
+    is_round_due = any(retry_at_s is not None and now_s >= retry_at_s for retry_at_s in retries_s)
+    return config.is_elastic and (is_round_due or not wiring.is_placed)
+
+
 def formable(wiring: Wiring, slots: Sequence[Slot]) -> tuple[Group, ...]:
     """The groups whose members are all READY with the lane and the communicators for it."""
     names = [frozenset(_able(slot.ready)) if slot.ready is not None else frozenset() for slot in slots]
@@ -87,6 +94,14 @@ def formable(wiring: Wiring, slots: Sequence[Slot]) -> tuple[Group, ...]:
         for spec, name in zip(wiring.directory.groups, wiring.names, strict=True)
         if all(name in names[key.instance_id] and slots[key.instance_id].key == key for key in spec.members)
     )
+
+
+def is_wired_alike(new: Slot, old: Slot) -> bool:
+    """Whether nothing has changed that `rewired` goes by; what a slot runs, and its epoch, are no part of that."""
+    mine, other = new.ready, old.ready
+    if mine is None or other is None or new.key != old.key or new.device is not old.device:
+        return False
+    return mine.peer_endpoint == other.peer_endpoint and mine.groups_failed == other.groups_failed
 
 
 def has_same_groups(new: Slot, old: Slot) -> bool:

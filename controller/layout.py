@@ -41,7 +41,7 @@ def follow(layout: Layout, slots: Sequence[Slot], busy: Collection[InstanceId] =
     for group in _claimed(layout, slots, busy):
         reasons.append(f"{group} is what its members run")
         groups = [other for other in groups if other.leader not in group.members] + [group]
-    newest = max((slot.snapshot.epoch for slot in slots if slot.snapshot is not None), default=layout.epoch)
+    newest = max([slot.snapshot.epoch for slot in slots if slot.snapshot is not None], default=layout.epoch)
     if newest > layout.epoch and not busy:
         reasons.append("an instance has committed a newer epoch")
     if not reasons:

@@ -234,14 +234,14 @@ class Controller:
         """Begins a status call to each life that is created; gives up those that are too old."""
         now_s = self._clock()
         self._calls.forget(lambda call, key, begun_s: call is Call.STATUS and self._is_old(key, now_s - begun_s))
-        for slot in state.slots:
-            if not slot.alive:
-                continue
+        living = [slot for slot in state.slots if slot.alive]
+        if all(slot.answered for slot in living):
+            self._calls.begin_all(Call.STATUS, [slot.key for slot in living], self._port.status, now_s)
+            return
+        for slot in living:
             is_first = not slot.answered  # it may be under way to its place: no tick waits for that
-            if is_first and self._calls.under_way(Call.CREATE, slot.key):
-                continue
-            work = partial(self._port.status, slot.key)
-            self._calls.begin(Call.STATUS, slot.key, work, now_s, news=is_first, patient=is_first)
+            if not (is_first and self._calls.under_way(Call.CREATE, slot.key)):
+                self._calls.begin(Call.STATUS, slot.key, self._port.status, now_s, news=is_first, patient=is_first)
 
     def _is_old(self, key: InstanceKey, age_s: float) -> bool:
         """Whether a status call should be given up. One to an instance that waits for its place waits with it."""
@@ -277,13 +277,13 @@ class Controller:
     async def _act(self, now_s: float) -> None:
         actions = transitions.plan(self._ready_state(), now_s)
         for key in actions.kills:
-            self._begin(Call.KILL, key, partial(self._port.kill, key), _KILL_TIMEOUT_S)
+            self._begin(Call.KILL, key, self._port.kill, _KILL_TIMEOUT_S)
         for key in actions.drains:
             timeout_s = max(0.0, self._ready_state().slots[key.instance_id].deadline_s - now_s)
             self._begin(
                 Call.DRAIN,
                 key,
-                partial(self._port.drain, key, timeout_s),
+                partial(self._port.drain, timeout_s=timeout_s),
                 timeout_s + _DRAIN_GRACE_S,
                 patient=True,
             )
@@ -292,7 +292,7 @@ class Controller:
             await self._accept(transitions.create(self._ready_state(), plan.slots, plan.why, now_s))
             for instance_id in plan.slots:
                 key = self._ready_state().slots[instance_id].key
-                self._begin(Call.CREATE, key, partial(self._port.create, key), _CREATE_TIMEOUT_S)
+                self._begin(Call.CREATE, key, self._port.create, _CREATE_TIMEOUT_S)
 
     def _connect(self) -> None:
         """Tells its peers to each READY instance that has not heard of the newest directory."""
@@ -305,13 +305,10 @@ class Controller:
             await self._port.connect(key, directory)
             return directory.version
 
-        untold = None, -1
+        version, told = directory.version, self._told
         for slot in state.slots:
-            key, (told, version) = slot.key, self._told.get(slot.key.instance_id, untold)
-            if slot.ready is not None and (version != directory.version or told != key):
-                self._begin(
-                    Call.CONNECT, key, partial(tell, key), self.config.status_timeout_s, news=False, patient=True
-                )
+            if slot.ready is not None and told.get(slot.key.instance_id) != (slot.key, version):
+                self._begin(Call.CONNECT, slot.key, tell, self.config.status_timeout_s, news=False, patient=True)
 
     def _steer(self) -> None:
         """Begins the next switch of the layout, where one is due and none is under way."""
@@ -326,15 +323,15 @@ class Controller:
         self,
         call: Call,
         key: InstanceKey,
-        work: Callable[[], Coroutine[Any, Any, Any]],
+        work: Callable[[InstanceKey], Coroutine[Any, Any, Any]],
         timeout_s: float,
         *,
         news: bool = True,
         patient: bool = False,
     ) -> None:
-        async def bounded() -> Any:
+        async def bounded(key: InstanceKey) -> Any:
             async with asyncio.timeout(timeout_s):
-                return await work()
+                return await work(key)
 
         self._calls.begin(call, key, bounded, news=news, patient=patient)
 

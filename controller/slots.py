@@ -11,7 +11,8 @@ a life sets when the slot may be filled again: failures in a row double the wait
 READY for longer than the wait before it ends the row.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any
 
 from pengserve.controller.events import Change
@@ -58,14 +59,15 @@ _NOWHERE, _NEVER = DeviceInfo(), Epoch(0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One slot of the application. Times are of the controller's monotonic clock."""
+    """One slot of the application. Times are of the controller's monotonic clock.
+
+    It stays the same object while its life answers the same but for its loads: who compares slots compares objects.
+    """
 
     key: InstanceKey  # the newest life; incarnation 0 before the first
     state: InstanceState = InstanceState.DEAD
-    snapshot: InstanceSnapshot | None = None  # its newest answer
-    face: InstanceSnapshot | None = None  # the first of its newest answers that differ in their loads alone
+    snapshot: InstanceSnapshot | None = None  # the first of its newest answers that differ in their loads alone
     since_s: float = 0.0  # when it entered `state`
-    seen_s: float = 0.0  # its newest answer, or when it was created
     deadline_s: float = 0.0  # of a drain
     failures: int = 0  # in a row
     retry_at_s: float = 0.0
@@ -74,34 +76,23 @@ class Slot:
     device: DeviceInfo = _NOWHERE  # where its newest life is or was: an empty slot keeps its rank
     switched: Epoch = _NEVER  # that the newest switch led to which this life is known to have committed
 
-    @property
-    def alive(self) -> bool:
-        """Whether a life is in the slot, however far it has come."""
-        return self.state is not InstanceState.DEAD
+    # What follows from these; a slot is read a thousand times for each time that it is made.
+    alive: bool = field(init=False, compare=False)  # whether a life is in the slot, however far it has come
+    # What it says of itself where it is READY, else None. Its loads may be older than its newest answer.
+    ready: InstanceSnapshot | None = field(init=False, compare=False)
+    # What it says it runs, "dp" or "tp2@(0,1)"; empty where it is not READY, or silent since its last switch.
+    lane: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        ready = self.snapshot if self.state is InstanceState.READY else None
+        object.__setattr__(self, "alive", self.state is not InstanceState.DEAD)
+        object.__setattr__(self, "ready", ready)
+        object.__setattr__(self, "lane", "" if ready is None or ready.epoch < self.switched else ready.lane)
 
     @property
     def answered(self) -> bool:
         """Whether the living instance has ever answered: before that it may still be waiting for its place."""
         return self.snapshot is not None
-
-    @property
-    def ready(self) -> InstanceSnapshot | None:
-        """Its newest answer where it is READY, else None."""
-        return self.snapshot if self.state is InstanceState.READY else None
-
-    @property
-    def lane(self) -> str:
-        """What it says it runs, "dp" or "tp2@(0,1)"; empty where it is not READY, or silent since its last switch."""
-        if self.state is not InstanceState.READY or self.snapshot is None or self.snapshot.epoch < self.switched:
-            return ""
-        return self.snapshot.lane
-
-
-def is_same(new: Slot, old: Slot) -> bool:
-    """Whether nothing has changed that others go by: directories, layouts, routes. Loads are no part of that."""
-    return new is old or (
-        new.face is old.face and new.state is old.state and new.key is old.key and new.switched == old.switched
-    )
 
 
 def begun(slot: Slot, key: InstanceKey, now_s: float) -> Slot:
@@ -111,9 +102,7 @@ def begun(slot: Slot, key: InstanceKey, now_s: float) -> Slot:
         key=key,
         state=InstanceState.STARTING,
         snapshot=None,
-        face=None,
         since_s=now_s,
-        seen_s=now_s,
         switched=_NEVER,
     )
 
@@ -127,8 +116,6 @@ def take_in(
     slot: Slot, key: InstanceKey, seen: Observation, config: ControllerConfig, now_s: float, changes: list[Change]
 ) -> Slot:
     """The slot after what was learnt of `key`, which may be a life that is over."""
-    if isinstance(seen, Answered) and key is slot.key and slot.alive:
-        return _answered(slot, seen.snapshot, config, now_s, changes)
     if isinstance(seen, Killed):
         return replace(slot, doomed=tuple(k for k in slot.doomed if k != key)) if key in slot.doomed else slot
     if key != slot.key or not slot.alive:
@@ -151,9 +138,12 @@ def take_in(
 def _answered(
     slot: Slot, answer: InstanceSnapshot, config: ControllerConfig, now_s: float, changes: list[Change]
 ) -> Slot:
+    if says_the_same(slot, answer):
+        return slot
     if answer.state is InstanceState.DEAD:
         return _failed(slot, answer.failure or "its engine failed", config, now_s, changes, lost=False)
-    slot = _heard(slot, answer, now_s)
+    device = slot.device if slot.device == answer.device else answer.device
+    slot = replace(slot, snapshot=answer, device=device)
     if answer.state is slot.state or slot.state is InstanceState.DRAINING:
         return slot
     if slot.state is InstanceState.STARTING:
@@ -165,57 +155,24 @@ def _answered(
     return slot
 
 
-def _heard(slot: Slot, answer: InstanceSnapshot, now_s: float) -> Slot:
-    """The slot with its newest answer. What is as before stays the same object, so that others compare it cheaply.
-
-    Written out, since `replace` is slow and a thousand instances answer each tick.
-    """
-    face = slot.face
-    if face is None or not _is_same_face(answer, face):
-        face = answer
-    return Slot(
-        key=slot.key,
-        state=slot.state,
-        snapshot=answer,
-        face=face,
-        since_s=slot.since_s,
-        seen_s=now_s,
-        deadline_s=slot.deadline_s,
-        failures=slot.failures,
-        retry_at_s=slot.retry_at_s,
-        failure=slot.failure,
-        doomed=slot.doomed,
-        device=slot.device if face.device == slot.device else face.device,
-        switched=slot.switched,
-    )
+# All that an answer says but its load and its process's memory.
+face_of = attrgetter(*(f.name for f in fields(InstanceSnapshot) if f.name not in ("key", "stats", "rss_bytes")))
 
 
-def _is_same_face(new: InstanceSnapshot, old: InstanceSnapshot) -> bool:
-    """Whether two answers of one life differ in its load and its process's memory alone."""
-    return (
-        new.state is old.state
-        and new.lane == old.lane
-        and new.epoch == old.epoch
-        and new.groups_ready == old.groups_ready
-        and new.groups_failed == old.groups_failed
-        and new.endpoint == old.endpoint
-        and new.peer_endpoint == old.peer_endpoint
-        and new.failure == old.failure
-        and (new.device is old.device or new.device == old.device)
-        and (new.capacity is old.capacity or new.capacity == old.capacity)
-        and new.lanes == old.lanes
-    )
+def says_the_same(slot: Slot, answer: InstanceSnapshot) -> bool:
+    """Whether an answer of the slot's life differs from those before in its loads alone: the slot stays as it is."""
+    return slot.snapshot is not None and bool(face_of(answer) == face_of(slot.snapshot))
 
 
-def overdue(slot: Slot, config: ControllerConfig, now_s: float, changes: list[Change]) -> Slot:
-    """Ends a life that has been silent, starting or draining for too long."""
+def overdue(slot: Slot, seen_s: float, config: ControllerConfig, now_s: float, changes: list[Change]) -> Slot:
+    """Ends a life that has been silent, starting or draining for too long; `seen_s` is when it last answered."""
     if slot.state is InstanceState.STARTING:
         # A process that imports and loads may be deaf for a while; only the whole start has a time-out.
         if now_s - slot.since_s > config.start_timeout_s:
             where = "while it loaded" if slot.answered else f"waiting for resources ({_resources(config)})"
             why = f"not ready after {config.start_timeout_s:g} s, {where}"
             return _failed(slot, why, config, now_s, changes, lost=False)
-    elif slot.alive and now_s - slot.seen_s > config.lost_after_s:
+    elif slot.alive and now_s - seen_s > config.lost_after_s:
         return _failed(slot, f"silent for {config.lost_after_s:g} s", config, now_s, changes, lost=True)
     elif slot.state is InstanceState.DRAINING and now_s > slot.deadline_s:
         changes.append(Change(kind=EventKind.INSTANCE_DRAIN_ERROR, span=span(slot.key), why="requests still ran"))
@@ -253,7 +210,6 @@ def ended(slot: Slot, why: str, now_s: float) -> Slot:
         slot,
         state=InstanceState.DEAD,
         snapshot=None,
-        face=None,
         since_s=now_s,
         failure=why,
         failures=0,
@@ -272,17 +228,16 @@ def adopted(
     slot: Slot, answer: InstanceSnapshot | None, config: ControllerConfig, now_s: float, changes: list[Change]
 ) -> Slot:
     """Takes over a life that an earlier controller began; `answer` is None where it gave none yet."""
-    slot = replace(slot, state=InstanceState.STARTING, since_s=now_s, seen_s=now_s)
+    slot = replace(slot, state=InstanceState.STARTING, since_s=now_s)
     found = answer.state if answer else InstanceState.STARTING
     data: dict[str, Any] = {"state": found.value, **(_placed(answer) if answer else {})}
     changes.append(Change(kind=EventKind.INSTANCE_ADOPTED, span=span(slot.key), data=data))
     if answer is not None:
         slot = replace(slot, device=answer.device)
     if answer is None or answer.state is InstanceState.STARTING:
-        return replace(slot, snapshot=answer, face=answer)
-    if answer.state is InstanceState.DEAD:
-        return _answered(slot, answer, config, now_s, changes)
-    slot = replace(slot, snapshot=answer, face=answer, state=InstanceState.READY)
+        return replace(slot, snapshot=answer)
+    if answer.state is not InstanceState.DEAD:
+        slot = replace(slot, state=InstanceState.READY)
     return _answered(slot, answer, config, now_s, changes)
 
 
@@ -297,13 +252,13 @@ def _placed(answer: InstanceSnapshot) -> dict[str, Any]:
     }
 
 
-def shown(slot: Slot) -> InstanceSnapshot:
-    """The slot as planners and people see it."""
-    if slot.snapshot is None:
+def shown(slot: Slot, answer: InstanceSnapshot | None) -> InstanceSnapshot:
+    """The slot as planners and people see it; `answer` is the newest of its life, if there is one."""
+    if slot.snapshot is None or answer is None:
         return InstanceSnapshot(key=slot.key, state=slot.state, failure=slot.failure)
-    if slot.snapshot.state is slot.state and not slot.failure:
-        return slot.snapshot
-    return replace(slot.snapshot, state=slot.state, failure=slot.failure)
+    if answer.state is slot.state and not slot.failure:
+        return answer
+    return replace(answer, state=slot.state, failure=slot.failure)
 
 
 def _resources(config: ControllerConfig) -> str:

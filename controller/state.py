@@ -8,6 +8,7 @@
 Each transition goes through them in this order, since each follows from the ones before.
 """
 
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,7 +20,7 @@ from pengserve.controller import slots as lives
 from pengserve.controller.directory import Wiring
 from pengserve.controller.events import Change
 from pengserve.controller.routes import Part
-from pengserve.controller.slots import Killed, Observation, Slot, span
+from pengserve.controller.slots import Answered, Killed, Observation, Slot, span
 from pengserve.planners.replace import Vacancy, plan_replacements
 from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.config import ControllerConfig
@@ -39,6 +40,8 @@ class ClusterState:
 
     config: ControllerConfig
     slots: tuple[Slot, ...]  # slot i is instance id i
+    answers: tuple[InstanceSnapshot | None, ...]  # by slot; the newest of the life in it, where it has a snapshot
+    seen_s: tuple[float, ...]  # by slot; when that came
     layout: Layout
     routing: RoutingTable
     wiring: Wiring
@@ -74,6 +77,8 @@ def empty(config: ControllerConfig, *, version: int, epoch: Epoch) -> ClusterSta
     return ClusterState(
         config=config,
         slots=slots,
+        answers=(None,) * len(slots),
+        seen_s=(0.0,) * len(slots),
         layout=Layout.all_dp(tuple(s.key.instance_id for s in slots), epoch),
         routing=RoutingTable(version=version, epoch=epoch, routes=()),
         wiring=wirings.empty(version),
@@ -88,16 +93,25 @@ def observe(state: ClusterState, seen: Sequence[tuple[InstanceKey, Observation]]
     """Takes in what was learnt, and what silence since then means."""
     changes: list[Change] = []
     slots, strays = list(state.slots), state.strays
+    answers, seen_s = list(state.answers), list(state.seen_s)
     for key, observation in seen:
+        at = key.instance_id
         if isinstance(observation, Killed) and key in strays:
             strays = tuple(k for k in strays if k != key)
-        elif key.instance_id < len(slots):
-            slot = slots[key.instance_id]
-            slots[key.instance_id] = lives.take_in(slot, key, observation, state.config, now_s, changes)
+        elif at < len(slots):
+            slot = slots[at]
+            if isinstance(observation, Answered) and (key is slot.key or key == slot.key) and slot.alive:
+                answers[at], seen_s[at] = observation.snapshot, now_s
+                if lives.says_the_same(slot, observation.snapshot):
+                    continue
+            slots[at] = lives.take_in(slot, key, observation, state.config, now_s, changes)
     for i, slot in enumerate(slots):
-        if slot.state is not InstanceState.READY or slot.seen_s < now_s:
-            slots[i] = lives.overdue(slot, state.config, now_s, changes)
-    return _followed(replace(state, slots=tuple(slots), strays=strays), state, changes, now_s)
+        if slot.state is not InstanceState.READY or seen_s[i] < now_s:
+            slots[i] = lives.overdue(slot, seen_s[i], state.config, now_s, changes)
+    after = replace(state, slots=_kept(state.slots, slots), answers=tuple(answers), seen_s=tuple(seen_s), strays=strays)
+    # The layout has followed from these slots already, where no switch under way has kept it from that.
+    is_followed = after.slots is state.wired and state.switch is None
+    return (_rewired if is_followed else _followed)(after, state, changes, now_s)
 
 
 def create(state: ClusterState, slots: Iterable[InstanceId], why: str, now_s: float) -> Transition:
@@ -150,7 +164,15 @@ def adopt(
         # The first epoch of a controller, whatever the layout: the caller tells of it.
         reported = max((answer.epoch for answer in living.values() if answer is not None), default=0)
         layout = replace(layout, epoch=Epoch(max(state.layout.epoch, reported + 1)))
-    found = replace(state, slots=tuple(slots), strays=strays, layout=layout, layout_since_s=now_s)
+    found = replace(
+        state,
+        slots=tuple(slots),
+        answers=tuple(slot.snapshot for slot in slots),
+        seen_s=(now_s,) * len(slots),
+        strays=strays,
+        layout=layout,
+        layout_since_s=now_s,
+    )
     return _rewired(found, state, changes, now_s)
 
 
@@ -220,7 +242,10 @@ def plan(state: ClusterState, now_s: float) -> Actions:
     kills, drains, vacancies = list(state.strays), [], []
     leader_of = {member: group.leader for group in state.layout.groups for member in group.members[1:]}
     for slot in state.slots:
-        kills.extend(slot.doomed)
+        if slot.doomed:
+            kills.extend(slot.doomed)
+        if slot.state is InstanceState.READY:
+            continue
         if slot.state is InstanceState.DRAINING:
             # A follower has no requests of its own, but its leader needs it until the group's are done.
             leader = leader_of.get(slot.key.instance_id)
@@ -245,7 +270,7 @@ def snapshot(state: ClusterState, *, time_s: float, started_s: float, now_s: flo
         app=state.config.app,
         time_s=time_s,
         layout=state.layout,
-        instances=tuple(lives.shown(slot) for slot in state.slots),
+        instances=tuple(map(lives.shown, state.slots, state.answers)),
         routing_version=state.routing.version,
         controller_started_s=started_s,
         ranks=state.wiring.topology.ranks or wirings.ranks_of(state.slots),
@@ -287,17 +312,24 @@ def _followed(state: ClusterState, before: ClusterState, changes: list[Change], 
 
 def _rewired(state: ClusterState, before: ClusterState, changes: list[Change], now_s: float) -> Transition:
     """The state with its directory, and a new routing table where the part of a slot or the layout has changed."""
-    wiring = wirings.rewired(state.wiring, state.slots, state.layout, state.config, now_s)
-    parts, formable = state.parts, state.formable
-    pairs = list(zip(state.slots, state.wired, strict=True)) if state.wired else []
-    changed = [(i, new, old) for i, (new, old) in enumerate(pairs) if not lives.is_same(new, old)]
-    if not pairs:
+    is_due = not state.wired or wirings.is_due(state.wiring, state.config, now_s)
+    is_same = state.layout is before.layout and state.closing == before.closing and not is_due
+    if is_same and state.slots is state.wired:
+        return Transition(state=state, changes=tuple(changes))
+    wiring, parts, formable = state.wiring, state.parts, state.formable
+    pairs = zip(state.slots, state.wired, strict=True) if state.wired else ()
+    changed = [(i, new, old) for i, (new, old) in enumerate(pairs) if new is not old]
+    if not state.wired:
         parts = tuple(routes.part(slot) for slot in state.slots)
     elif changed:
-        of_slot = {i: routes.part(new) for i, new, _ in changed}
-        parts = tuple(of_slot.get(i, part) for i, part in enumerate(parts))
+        found = list(parts)
+        for i, new, _ in changed:
+            found[i] = routes.part(new)
+        parts = tuple(found)
+    if not is_same or not all(wirings.is_wired_alike(new, old) for _, new, old in changed):
+        wiring = wirings.rewired(wiring, state.slots, state.layout, state.config, now_s)
     is_same_directory = wiring.directory is state.wiring.directory
-    if not (pairs and is_same_directory and all(wirings.has_same_groups(new, old) for _, new, old in changed)):
+    if not (state.wired and is_same_directory and all(wirings.has_same_groups(new, old) for _, new, old in changed)):
         formable = wirings.formable(wiring, state.slots)
     state = replace(state, wiring=wiring, parts=parts, formable=formable, wired=state.slots)
     if parts == before.parts and state.layout is before.layout and state.closing == before.closing:
@@ -308,3 +340,8 @@ def _rewired(state: ClusterState, before: ClusterState, changes: list[Change], n
     data = {"version": table.version, "epoch": table.epoch, "routes": [str(r.key) for r in table.routes]}
     changes.append(Change(kind=EventKind.ROUTING_CHANGED, data=data))
     return Transition(state=replace(state, routing=table), changes=tuple(changes))
+
+
+def _kept(before: tuple[Slot, ...], slots: list[Slot]) -> tuple[Slot, ...]:
+    """The slots; the same object where all of them are."""
+    return before if all(map(operator.is_, before, slots)) else tuple(slots)

@@ -12,6 +12,7 @@ So a group that fills up counts as overloaded before it is full, and before vLLM
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -33,9 +34,11 @@ from pengserve.planners.types.snapshot import (
 from pengserve.planners.types.units import blocks_for
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupDemand:
-    """Memory that one group of the layout needs and has, in blocks of a dp lane."""
+class GroupDemand(NamedTuple):
+    """Memory that one group of the layout needs and has, in blocks of a dp lane.
+
+    A tuple, as a look at a thousand overloaded instances makes as many.
+    """
 
     group: Group
     capacity_blocks: int = 0
@@ -86,25 +89,15 @@ class GroupDemands(Mapping[InstanceId, GroupDemand]):
 
     def many(self, positions: Ints) -> tuple[GroupDemand, ...]:
         """The demands of the groups at these positions."""
-        made, groups, c = self._made, self.table.groups, self.columns
-        new = [at for at in positions.tolist() if at not in made]
-        blocks = (c.capacity_blocks, c.resident_blocks, c.queued_blocks, c.growth_blocks)
-        numbers = (*blocks, c.num_running, c.num_waiting, c.num_paused, c.bytes_per_block)
-        rows = zip(new, c.is_known[new].tolist(), *(number[new].tolist() for number in numbers), strict=True)
-        for at, is_known, capacity, resident, queued, growth, running, waiting, paused, block_bytes in rows:
-            made[at] = GroupDemand(
-                group=groups[at],
-                capacity_blocks=capacity,
-                resident_blocks=resident,
-                queued_blocks=queued,
-                growth_blocks=growth,
-                num_running=running,
-                num_waiting=waiting,
-                num_paused=paused,
-                bytes_per_block=block_bytes,
-                is_known=is_known,
-            )
-        return tuple([made[at] for at in positions.tolist()])
+        made, c, places = self._made, self.columns, positions.tolist()
+        new = np.array([at for at in places if at not in made], dtype=np.int64) if made else positions
+        if len(new):
+            blocks = (c.capacity_blocks, c.resident_blocks, c.queued_blocks, c.growth_blocks)
+            numbers = (*blocks, c.num_running, c.num_waiting, c.num_paused, c.bytes_per_block, c.is_known)
+            groups = [self.table.groups[at] for at in new.tolist()]
+            # In the order of the fields.
+            made.update(zip(new.tolist(), map(GroupDemand, groups, *(n[new].tolist() for n in numbers)), strict=True))
+        return tuple([made[at] for at in places])
 
 
 @dataclass(slots=True, kw_only=True)

@@ -1,14 +1,16 @@
 """The load that each tp group would have if it were formed now: `ClusterView.projected` of all of them at once."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
-from pengserve.planners.columns import Bools, Floats, Ints, Kept, capacities, column
-from pengserve.planners.load import OVERLOAD, ClusterView, num_slots
+from pengserve.planners.columns import Bools, Floats, Ints, Kept, capacities, column, ints
+from pengserve.planners.load import OVERLOAD, ClusterView
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.types.snapshot import InstanceSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,15 +49,18 @@ def _of_instances(
 ) -> Iterator[tuple[Group, float, bool]]:
     """Of `groups` those at these positions, whose `members` are all alone."""
     degree = members.shape[1]
-    lanes = capacities([view.instances[InstanceId(i)] for i in members[:, 0].tolist()], f"{GroupKind.TP}{degree}")
-    slots = np.array([0 if lane is None else num_slots(lane, degree, view.busy_requests) for lane in lanes])
+    instance_of = cast(Mapping[int, InstanceSnapshot], view.instances)
+    lanes = capacities([instance_of[i] for i in members[:, 0].tolist()], f"{GroupKind.TP}{degree}")
+    most = ints([0 if lane is None else lane.max_num_seqs for lane in lanes])
+    has_lane = np.array([lane is not None for lane in lanes], dtype=np.bool_)
+    slots = np.minimum(most, view.busy_requests * degree).clip(1)  # as `num_slots`
     kv_share = np.zeros(len(at))
     for place in range(degree):  # in this order, as floats are added up one by one elsewhere
         kv_share = kv_share + alone.kv_share[members[:, place]]
-    load = np.maximum(kv_share / degree, alone.num_requests[members].sum(axis=1) / slots.clip(1))
+    load = np.maximum(kv_share / degree, alone.num_requests[members].sum(axis=1) / slots)
     load = np.where(alone.is_queue[members].any(axis=1), np.maximum(load, OVERLOAD), load)
     is_known: Bools = np.asarray(alone.is_known[members].all(axis=1))
-    shown = np.flatnonzero((slots > 0) & ((load < below) | ~is_known))
+    shown = np.flatnonzero(has_lane & ((load < below) | ~is_known))
     for i, value, known in zip(at[shown].tolist(), load[shown].tolist(), is_known[shown].tolist(), strict=True):
         yield groups[i], value, known
 

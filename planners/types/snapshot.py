@@ -80,6 +80,9 @@ class DeviceInfo:
     device: str = "cpu"  # "cpu", or "cuda:<index on the node>"
     pid: int = 0
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _device, (self.node_id, self.node_ip, self.device, self.pid)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaneInfo:
@@ -95,8 +98,8 @@ class LaneInfo:
         return _lane, (self.shape, self.capacity, self.why_not)
 
 
-# What an instance can run stays as it is, and a thousand instances are alike: what comes off a wire becomes the object
-# that is here already. That is faster than to make another one, and comparing two answers costs next to nothing.
+# What an instance can run, and where, stays as it is, and a thousand are alike: what comes off a wire becomes the
+# object that is here already. That is faster than to make another one, and comparing two answers costs next to nothing.
 
 
 @lru_cache(maxsize=4096)
@@ -107,6 +110,11 @@ def _capacity(*values: int) -> KvCapacity:
 @lru_cache(maxsize=4096)
 def _lane(shape: str, capacity: KvCapacity | None, why_not: str) -> LaneInfo:
     return LaneInfo(shape=shape, capacity=capacity, why_not=why_not)
+
+
+@lru_cache(maxsize=4096)
+def _device(node_id: str, node_ip: str, device: str, pid: int) -> DeviceInfo:
+    return DeviceInfo(node_id=node_id, node_ip=node_ip, device=device, pid=pid)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,19 +2,20 @@
 
 import dataclasses
 import pickle
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pengserve.controller import directory as wirings
+from pengserve.controller import layout as layouts
 from pengserve.controller import routes
 from pengserve.controller import state as transitions
-from pengserve.controller.slots import Answered, Gone, Killed, Observation, Slot
-from pengserve.controller.slots import _heard as heard
+from pengserve.controller.slots import Answered, Gone, Killed, Observation
 from pengserve.planners.types.config import ControllerConfig, DropConfig
-from pengserve.planners.types.ids import Epoch, InstanceKey
-from pengserve.planners.types.snapshot import InstanceSnapshot, InstanceState, InstanceStats
-from tests.controller.fakes import answer, life
+from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
+from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, InstanceStats
+from tests.controller.fakes import answer, lanes, life
 
 CONFIG = ControllerConfig(app="kept", num_instances=4, degrees=(2, 4), drop=DropConfig(max_stages=2))
 DEGREES = st.sampled_from([(2, 4), (2, 4), (2,), ()])
@@ -72,17 +73,50 @@ def test_what_is_kept_is_what_would_be_made_anew(data: st.DataObject) -> None:
         peers = {slot.key: slot.ready.peer_endpoint for slot in state.slots if slot.ready and slot.ready.peer_endpoint}
         assert {peer.key: peer.endpoint for peer in state.wiring.directory.peers} == peers
         assert [spec.name for spec in state.wiring.directory.groups] == list(state.wiring.names)
-        for slot in state.slots:
+        busy = state.switch.group.members if state.switch is not None else ()
+        assert layouts.follow(state.layout, state.slots, busy) == (state.layout, "")
+        for slot, newest in zip(state.slots, state.answers, strict=True):
             if slot.snapshot is not None:
-                assert slot.face is not None
-                loads = {"stats": slot.snapshot.stats, "rss_bytes": slot.snapshot.rss_bytes}
-                assert dataclasses.replace(slot.face, **loads) == slot.snapshot
+                assert newest is not None
+                loads = {"stats": newest.stats, "rss_bytes": newest.rss_bytes}
+                assert dataclasses.replace(slot.snapshot, **loads) == newest
 
 
-def test_an_answer_changes_nothing_of_a_slot_but_what_it_says() -> None:
-    values = {f.name: object() for f in dataclasses.fields(Slot)}
-    said = answer(life(0), InstanceState.READY)
-    slot = Slot(**{**values, "key": life(0), "face": None, "device": said.device})  # type: ignore[arg-type]
-    after = heard(slot, said, 7.0)
-    expected = {**values, "key": life(0), "device": said.device, "snapshot": said, "face": said, "seen_s": 7.0}
-    assert {f.name: getattr(after, f.name) for f in dataclasses.fields(Slot)} == expected
+@settings(deadline=None, max_examples=50)
+@given(st.data())
+def test_the_newest_answer_of_each_life_is_shown(data: st.DataObject) -> None:
+    state = transitions.empty(CONFIG, version=1, epoch=Epoch(0))
+    for now_s in range(0, 30, 5):
+        replacement = transitions.plan(state, now_s).replace
+        if replacement is not None:
+            state = transitions.create(state, replacement.slots, replacement.why, now_s).state
+        seen = data.draw(observations(state))
+        state = transitions.observe(state, seen, now_s).state
+        shown = {i.key: i for i in transitions.snapshot(state, time_s=now_s, started_s=0).instances}
+        for key, observation in seen:
+            slot = state.slots[key.instance_id]
+            if isinstance(observation, Answered) and slot.key == key and slot.alive:
+                assert shown[key] == dataclasses.replace(observation.snapshot, state=slot.state, failure=slot.failure)
+
+
+def test_other_loads_leave_a_slot_the_same_object() -> None:
+    ready = answer(life(0), InstanceState.READY)
+    state = transitions.create(transitions.empty(CONFIG, version=1, epoch=Epoch(0)), [InstanceId(0)], "begin", 0).state
+    state = transitions.observe(state, [(life(0), Answered(ready))], 1).state
+    busy = dataclasses.replace(ready, stats=InstanceStats(num_running=3), rss_bytes=7)
+    after = transitions.observe(state, [(life(0), Answered(pickle.loads(pickle.dumps(busy))))], 2).state
+    assert after.slots is state.slots
+    others: dict[str, Any] = {
+        "lane": "tp2@(0,1)",
+        "epoch": Epoch(7),
+        "endpoint": "127.0.0.1:1",
+        "peer_endpoint": "127.0.0.1:2",
+        "groups_ready": ("tp2@(0,1)/0.1-1.1/0",),
+        "groups_failed": ("tp2@(0,1)/0.1-1.1/0",),
+        "device": DeviceInfo(pid=7),
+        "lanes": lanes((2,)),
+    }
+    for name, other in others.items():
+        told = dataclasses.replace(ready, **{name: other})
+        news = transitions.observe(state, [(life(0), Answered(told))], 2).state
+        assert getattr(news.slots[0].snapshot, name) == getattr(told, name)

@@ -1,7 +1,7 @@
 """The planners of memory as they read best: group by group, value by value. Those that count in columns must agree."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import NamedTuple
 
@@ -54,7 +54,7 @@ def predict_demand(
                 trail = _longer(trail, demand, now_s)
                 growth_blocks = round(blocks_per_s(trail) * config.horizon_s)
                 if growth_blocks:
-                    demand = replace(demand, growth_blocks=growth_blocks)
+                    demand = demand._replace(growth_blocks=growth_blocks)
             if trail is not None:
                 trails[leader] = trail
             found.append(demand)
@@ -88,7 +88,7 @@ def _with_ingresses(snapshot: ClusterSnapshot, found: list[GroupDemand]) -> list
     each_blocks = sum(d.resident_blocks + d.queued_blocks for d in known) / max(1, num_requests)
     share = num_waiting * max(1.0, each_blocks) / total_blocks
     return [
-        replace(d, queued_blocks=d.queued_blocks + round(share * d.capacity_blocks)) if d.is_known else d for d in found
+        d._replace(queued_blocks=d.queued_blocks + round(share * d.capacity_blocks)) if d.is_known else d for d in found
     ]
 
 

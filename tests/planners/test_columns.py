@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from pengserve.planners.drop import plan_drop
 from pengserve.planners.load import ClusterView
 from pengserve.planners.overload import DemandHistory, predict_demand
+from pengserve.planners.prices import Prices
 from pengserve.planners.projection import projected_loads
 from pengserve.planners.trails import Trail
 from pengserve.planners.types.config import DropConfig
@@ -122,6 +123,20 @@ def test_projected_loads_are_those_of_the_view(
     assert found == {
         group: (load.load, load.is_known) for group, load in expected.items() if load.load < below or not load.is_known
     }
+
+
+@settings(deadline=None, max_examples=100)
+@given(clusters(), st.sampled_from([0.1, 0.5, 0.9]))
+def test_the_price_of_waiting_is_the_sum_over_its_groups(seen: ClusterSnapshot, drop_above: float) -> None:
+    config = replace(CONFIG, drop_above=drop_above, min_dwell_s=0.7)
+    demand, _ = predict_demand(seen, config, DemandHistory())
+    prices = Prices(config=config, by_member=demand.by_member, overloaded=demand.overloaded)
+    expected_s = 0.0
+    for part in demand.overloaded:
+        num_requests = max(1, part.num_running + part.num_waiting)
+        excess_blocks = max(0.0, part.demand_blocks - drop_above * part.capacity_blocks)
+        expected_s += num_requests * excess_blocks / max(1, part.demand_blocks) * config.min_dwell_s
+    assert prices.keep_s == expected_s
 
 
 def test_a_drop_for_a_thousand_overloaded_instances_takes_a_millisecond() -> None:
