@@ -61,15 +61,11 @@ def rewired(wiring: Wiring, slots: Sequence[Slot], layout: Layout, config: Contr
         return wiring
     topology = _topology(wiring.topology, slots, config)
     rounds = _rounds(wiring, slots, config, now_s)
-    peers = tuple(
-        PeerAddress(key=slot.key, endpoint=answer.peer_endpoint)
-        for slot in slots
-        if (answer := slot.ready) is not None and answer.peer_endpoint
-    )
+    peers = _peers(wiring.directory.peers, slots)
     in_use = tuple(group for group in layout.groups if group.kind is not GroupKind.DP)
     is_placed = wiring.is_placed or _is_placed(slots, now_s)
     is_same = topology is wiring.topology and rounds is wiring.rounds and in_use == wiring.in_use
-    if is_same and is_placed == wiring.is_placed and peers == wiring.directory.peers:
+    if is_same and is_placed == wiring.is_placed and peers is wiring.directory.peers:
         return wiring
     groups = topology.groups if is_placed else ()
     # What runs keeps its communicators, also where the slots' places have shifted under it.
@@ -85,13 +81,34 @@ def rewired(wiring: Wiring, slots: Sequence[Slot], layout: Layout, config: Contr
 
 def formable(wiring: Wiring, slots: Sequence[Slot]) -> tuple[Group, ...]:
     """The groups whose members are all READY with the lane and the communicators for it."""
-    ready: dict[InstanceKey, InstanceSnapshot] = {slot.key: slot.ready for slot in slots if slot.ready is not None}
-    names = {key: frozenset(answer.groups_ready) for key, answer in ready.items()}
+    names = [frozenset(_able(slot.ready)) if slot.ready is not None else frozenset() for slot in slots]
     return tuple(
         spec.group
         for spec, name in zip(wiring.directory.groups, wiring.names, strict=True)
-        if all(key in ready and name in names[key] and _has_lane(ready[key], spec.group.shape) for key in spec.members)
+        if all(name in names[key.instance_id] and slots[key.instance_id].key == key for key in spec.members)
     )
+
+
+def has_same_groups(new: Slot, old: Slot) -> bool:
+    """Whether both can run the same groups: what `formable` goes by."""
+    mine, other = new.ready, old.ready
+    if mine is None or other is None:
+        return mine is other
+    return new.key == old.key and mine.groups_ready == other.groups_ready and mine.lanes == other.lanes
+
+
+def _able(answer: InstanceSnapshot) -> Iterable[str]:
+    """The names of the groups that are ready, and that it has the lane for."""
+    shapes = {lane.shape for lane in answer.lanes if lane.capacity is not None}
+    return (name for name in answer.groups_ready if name.partition("@")[0] in shapes)
+
+
+def _peers(before: tuple[PeerAddress, ...], slots: Sequence[Slot]) -> tuple[PeerAddress, ...]:
+    """Where READY instances listen; the same object where nothing has changed."""
+    found = [(slot.key, answer.peer_endpoint) for slot in slots if (answer := slot.ready) and answer.peer_endpoint]
+    if found == [(peer.key, peer.endpoint) for peer in before]:
+        return before
+    return tuple(PeerAddress(key=key, endpoint=endpoint) for key, endpoint in found)
 
 
 def _topology(before: Topology, slots: Sequence[Slot], config: ControllerConfig) -> Topology:
@@ -172,7 +189,3 @@ def _number(name: str) -> int:
     """The round in a spec's name."""
     tail = name.rpartition("/")[2]
     return int(tail) if tail.isdecimal() else 0
-
-
-def _has_lane(answer: InstanceSnapshot, shape: str) -> bool:
-    return any(lane.shape == shape and lane.capacity is not None for lane in answer.lanes)

@@ -24,7 +24,7 @@ from pengserve.controller.steering import Steering
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.events import Event, EventKind
-from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceSnapshot, InstanceState, RoutingTable
 
@@ -66,8 +66,7 @@ class Controller:
         self._calls = Calls(on_end=self._news.set)
         self._coordinator = Coordinator(config, port, self, on_end=self._news.set, clock=clock, wall_clock=wall_clock)
         self._steering = Steering(config, clock)
-        self._asked_s: dict[InstanceKey, float] = {}
-        self._told: dict[InstanceKey, int] = {}  # versions of the directory
+        self._told: dict[InstanceId, tuple[InstanceKey, int]] = {}  # lives by slot, and their directories' versions
         self._drain_errors = 0
         self._stopped = False
 
@@ -222,7 +221,7 @@ class Controller:
         """Observes all instances, plans, begins what the plan asks for."""
         state = self._ready_state()
         self._ask(state)
-        await self._calls.settle(self.config.tick_s, patient=self._patient(state))
+        await self._calls.settle(self.config.tick_s, self._is_patient)
         seen = self._collect()
         now_s = self._clock()
         # `drain` may have run while this waited: read the state again, and let nothing await until it is written.
@@ -234,28 +233,34 @@ class Controller:
     def _ask(self, state: ClusterState) -> None:
         """Begins a status call to each life that is created; gives up those that are too old."""
         now_s = self._clock()
-        living = {slot.key: slot for slot in state.slots if slot.alive}
-        self._asked_s = {key: asked_s for key, asked_s in self._asked_s.items() if key in living}
-        self._calls.forget(lambda call, key: call is not Call.STATUS or not self._is_old(living.get(key), now_s))
-        for key, slot in living.items():
-            if not self._calls.under_way(Call.CREATE, key) and not self._calls.under_way(Call.STATUS, key):
-                self._asked_s[key] = now_s
-                self._calls.begin(Call.STATUS, key, partial(self._port.status, key), news=not slot.answered)
+        self._calls.forget(lambda call, key, begun_s: call is Call.STATUS and self._is_old(key, now_s - begun_s))
+        for slot in state.slots:
+            # One that has answered was created.
+            if slot.alive and (slot.answered or not self._calls.under_way(Call.CREATE, slot.key)):
+                work = partial(self._port.status, slot.key)
+                self._calls.begin(Call.STATUS, slot.key, work, now_s, news=not slot.answered)
 
-    def _is_old(self, slot: Slot | None, now_s: float) -> bool:
+    def _is_old(self, key: InstanceKey, age_s: float) -> bool:
         """Whether a status call should be given up. One to an instance that waits for its place waits with it."""
-        if slot is None:
-            return True
-        return slot.answered and now_s - self._asked_s.get(slot.key, now_s) > self.config.status_timeout_s
+        slot = self._living(key)
+        return slot is None or (slot.answered and age_s > self.config.status_timeout_s)
 
-    def _patient(self, state: ClusterState) -> list[tuple[Call, InstanceKey]]:
+    def _is_patient(self, call: Call, key: InstanceKey) -> bool:
         """Calls that no tick waits for: connects, drains, and the first answer of an instance that is being placed."""
-        connects = [(Call.CONNECT, slot.key) for slot in state.slots if slot.ready is not None]
-        return connects + [
-            (Call.DRAIN if slot.state is InstanceState.DRAINING else Call.STATUS, slot.key)
-            for slot in state.slots
-            if slot.state is InstanceState.DRAINING or (slot.alive and not slot.answered)
-        ]
+        slot = self._living(key)
+        if slot is None:
+            return False
+        if call is Call.STATUS:
+            return not slot.answered and slot.state is not InstanceState.DRAINING
+        if call is Call.DRAIN:
+            return slot.state is InstanceState.DRAINING
+        return call is Call.CONNECT and slot.ready is not None
+
+    def _living(self, key: InstanceKey) -> Slot | None:
+        """The slot that the life `key` is in; None where it has ended."""
+        slots = self._ready_state().slots
+        slot = slots[key.instance_id] if key.instance_id < len(slots) else None
+        return slot if slot is not None and slot.alive and slot.key == key else None
 
     def _collect(self) -> list[tuple[InstanceKey, Observation]]:
         """What the calls that ended have to say; a failure that says nothing certain is silence."""
@@ -265,7 +270,7 @@ class Controller:
             if call is Call.CONNECT:
                 # Whether the instance lives is for its status to tell: one that cannot connect still serves in dp.
                 if error is None:
-                    self._told[key] = task.result()
+                    self._told[key.instance_id] = key, task.result()
                 else:
                     logger.warning("instance %s was not told its peers: %s: %s", key, type(error).__name__, error)
             elif error is None:
@@ -303,8 +308,6 @@ class Controller:
         """Tells its peers to each READY instance that has not heard of the newest directory."""
         state = self._ready_state()
         directory = state.wiring.directory
-        ready = [slot.key for slot in state.slots if slot.ready is not None]
-        self._told = {key: version for key in ready if (version := self._told.get(key, -1)) >= 0}
         if not self.config.is_elastic or state.closing:
             return
 
@@ -312,8 +315,10 @@ class Controller:
             await self._port.connect(key, directory)
             return directory.version
 
-        for key in ready:
-            if self._told.get(key) != directory.version:
+        untold = None, -1
+        for slot in state.slots:
+            key, (told, version) = slot.key, self._told.get(slot.key.instance_id, untold)
+            if slot.ready is not None and (version != directory.version or told != key):
                 self._begin(Call.CONNECT, key, partial(tell, key), self.config.status_timeout_s, news=False)
 
     def _steer(self) -> None:

@@ -26,7 +26,7 @@ from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import FenceError
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
-from pengserve.planners.types.layout import Layout
+from pengserve.planners.types.layout import Group, Layout
 from pengserve.planners.types.plans import ReplacePlan, SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState, RoutingTable
 
@@ -43,6 +43,8 @@ class ClusterState:
     routing: RoutingTable
     wiring: Wiring
     parts: tuple[Part | None, ...] = ()  # of the routing table, by slot
+    formable: tuple[Group, ...] = ()  # whose members are all READY with lanes and communicators
+    wired: tuple[Slot, ...] = ()  # the slots that parts, formable and wiring were made from
     switch: SwitchPlan | None = None  # under way
     layout_since_s: float = 0.0  # when the layout last changed, on the controller's monotonic clock
     strays: tuple[InstanceKey, ...] = ()  # lives outside the slots, to be killed
@@ -248,7 +250,7 @@ def snapshot(state: ClusterState, *, time_s: float, started_s: float, now_s: flo
         routing_version=state.routing.version,
         controller_started_s=started_s,
         ranks=state.wiring.topology.ranks or wirings.ranks_of(state.slots),
-        groups=wirings.formable(state.wiring, state.slots),
+        groups=state.formable,
         layout_since_s=time_s - age_s,
     )
 
@@ -285,12 +287,21 @@ def _followed(state: ClusterState, before: ClusterState, changes: list[Change], 
 def _rewired(state: ClusterState, before: ClusterState, changes: list[Change], now_s: float) -> Transition:
     """The state with its directory, and a new routing table where the part of a slot or the layout has changed."""
     wiring = wirings.rewired(state.wiring, state.slots, state.layout, state.config, now_s)
-    state = state if wiring is state.wiring else replace(state, wiring=wiring)
-    parts = tuple(routes.part(slot) for slot in state.slots)
+    parts, formable = state.parts, state.formable
+    pairs = list(zip(state.slots, state.wired, strict=True)) if state.wired else []
+    changed = [(i, new, old) for i, (new, old) in enumerate(pairs) if not lives.is_same(new, old)]
+    if not pairs:
+        parts = tuple(routes.part(slot) for slot in state.slots)
+    elif changed:
+        of_slot = {i: routes.part(new) for i, new, _ in changed}
+        parts = tuple(of_slot.get(i, part) for i, part in enumerate(parts))
+    is_same_directory = wiring.directory is state.wiring.directory
+    if not (pairs and is_same_directory and all(wirings.has_same_groups(new, old) for _, new, old in changed)):
+        formable = wirings.formable(wiring, state.slots)
+    state = replace(state, wiring=wiring, parts=parts, formable=formable, wired=state.slots)
     if parts == before.parts and state.layout is before.layout and state.closing == before.closing:
         return Transition(state=state, changes=tuple(changes))
     table = routes.table(before.routing, parts, state.layout, wiring.topology.groups, is_draining=state.closing)
-    state = replace(state, parts=parts)
     if replace(table, version=before.routing.version) == before.routing:
         return Transition(state=state, changes=tuple(changes))
     data = {"version": table.version, "epoch": table.epoch, "routes": [str(r.key) for r in table.routes]}

@@ -5,18 +5,18 @@ the others holds KV. The more stages, the more is free and the slower is each re
 merged first, and only as far as memory is short.
 
 The paper's priority queue by group size has one bucket for each power of two here, since a pipeline is an aligned run
-of ranks of such a length: two halves merge into it. So it is one pass over what can be formed, the narrowest first.
-
-For 1,000 instances a plan takes about a millisecond where a tenth of them is short, and four where all are and none
-gets along with two stages (`tests/planners/test_drop.py` prints it; two shared cores).
+of ranks of such a length: two halves merge into it. So it is one pass over what can be formed, the narrowest first, and
+all pipelines of one length at once.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
+from itertools import compress
 
-from pengserve.planners.load import lane_capacity
-from pengserve.planners.overload import GroupDemand, MemoryDemand
+import numpy as np
+
+from pengserve.planners.columns import Bools, Ints, Kept, capacities, ints
+from pengserve.planners.overload import MemoryDemand
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
@@ -94,84 +94,120 @@ class Verdict:
         return bool(self.short)
 
 
-class _Part(NamedTuple):
-    """A group of the layout, or a pipeline that is planned in place of some. A tuple: there may be a thousand."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Pipelines of one length that share no member, so that their order does not matter."""
 
-    group: Group
-    demand_blocks: int
-    held_blocks: int  # now
-    capacity_blocks: int  # what it will hold; of a group of the layout, what it holds
-    is_short: bool  # and should go on merging
+    groups: tuple[Group, ...]
+    members: Ints  # [group, place]
+
+    @property
+    def shape(self) -> str:
+        """Of all of them."""
+        return self.groups[0].shape
 
 
-@dataclass(slots=True, kw_only=True)
 class _Search:
-    """One call's working state: the parts by member, as far as they were looked at."""
+    """One call's working state: for each member the part that it is in, in columns by instance id.
 
-    demand: MemoryDemand
-    config: DropConfig
-    claimed: Collection[InstanceId]
-    can_grow: bool
-    parts: dict[InstanceId, _Part] = field(default_factory=dict)
+    A part is a group of the layout, or a pipeline that is planned in place of some.
+    """
 
-    def try_merge(self, group: Group) -> None:
-        """Plans `group` in place of its parts, where one of them is short and it frees memory."""
-        members, start, is_short = group.members, 0, False
-        demand_blocks = held_blocks = parts_blocks = 0
-        while start < len(members):
-            part = self.parts.get(members[start]) or self._of_layout(members[start])
-            stop = start + len(part.group.members) if part is not None else start
-            if part is None or part.group.members != members[start:stop]:
-                return
-            demand_blocks += part.demand_blocks
-            held_blocks += part.held_blocks
-            parts_blocks += part.capacity_blocks
-            is_short = is_short or part.is_short
-            start = stop
-        if not is_short:
+    def __init__(
+        self, demand: MemoryDemand, config: DropConfig, claimed: Collection[InstanceId], can_grow: bool, size: int
+    ) -> None:
+        self.demand, self.config = demand, config
+        self.leader = np.full(size, -1)  # the part's first member; -1: a member that must not become a part
+        self.place = np.zeros(size, dtype=np.int64)  # in the part
+        self.length = np.zeros(size, dtype=np.int64)
+        self.demand_blocks = np.zeros(size, dtype=np.int64)
+        self.held_blocks = np.zeros(size, dtype=np.int64)  # now
+        self.capacity_blocks = np.zeros(size, dtype=np.int64)  # what it will hold; of the layout's, what it holds
+        self.is_short = np.zeros(size, dtype=np.bool_)  # and should go on merging
+        self.planned: dict[int, Group] = {}  # by first member; some were merged into wider ones since
+        self._fill(claimed, can_grow)
+
+    def _fill(self, claimed: Collection[InstanceId], can_grow: bool) -> None:
+        """The groups of the layout that may become parts."""
+        table, columns = self.demand.by_member.table, self.demand.by_member.columns
+        is_fit = columns.is_known & (columns.num_paused == 0)
+        self._put(np.flatnonzero(is_fit & table.is_dp), table.leader_ids[is_fit & table.is_dp][:, None])
+        if can_grow:
+            for at in table.wide:
+                if is_fit[at] and table.groups[at].kind is GroupKind.PP:
+                    self._put(np.array([at]), np.array([table.groups[at].members]))
+        for member in claimed:
+            if member in table.position_of:
+                self.leader[list(table.groups[table.position_of[member]].members)] = -1
+
+    def _put(self, at: Ints, members: Ints) -> None:
+        """Groups at these positions of the layout; `members` is `[group, place]`."""
+        columns = self.demand.by_member.columns
+        blocks, held_blocks = columns.demand_blocks[at], columns.capacity_blocks[at]
+        self._set(members, blocks, held_blocks, held_blocks, blocks > self.config.drop_above * held_blocks)
+
+    def _set(self, members: Ints, demand_blocks: Ints, held: Ints, capacity: Ints, is_short: Bools) -> None:
+        self.leader[members] = members[:, :1]
+        self.place[members] = np.arange(members.shape[1])
+        self.length[members] = members.shape[1]
+        self.demand_blocks[members] = demand_blocks[:, None]
+        self.held_blocks[members] = held[:, None]
+        self.capacity_blocks[members] = capacity[:, None]
+        self.is_short[members] = is_short[:, None]
+
+    def try_merge(self, bucket: Bucket) -> None:
+        """Plans each group of `bucket` in place of its parts, where one of them is short and it frees memory."""
+        members = bucket.members
+        at = np.flatnonzero(self.is_short[members].any(axis=1) & self._is_union(members))
+        if not len(at):
             return
-        capacity_blocks = pipeline_blocks(self.demand, group)
-        if capacity_blocks > parts_blocks:
-            is_short = demand_blocks > self.config.target * capacity_blocks
-            merged = _Part(group, demand_blocks, held_blocks, capacity_blocks, is_short)
-            for member in members:
-                self.parts[member] = merged
+        members = members[at]
+        is_first = self.place[members] == 0
+        demand_blocks = (self.demand_blocks[members] * is_first).sum(axis=1)
+        held_blocks = (self.held_blocks[members] * is_first).sum(axis=1)
+        parts_blocks = (self.capacity_blocks[members] * is_first).sum(axis=1)
+        capacity_blocks = self._pipeline_blocks(members, bucket.shape)
+        frees = capacity_blocks > parts_blocks
+        is_short = demand_blocks > self.config.target * capacity_blocks
+        self._set(*(values[frees] for values in (members, demand_blocks, held_blocks, capacity_blocks, is_short)))
+        groups = bucket.groups
+        self.planned.update((groups[i].members[0], groups[i]) for i in at[frees].tolist())
 
-    def _of_layout(self, member: InstanceId) -> _Part | None:
-        """The group of the layout that `member` is in; None where it must not become a part of a pipeline."""
-        known = self.demand.by_member.get(member)
-        if known is None or not known.is_known or known.num_paused:
-            return None
-        group, blocks = known.group, known.demand_blocks
-        is_fit = group.kind is GroupKind.DP or (group.kind is GroupKind.PP and self.can_grow)
-        if not is_fit or (self.claimed and any(m in self.claimed for m in group.members)):
-            return None
-        is_short = blocks > self.config.drop_above * known.capacity_blocks
-        part = _Part(group, blocks, known.capacity_blocks, known.capacity_blocks, is_short)
-        for m in group.members:
-            self.parts[m] = part
-        return part
+    def _is_union(self, members: Ints) -> Bools:
+        """Whether each row of `members` is whole parts, one after the other."""
+        leader, place = self.leader[members], self.place[members]
+        start = np.arange(members.shape[1]) - place  # of the part, in the row
+        fits = (leader >= 0) & (start >= 0) & (np.take_along_axis(members, start.clip(0), axis=1) == leader)
+        whole: Bools = (self.length[members] * (place == 0)).sum(axis=1) == members.shape[1]
+        return fits.all(axis=1) & whole
 
-    def pipelines(self) -> list[Pipeline]:
+    def _pipeline_blocks(self, members: Ints, shape: str) -> Ints:
+        """Blocks that each row would hold, which is what its narrowest member can; 0 where one has no such lane."""
+        instances = [self.demand.instances[InstanceId(i)] for i in members.ravel().tolist()]
+        blocks = ints(0 if lane is None else lane.num_blocks for lane in capacities(instances, shape))
+        narrowest: Ints = blocks.reshape(members.shape).min(axis=1)
+        return narrowest
+
+    def pipelines(self) -> tuple[Pipeline, ...]:
         """What is planned, the one whose members are shortest of memory first."""
-        planned = {
-            part.group.members[0]: part for part in self.parts.values() if part.capacity_blocks > part.held_blocks
-        }
-        found = [
-            Pipeline(
-                group=p.group,
-                demand_blocks=p.demand_blocks,
-                held_blocks=p.held_blocks,
-                capacity_blocks=p.capacity_blocks,
-            )
-            for p in planned.values()
-        ]
-        return sorted(found, key=lambda pipeline: (-pipeline.share, pipeline.group.members))
+        firsts = ints(self.planned)
+        firsts = firsts[(self.leader[firsts] == firsts) & (self.capacity_blocks[firsts] > self.held_blocks[firsts])]
+        shares = self.demand_blocks[firsts] / self.held_blocks[firsts].clip(1)
+        firsts = firsts[np.lexsort((firsts, -shares))]
+        columns = (self.demand_blocks, self.held_blocks, self.capacity_blocks)
+        numbers = zip(firsts.tolist(), *(column[firsts].tolist() for column in columns), strict=True)
+        return tuple(
+            Pipeline(group=self.planned[first], demand_blocks=blocks, held_blocks=held, capacity_blocks=capacity)
+            for first, blocks, held, capacity in numbers
+        )
 
-    def is_short(self, overloaded: GroupDemand) -> bool:
-        """Whether an overloaded group of the layout is still overloaded after all that is planned."""
-        part = self.parts.get(overloaded.group.members[0])
-        return part is None or part.demand_blocks > self.config.drop_above * part.capacity_blocks
+    def short(self) -> tuple[Group, ...]:
+        """The overloaded groups of the layout that are still overloaded after all that is planned."""
+        groups = [part.group for part in self.demand.overloaded]
+        leaders = ints(group.members[0] for group in groups)
+        is_over = self.demand_blocks[leaders] > self.config.drop_above * self.capacity_blocks[leaders]
+        is_short = (self.leader[leaders] < 0) | is_over
+        return tuple(compress(groups, is_short.tolist()))
 
 
 def plan_drop(
@@ -191,29 +227,39 @@ def plan_drop(
     """
     if not demand.overloaded:
         return Verdict(why="no group is short of memory")
-    search = _Search(demand=demand, config=config, claimed=claimed, can_grow=can_grow)
-    needy = {member for part in demand.overloaded for member in part.group.members}
-    for group in _formable(snapshot, config.max_stages, needy):
-        search.try_merge(group)
-    short = tuple(part.group for part in demand.overloaded if search.is_short(part))
-    pipelines = search.pipelines()
+    buckets = [bucket for bucket in _buckets(snapshot.groups) if bucket.members.shape[1] <= config.max_stages]
+    most = max([*demand.by_member.table.members, *(int(bucket.members.max()) for bucket in buckets)])
+    search = _Search(demand, config, claimed, can_grow, size=most + 1)
+    for bucket in buckets:
+        search.try_merge(bucket)
+    short, pipelines = search.short(), search.pipelines()
     if not pipelines:
         return Verdict(short=short, why=f"{_names(short)} are short of memory, and no pipeline can be formed of them")
     why = f"{_names(short)} stay short of memory" if short else ""
-    return Verdict(plan=DropPlan(pipelines=tuple(pipelines)), short=short, why=why)
+    return Verdict(plan=DropPlan(pipelines=pipelines), short=short, why=why)
 
 
-def pipeline_blocks(demand: MemoryDemand, group: Group) -> int:
-    """Blocks that `group` would hold, which is what its narrowest member can; 0 where one has no such lane."""
-    instances, shape = demand.instances, group.shape
-    lanes = [lane_capacity(instances.get(member), shape) for member in group.members]
-    return min(lane.num_blocks if lane is not None else 0 for lane in lanes)
+def _make_buckets(groups: tuple[Group, ...]) -> tuple[Bucket, ...]:
+    """The pipelines among `groups`, the narrowest first.
+
+    Those of one length are disjoint as long as no rank has shifted under a pipeline that stands; one that overlaps
+    others comes after those of lower rank.
+    """
+    ordered = sorted((g for g in groups if g.kind is GroupKind.PP), key=lambda g: (len(g.members), g.members))
+    rounds: dict[tuple[int, int], list[Group]] = {}
+    newest: dict[tuple[int, InstanceId], int] = {}  # the round that a member is in, for each length
+    for group in ordered:
+        length = len(group.members)
+        round_ = 1 + max(newest.get((length, member), -1) for member in group.members)
+        newest.update(((length, member), round_) for member in group.members)
+        rounds.setdefault((length, round_), []).append(group)
+    return tuple(
+        Bucket(groups=tuple(found), members=np.array([g.members for g in found], dtype=np.int64))
+        for _, found in sorted(rounds.items(), key=lambda item: item[0])
+    )
 
 
-def _formable(snapshot: ClusterSnapshot, max_stages: int, needy: set[InstanceId]) -> list[Group]:
-    """Pipelines of `needy` and others that could run now, the narrowest first."""
-    possible = [g for g in snapshot.groups if g.kind is GroupKind.PP and not needy.isdisjoint(g.members)]
-    return sorted((g for g in possible if len(g.members) <= max_stages), key=lambda g: (len(g.members), g.members))
+_buckets = Kept(_make_buckets)
 
 
 def _names(groups: Sequence[Group]) -> str:

@@ -7,6 +7,8 @@ split by the load that it has. So a merge cannot by itself call for the split th
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from pengserve.planners.columns import GroupTable, Kept, whole_groups
+from pengserve.planners.columns import lane_capacity as lane_capacity
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.snapshot import (
@@ -44,8 +46,9 @@ class ClusterView:
 
     snapshot: ClusterSnapshot
     instances: Mapping[InstanceId, InstanceSnapshot]  # READY ones
+    table: GroupTable  # of the layout's groups whose members are all READY
     group_of: Mapping[InstanceId, Group]  # of instances in groups whose members are all READY
-    loads: Mapping[InstanceId, GroupLoad]  # of those groups, by leader
+    loads: "Loads"  # of those groups, by leader
     tp_groups: tuple[Group, ...]  # that could be formed now, and those that stand
     formable: Mapping[GroupKind, frozenset[tuple[InstanceId, ...]]]  # members of such groups of each kind
     busy_requests: int
@@ -54,23 +57,15 @@ class ClusterView:
     def of(cls, snapshot: ClusterSnapshot, busy_requests: int, queues: Iterable[InstanceId] = ()) -> "ClusterView":
         """The view of `snapshot`; `queues` are leaders whose queue has stood for long enough to count."""
         instances = {i.key.instance_id: i for i in snapshot.instances if i.state is InstanceState.READY}
-        standing = set(queues)
-        group_of: dict[InstanceId, Group] = {}
-        loads: dict[InstanceId, GroupLoad] = {}
-        for group in snapshot.layout.groups:
-            if all(member in instances for member in group.members):
-                for member in group.members:
-                    group_of[member] = group
-                leader = group.members[0]
-                loads[leader] = _load(instances[leader], group, busy_requests, leader in standing)
-        by_kind = {k: tuple(g for g in snapshot.groups if g.kind is k) for k in (GroupKind.TP, GroupKind.PP)}
+        table, formable = whole_groups(snapshot.layout.groups, instances), _formable(snapshot.groups)
         return cls(
             snapshot=snapshot,
             instances=instances,
-            group_of=group_of,
-            loads=loads,
-            tp_groups=by_kind[GroupKind.TP],
-            formable={kind: frozenset(g.members for g in groups) for kind, groups in by_kind.items()},
+            table=table,
+            group_of=table.group_of,
+            loads=Loads(table, instances, busy_requests, frozenset(queues)),
+            tp_groups=formable.tp_groups,
+            formable=formable.members,
             busy_requests=max(1, busy_requests),
         )
 
@@ -116,7 +111,7 @@ class ClusterView:
             num_requests=num_requests,
             num_waiting=num_waiting,
             kv_share=kv_share / degree,
-            slot_share=num_requests / _slots(lane, degree, self.busy_requests),
+            slot_share=num_requests / num_slots(lane, degree, self.busy_requests),
             is_known=is_known,
             is_queue=is_queue,
         )
@@ -145,16 +140,6 @@ class ClusterView:
         return sum(self.instances[m].stats.num_paused for m in group.members if m in self.instances)
 
 
-def lane_capacity(instance: InstanceSnapshot | None, shape: str) -> KvCapacity | None:
-    """What `instance` can hold in `shape`; None where it cannot run it."""
-    if instance is None:
-        return None
-    for lane in instance.lanes:
-        if lane.shape == shape:
-            return lane.capacity
-    return instance.capacity if shape == GroupKind.DP else None
-
-
 def fits_alone(
     group: Group,
     instances: Mapping[InstanceId, InstanceSnapshot],
@@ -181,6 +166,54 @@ def fits_alone(
     return longest <= min(room) and needed <= sum(room) - (len(room) - 1) * longest
 
 
+class Loads(Mapping[InstanceId, GroupLoad]):
+    """Load of each group by leader; made when it is asked for, since few of a thousand are."""
+
+    def __init__(
+        self,
+        table: GroupTable,
+        instances: Mapping[InstanceId, InstanceSnapshot],
+        busy_requests: int,
+        queues: frozenset[InstanceId],
+    ) -> None:
+        self._table, self._instances, self._busy_requests, self.queues = table, instances, busy_requests, queues
+        self._made: dict[InstanceId, GroupLoad] = {}
+
+    def __getitem__(self, leader: InstanceId) -> GroupLoad:
+        if leader not in self._made:
+            group = self._table.group_of[leader]
+            if group.members[0] != leader:
+                raise KeyError(leader)
+            self._made[leader] = _load(self._instances[leader], group, self._busy_requests, leader in self.queues)
+        return self._made[leader]
+
+    def __contains__(self, leader: object) -> bool:
+        return leader in self._table.leader_set
+
+    def __iter__(self) -> Iterator[InstanceId]:
+        return iter(self._table.leaders)
+
+    def __len__(self) -> int:
+        return len(self._table.leaders)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Formable:
+    """The groups that could be formed now, sorted out."""
+
+    tp_groups: tuple[Group, ...]
+    members: Mapping[GroupKind, frozenset[tuple[InstanceId, ...]]]
+
+    @classmethod
+    def of(cls, groups: tuple[Group, ...]) -> "_Formable":
+        by_kind = {k: tuple(g for g in groups if g.kind is k) for k in (GroupKind.TP, GroupKind.PP)}
+        members = {kind: frozenset(g.members for g in found) for kind, found in by_kind.items()}
+        return cls(tp_groups=by_kind[GroupKind.TP], members=members)
+
+
+_formable = Kept(_Formable.of)
+
+
 def _load(leader: InstanceSnapshot, group: Group, busy_requests: int, is_queue: bool) -> GroupLoad:
     stats, lane = leader.stats, lane_capacity(leader, group.shape)
     num_requests = stats.num_running + stats.num_waiting
@@ -194,10 +227,11 @@ def _load(leader: InstanceSnapshot, group: Group, busy_requests: int, is_queue: 
         num_requests=num_requests,
         num_waiting=stats.num_waiting,
         kv_share=blocks / max(1, stats.kv_blocks_total or lane.num_blocks),
-        slot_share=num_requests / _slots(lane, group.degree, busy_requests),
+        slot_share=num_requests / num_slots(lane, group.degree, busy_requests),
         is_queue=is_queue or stats.num_waiting > group.degree,
     )
 
 
-def _slots(lane: KvCapacity, degree: int, busy_requests: int) -> int:
+def num_slots(lane: KvCapacity, degree: int, busy_requests: int) -> int:
+    """Requests that are load 1 in a group of that degree."""
     return max(1, min(lane.max_num_seqs, busy_requests * degree))

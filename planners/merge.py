@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from pengserve.planners.load import OVERLOAD, ClusterView
+from pengserve.planners.projection import projected_loads
 from pengserve.planners.steps import can_split, is_backing_off, make_plan, next_step, split_first
 from pengserve.planners.types.config import MergeConfig
 from pengserve.planners.types.ids import InstanceId
@@ -186,16 +187,13 @@ def _standing(group: Group, snapshot: ClusterSnapshot, history: LoadHistory) -> 
 
 def _low(view: ClusterView, config: MergeConfig, before: Mapping[Group, float]) -> Iterable[tuple[Group, float]]:
     """Groups whose load would be below `merge_below`. Where stats are stale, what was known stands."""
-    for group in view.tp_groups:
-        if 1 < group.degree <= config.max_degree:
-            load = view.projected(group)
-            if load is None:
-                continue
-            if not load.is_known:
-                if group in before:
-                    yield group, before[group]
-            elif load.load < config.merge_below:
-                yield group, before.get(group, view.snapshot.time_s)
+    now_s = view.snapshot.time_s
+    for group, load, is_known in projected_loads(view, config.max_degree):
+        if not is_known:
+            if group in before:
+                yield group, before[group]
+        elif load < config.merge_below:
+            yield group, before.get(group, now_s)
 
 
 # Use case 3: requests that are too long for one instance

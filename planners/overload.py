@@ -10,20 +10,27 @@
 So a group that fills up counts as overloaded before it is full, and before vLLM preempts anybody.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from itertools import combinations
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
+import numpy as np
+
+from pengserve.planners.columns import Bools, GroupTable, Ints, capacities, ints, whole_groups
 from pengserve.planners.load import lane_capacity
+from pengserve.planners.trails import MIN_GAP_S as MIN_GAP_S
+from pengserve.planners.trails import Trail as Trail
+from pengserve.planners.trails import Trails
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState
+from pengserve.planners.types.snapshot import (
+    ClusterSnapshot,
+    InstanceSnapshot,
+    InstanceState,
+    InstanceStats,
+    KvCapacity,
+)
 from pengserve.planners.types.units import blocks_for
-
-WINDOW_S = 2.5  # looks that a slope is taken from
-MIN_GAP_S = 0.25  # between two looks that count
-MIN_LOOKS = 3  # fewer tell no slope: a single step is an arrival, not a trend
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,38 +59,82 @@ class GroupDemand:
         return self.demand_blocks / max(1, self.capacity_blocks)
 
 
+class GroupDemands(Mapping[InstanceId, GroupDemand]):
+    """The demand of each group of a layout by member, in columns; a value is made when it is asked for.
+
+    Column `i` is of group `i` of `table`; all are 0 where the group is not known, but for `num_paused`.
+    """
+
+    def __init__(self, table: GroupTable, columns: "_Columns") -> None:
+        self.table, self.columns = table, columns
+        self._made: dict[int, GroupDemand] = {}
+
+    def __getitem__(self, member: InstanceId) -> GroupDemand:
+        return self.at(self.table.position_of[member])
+
+    def __iter__(self) -> Iterator[InstanceId]:
+        return iter(self.table.position_of)
+
+    def __len__(self) -> int:
+        return len(self.table.position_of)
+
+    def at(self, position: int) -> GroupDemand:
+        """The demand of the group at this position."""
+        if position not in self._made:
+            numbers = {name: int(column[position]) for name, column in self.columns.numbers()}
+            is_known = bool(self.columns.is_known[position])
+            self._made[position] = GroupDemand(group=self.table.groups[position], is_known=is_known, **numbers)
+        return self._made[position]
+
+    def many(self, positions: Ints) -> tuple[GroupDemand, ...]:
+        """The demands of the groups at these positions."""
+        names = [name for name, _ in self.columns.numbers()]
+        rows = zip(*(column[positions].tolist() for _, column in self.columns.numbers()), strict=True)
+        known = self.columns.is_known[positions].tolist()
+        for at, row, is_known in zip(positions.tolist(), rows, known, strict=True):
+            numbers = dict(zip(names, row, strict=True))
+            self._made[at] = GroupDemand(group=self.table.groups[at], is_known=is_known, **numbers)
+        return tuple(self._made[at] for at in positions.tolist())
+
+
+@dataclass(slots=True, kw_only=True)
+class _Columns:
+    """`GroupDemand` of many groups, a column a field."""
+
+    capacity_blocks: Ints
+    resident_blocks: Ints
+    queued_blocks: Ints
+    growth_blocks: Ints
+    num_running: Ints
+    num_waiting: Ints
+    num_paused: Ints
+    bytes_per_block: Ints
+    is_known: Bools
+
+    @property
+    def demand_blocks(self) -> Ints:
+        """As `GroupDemand.demand_blocks`."""
+        return self.resident_blocks + self.queued_blocks + self.growth_blocks
+
+    def numbers(self) -> tuple[tuple[str, Ints], ...]:
+        """All columns of numbers by name."""
+        return tuple((name, getattr(self, name)) for name in self.__slots__ if name != "is_known")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryDemand:
     """The cluster's groups whose members are all READY, indexed for the planners of drops and restores."""
 
     instances: Mapping[InstanceId, InstanceSnapshot]  # READY ones
-    by_member: Mapping[InstanceId, GroupDemand]
+    by_member: GroupDemands
     overloaded: tuple[GroupDemand, ...] = ()  # above `drop_above`, in the order of the layout
-
-
-@dataclass(frozen=True, slots=True)
-class Trail:
-    """What one group held and queued at the last looks, oldest first: (seconds, blocks)."""
-
-    group: Group
-    looks: tuple[tuple[float, int], ...]
-
-    def blocks_per_s(self) -> float:
-        """The median of the slopes between any two looks (Theil-Sen); 0 where it fell, or while there are too few.
-
-        One arrival is one step: it changes fewer than half of the slopes, and none that counts.
-        """
-        if len(self.looks) < MIN_LOOKS or self.looks[-1][1] <= self.looks[0][1]:
-            return 0.0
-        slopes = sorted((b - a) / (later - at) for (at, a), (later, b) in combinations(self.looks, 2))
-        return max(0.0, slopes[(len(slopes) - 1) // 2])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemandHistory:
     """What the prediction remembers from look to look. A value: a call returns the next one."""
 
-    trails: Mapping[InstanceId, Trail] = field(default_factory=dict)  # by leader
+    trails: Trails = field(default_factory=Trails)  # by leader
 
 
 def predict_demand(
@@ -94,26 +145,16 @@ def predict_demand(
     Where a leader's stats are of another shape, its group's demand is unknown: it is neither overloaded nor quiet.
     """
     instances = {i.key.instance_id: i for i in snapshot.instances if i.state is InstanceState.READY}
-    now_s, trails = snapshot.time_s, {}
-    found: list[GroupDemand] = []
-    for group in snapshot.layout.groups:
-        if all(member in instances for member in group.members):
-            leader = group.members[0]
-            trail = history.trails.get(leader)
-            if trail is not None and trail.group is not group and trail.group != group:
-                trail = None
-            demand = group_demand(group, instances)
-            if demand.is_known:
-                trail = _longer(trail, demand, now_s)
-                growth_blocks = round(trail.blocks_per_s() * config.horizon_s)
-                if growth_blocks:
-                    demand = replace(demand, growth_blocks=growth_blocks)
-            if trail is not None:
-                trails[leader] = trail
-            found.append(demand)
-    found = _with_ingresses(snapshot, found)
-    overloaded = tuple(d for d in found if d.is_known and d.demand_blocks > config.drop_above * d.capacity_blocks)
-    by_member = {member: demand for demand in found for member in demand.group.members}
+    table = whole_groups(snapshot.layout.groups, instances)
+    columns = _columns(table, instances)
+    blocks = columns.resident_blocks + columns.queued_blocks
+    trails = history.trails.longer(table, blocks, columns.is_known, snapshot.time_s)
+    growth_blocks = np.rint(trails.blocks_per_s() * config.horizon_s).astype(np.int64)
+    columns.growth_blocks = np.where(columns.is_known, growth_blocks, 0)
+    _add_ingresses(snapshot, columns)
+    is_short = columns.is_known & (columns.demand_blocks > config.drop_above * columns.capacity_blocks)
+    by_member = GroupDemands(table, columns)
+    overloaded = by_member.many(np.flatnonzero(is_short))
     return MemoryDemand(instances=instances, by_member=by_member, overloaded=overloaded), DemandHistory(trails=trails)
 
 
@@ -143,29 +184,75 @@ def group_demand(group: Group, instances: Mapping[InstanceId, InstanceSnapshot])
     )
 
 
-def _longer(trail: Trail | None, demand: GroupDemand, now_s: float) -> Trail:
-    """The trail with this look, without those that are too old."""
-    look = (now_s, demand.resident_blocks + demand.queued_blocks)
-    if trail is None:
-        return Trail(demand.group, (look,))
-    if now_s - trail.looks[-1][0] < MIN_GAP_S:
-        return trail
-    return Trail(demand.group, (*(old for old in trail.looks if now_s - old[0] <= WINDOW_S), look))
+_NO_LANE = KvCapacity(num_blocks=0, block_size=0, bytes_per_block=0, max_model_len=0, max_num_seqs=0, weight_bytes=0)
 
 
-def _with_ingresses(snapshot: ClusterSnapshot, found: list[GroupDemand]) -> list[GroupDemand]:
+def _columns(table: GroupTable, instances: Mapping[InstanceId, InstanceSnapshot]) -> _Columns:
+    """`group_demand` of all groups of `table`."""
+    leaders = [instances[leader] for leader in table.leaders]
+    stats = [leader.stats for leader in leaders]
+    alone = capacities(leaders, GroupKind.DP)
+    lanes = list(alone)
+    for at in table.wide:
+        lanes[at] = lane_capacity(leaders[at], table.shapes[at])
+    known = [
+        s.shape == shape and lane is not None and dp is not None and not s.is_follower
+        for s, shape, lane, dp in zip(stats, table.shapes, lanes, alone, strict=True)
+    ]
+    return _filled(
+        stats,
+        [lane or _NO_LANE for lane in lanes],
+        [lane or _NO_LANE for lane in alone],
+        num_paused=_num_paused(table, instances, stats),
+        is_known=np.array(known, dtype=np.bool_),
+    )
+
+
+def _filled(
+    stats: list[InstanceStats], lanes: list[KvCapacity], alone: list[KvCapacity], *, num_paused: Ints, is_known: Bools
+) -> _Columns:
+    """The arithmetic of `group_demand`, a group an entry."""
+    block_size = ints(s.block_size or lane.block_size for s, lane in zip(stats, lanes, strict=True)).clip(1)
+    num_running, num_waiting = ints(s.num_running for s in stats), ints(s.num_waiting for s in stats)
+    width = (block_size // ints(lane.block_size for lane in alone).clip(1)).clip(1)
+    queued_blocks = -(-ints(s.queued_tokens for s in stats) // block_size) * width
+    free_slots = (ints(lane.max_num_seqs for lane in lanes) - num_running).clip(0)
+    is_queue = num_waiting > 0
+    head_blocks = queued_blocks * np.minimum(free_slots, num_waiting) // np.where(is_queue, num_waiting, 1)
+    blocks = ints(s.kv_blocks_total or lane.num_blocks for s, lane in zip(stats, lanes, strict=True))
+    return _Columns(
+        capacity_blocks=blocks * width * is_known,
+        resident_blocks=ints(s.kv_blocks_used for s in stats) * width * is_known,
+        queued_blocks=np.where(is_queue, head_blocks, queued_blocks) * is_known,
+        growth_blocks=np.zeros_like(width),
+        num_running=num_running * is_known,
+        num_waiting=num_waiting * is_known,
+        num_paused=num_paused,
+        bytes_per_block=ints(lane.bytes_per_block for lane in alone) * is_known,
+        is_known=is_known,
+    )
+
+
+def _num_paused(
+    table: GroupTable, instances: Mapping[InstanceId, InstanceSnapshot], stats: list[InstanceStats]
+) -> Ints:
+    """Requests that are paused at any member of each group."""
+    num_paused = [s.num_paused for s in stats]
+    for at in table.wide:
+        num_paused[at] = sum(instances[member].stats.num_paused for member in table.groups[at].members)
+    return ints(num_paused)
+
+
+def _add_ingresses(snapshot: ClusterSnapshot, columns: _Columns) -> None:
     """Adds the requests that wait at ingresses: as long as others are, spread as capacity is.
 
     Where one waits that is too long for any route, more memory on the same instances is not what that ingress needs.
     """
     num_waiting = sum(d.num_waiting for d in snapshot.demands if not d.longest_waiting_tokens)
-    known = [d for d in found if d.is_known]
-    total_blocks = sum(d.capacity_blocks for d in known)
+    total_blocks = int(columns.capacity_blocks.sum())
     if not num_waiting or not total_blocks:
-        return found
-    num_requests = sum(d.num_running + d.num_waiting for d in known)
-    each_blocks = sum(d.resident_blocks + d.queued_blocks for d in known) / max(1, num_requests)
+        return
+    num_requests = int((columns.num_running + columns.num_waiting).sum())
+    each_blocks = int((columns.resident_blocks + columns.queued_blocks).sum()) / max(1, num_requests)
     share = num_waiting * max(1.0, each_blocks) / total_blocks
-    return [
-        replace(d, queued_blocks=d.queued_blocks + round(share * d.capacity_blocks)) if d.is_known else d for d in found
-    ]
+    columns.queued_blocks = columns.queued_blocks + np.rint(share * columns.capacity_blocks).astype(np.int64)

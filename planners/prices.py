@@ -9,6 +9,7 @@ counts of blocks; they rank options, and predict no latency.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from pengserve.planners.drop import Pipeline
 from pengserve.planners.overload import GroupDemand, group_demand
@@ -18,7 +19,7 @@ from pengserve.planners.types.layout import Group
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Prices:
     """Prices for one look."""
 
@@ -26,10 +27,10 @@ class Prices:
     by_member: Mapping[InstanceId, GroupDemand] = field(default_factory=dict)
     overloaded: tuple[GroupDemand, ...] = ()
 
-    @property
+    @cached_property
     def keep_s(self) -> float:
         """Of leaving the layout as it is: requests wait where memory is short."""
-        return sum(self._waiting_s([part], part.capacity_blocks) for part in self.overloaded)
+        return sum(self._waiting_alone_s(part) for part in self.overloaded)
 
     def switch_s(self, group: Group) -> float:
         """Of a merge, split or restore of `group`: its requests move, and those that wait elsewhere go on waiting.
@@ -41,7 +42,8 @@ class Prices:
     def drop_s(self, pipeline: Pipeline) -> float:
         """Of a drop: as `switch_s`, and fewer wait, since its members have more memory."""
         parts = self._parts(pipeline.group)
-        before_s = sum(self._waiting_s([part], part.capacity_blocks) for part in self.overloaded if part in parts)
+        leaders = {part.group.members[0] for part in parts}
+        before_s = sum(self._waiting_alone_s(part) for part in self.overloaded if part.group.members[0] in leaders)
         return self.switch_s(pipeline.group) - before_s + self._waiting_s(parts, pipeline.capacity_blocks)
 
     def _parts(self, group: Group) -> list[GroupDemand]:
@@ -59,8 +61,15 @@ class Prices:
     def _waiting_s(self, parts: Iterable[GroupDemand], capacity_blocks: int) -> float:
         """Requests of `parts` that find no memory in `capacity_blocks`, as long as the others are, wait for a dwell."""
         parts = list(parts)
-        num_requests = max(1, sum(part.num_running + part.num_waiting for part in parts))
-        demand_blocks = sum(part.demand_blocks for part in parts)
+        num_requests = sum(part.num_running + part.num_waiting for part in parts)
+        return self._stall_s(num_requests, sum(part.demand_blocks for part in parts), capacity_blocks)
+
+    def _waiting_alone_s(self, part: GroupDemand) -> float:
+        """Those of one group that find no memory in what it holds."""
+        return self._stall_s(part.num_running + part.num_waiting, part.demand_blocks, part.capacity_blocks)
+
+    def _stall_s(self, num_requests: int, demand_blocks: int, capacity_blocks: int) -> float:
+        num_requests = max(1, num_requests)
         excess_blocks = max(0.0, demand_blocks - self.config.drop_above * capacity_blocks)
         return num_requests * excess_blocks / max(1, demand_blocks) * self.config.min_dwell_s
 

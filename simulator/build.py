@@ -11,17 +11,17 @@ from pengserve.planners.types.errors import ConfigError, UnsupportedShapeError
 from pengserve.simulator.config import ClusterConfig, SimulationConfig, explain
 from pengserve.simulator.engine.cluster import ClusterShape
 from pengserve.simulator.engine.memory import Sizes, require_room
-from pengserve.simulator.engine.network import PlainNetwork
+from pengserve.simulator.engine.network import LinkNetwork
 from pengserve.simulator.engine.options import SchedulerOptions
-from pengserve.simulator.engine.switches.switch import SwitchCosts
 from pengserve.simulator.hardware.catalog import Gpu, ModelSpec, Profile, load_catalog
 from pengserve.simulator.machine import Machine
 from pengserve.simulator.policies.policy import Facts, Setup
 from pengserve.simulator.policies.registry import policy_named
 from pengserve.simulator.requests import Arrival
-from pengserve.simulator.timing.cost_model_times import fit_cost_model
 from pengserve.simulator.timing.choose import Timing, profile_times, step_times
+from pengserve.simulator.timing.cost_model_times import fit_cost_model
 from pengserve.simulator.timing.steps import ModelTimes
+from pengserve.simulator.timing.switches import SwitchCosts, latencies, switch_costs
 from pengserve.simulator.traces.config import build
 
 MOST_FOR_VLLM = 64  # instances that vLLM's own schedulers serve in reasonable time
@@ -90,19 +90,17 @@ def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
     shapes = _shapes(setup)
     _check_places(cluster, sizes, shapes, setup, named.what)
     times, assumptions = _times(cluster, named, setup)
-    gpu, width = named.gpu, cluster.gpus_per_instance
-    node_bytes_per_s = cluster.links.get("nvlink", gpu.peer_bytes_per_s) * width
-    nic_bytes_per_s = cluster.links.get("nic", gpu.nic_bytes_per_s) * width
+    links, costs = _links(cluster, named.gpu), _costs(config, named.gpu)
     return Machine(
         shape=ClusterShape(
             num_instances=cluster.instances,
             per_node=cluster.per_node,
             sizes=sizes,
             shapes=shapes,
-            start_s=cluster.start_s,
+            start_s=costs.start_s(named.model) if cluster.start_s is None else cluster.start_s,
         ),
         times=times,
-        network=lambda: PlainNetwork(node_bytes_per_s=node_bytes_per_s, nic_bytes_per_s=nic_bytes_per_s),
+        network=lambda: LinkNetwork(links, cluster.instances, cluster.per_node, latencies()),
         scheduler=_scheduler(config, setup),
         options=SchedulerOptions(
             max_num_batched_tokens=cluster.max_num_batched_tokens,
@@ -111,9 +109,9 @@ def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
             preemption=setup.preemption,
         ),
         activation_bytes=named.model.activation_bytes_per_token,
-        host_bytes_per_s=cluster.links.get("pcie", gpu.pcie_bytes_per_s) * width,
+        host_bytes_per_s=links.pcie_bytes_per_s,
         lookahead=_lookahead(cluster, sizes, times(1)) if setup.max_stages > 1 else None,
-        costs=SwitchCosts(**config.switches.model_dump()),
+        costs=costs,
         assumptions=assumptions,
     )
 
@@ -152,15 +150,29 @@ def _sizes(cluster: ClusterConfig, named: _Named, setup: Setup) -> Sizes:
     return replace(sizes, memory_bytes=model.weight_bytes + kv_tokens * sizes.dp_token_bytes)
 
 
+def _links(cluster: ClusterConfig, gpu: Gpu) -> Gpu:
+    """The GPU with all links of one instance, which has those of its GPUs together."""
+    width, given = cluster.gpus_per_instance, cluster.links
+    return replace(
+        gpu,
+        nvlink_bytes_per_s=given.get("nvlink", gpu.nvlink_bytes_per_s) * width,
+        nic_bytes_per_s=given.get("nic", gpu.nic_bytes_per_s) * width,
+        pcie_bytes_per_s=given.get("pcie", gpu.pcie_bytes_per_s) * width,
+    )
+
+
+def _costs(config: SimulationConfig, gpu: Gpu) -> SwitchCosts:
+    """Those of the device, or as the configuration has them."""
+    return replace(switch_costs(gpu), **config.switches.model_dump(exclude_none=True))
+
+
 def _shapes(setup: Setup) -> tuple[str, ...]:
     """Shapes beside dp."""
     pipelines = [f"pp{1 << power}" for power in range(1, setup.max_stages.bit_length())]
     return (*(f"tp{degree}" for degree in setup.degrees), *pipelines)
 
 
-def _check_places(
-    cluster: ClusterConfig, sizes: Sizes, shapes: tuple[str, ...], setup: Setup, what: str
-) -> None:
+def _check_places(cluster: ClusterConfig, sizes: Sizes, shapes: tuple[str, ...], setup: Setup, what: str) -> None:
     """Raise ConfigError where a shape that will serve has no room for the model."""
     pinned = {group.shape for group in setup.layout}
     try:
@@ -176,9 +188,7 @@ def _check_places(
         )
 
 
-def _times(
-    cluster: ClusterConfig, named: _Named, setup: Setup
-) -> tuple[Callable[[int], ModelTimes], tuple[str, ...]]:
+def _times(cluster: ClusterConfig, named: _Named, setup: Setup) -> tuple[Callable[[int], ModelTimes], tuple[str, ...]]:
     """Step times by the instances that compute a layer together, and what had to be assumed for them."""
     found: dict[int, Timing] = {}
     for degree in (1, *setup.degrees):

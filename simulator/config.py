@@ -1,9 +1,9 @@
 """What to simulate, as a YAML file says it.
 
-    name: azure-8xa800
-    cluster: {gpu: a800, model: qwen2.5-14b, instances: 8, max_stages: 2}
-    policy: {name: pengserve}
-    trace: {file: azure.csv, window: [600, 1200]}
+name: azure-8xa800
+cluster: {gpu: a800, model: qwen2.5-14b, instances: 8, max_stages: 2}
+policy: {name: pengserve}
+trace: {file: azure.csv, window: [600, 1200]}
 """
 
 import difflib
@@ -45,7 +45,7 @@ class ClusterConfig(_Section):
     scheduling: Literal["fcfs", "priority"] = "fcfs"
     prefix_caching: bool = False  # vLLM's scheduler alone finds prefixes
     links: dict[str, float] = {}  # bytes per second in place of the GPU's own: nvlink, nic, pcie
-    start_s: float = Field(default=60.0, ge=0)  # until an instance that replaces a dead one is ready
+    start_s: float | None = Field(default=None, ge=0)  # of an instance that replaces a dead one; None: as costs.yaml
 
     @model_validator(mode="after")
     def _one_machine(self) -> "ClusterConfig":
@@ -122,11 +122,11 @@ class LimitOptions(_Section):
 
 
 class SwitchOptions(_Section):
-    """Seconds of a change of shape, beside what it sends; see `engine.switches.switch.SwitchCosts`."""
+    """What a change of shape costs beside what it sends, in place of `hardware/costs.yaml`."""
 
-    cutover_s: float = Field(default=0.015, ge=0)
-    remap_s: float = Field(default=0.005, ge=0)
-    reload_s: float = Field(default=1.0, ge=0)
+    cutover_s: float | None = Field(default=None, ge=0)  # nothing steps for so long
+    call_s: float | None = Field(default=None, ge=0)  # one map or unmap of memory
+    start_bytes_per_s: float | None = Field(default=None, gt=0)  # weights from the node's disk
 
 
 class Death(_Section):
@@ -214,7 +214,9 @@ def explain(error: ValidationError, kind: type[BaseModel]) -> str:
         case "extra_forbidden":
             known = _fields(kind, first["loc"][:-1])
             near = difflib.get_close_matches(str(first["loc"][-1]), known, n=1)
-            return f"{key} is no known field: {f'did you mean {near[0]}?' if near else 'choose among ' + ', '.join(known)}"
+            return (
+                f"{key} is no known field: {f'did you mean {near[0]}?' if near else 'choose among ' + ', '.join(known)}"
+            )
         case "missing":
             return f"{key} is missing: give it"
         case "value_error":

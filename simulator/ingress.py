@@ -113,7 +113,7 @@ class Ingress:
         """Takes a newer routing table."""
         routes = frozenset(route.key for route in table.routes)
         self._dirty |= routes ^ self._routes
-        self._routes, self._max_model_len = routes, table.max_model_len
+        self._routes, self._max_model_len = routes, self.cluster.longest_tokens or table.max_model_len
         found = [self.cluster.instances.get(key) for key in routes]
         self._num_slots = sum(instance.capacity.max_num_seqs for instance in found if instance is not None)
         self._wake()
@@ -247,9 +247,7 @@ class Ingress:
         if avoid is not None:
             self._index.forget(avoid)
             self._dirty.add(avoid)
-        wish = Wish(
-            degree=request.arrival.degree, total_tokens=total_tokens, is_priority=request.arrival.priority < 0
-        )
+        wish = Wish(degree=request.arrival.degree, total_tokens=total_tokens, is_priority=request.arrival.priority < 0)
         key = self._index.choose(request.num_tokens, wish)
         # A wish is worth a wait, for the controller to form the group; but it never fails a request.
         is_patient = _now_s() - record.created_s < self._limits.parallelism_wait_s
@@ -264,7 +262,7 @@ class Ingress:
                 instance.current.catch_up()
         for key in sorted(self._dirty):
             instance = self.cluster.instances.get(key)
-            if instance is None or not instance.is_alive or instance.is_follower or key not in self._routes:
+            if instance is None or not instance.is_alive or not instance.max_tokens or key not in self._routes:
                 self._index.forget(key)
             else:
                 self._index.update(_candidate(instance, self._num_urgent[key]))

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from pengserve.planners.cost_model import CostModel
 from pengserve.planners.types.layout import GroupKind, degree_of, tensor_degree_of
@@ -13,20 +13,13 @@ from pengserve.simulator.engine.fast_scheduler import FastScheduler
 from pengserve.simulator.engine.gaps import GapCounter
 from pengserve.simulator.engine.instance import SimInstance
 from pengserve.simulator.engine.lane import Lane
+from pengserve.simulator.engine.network import LinkNetwork
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.pipeline_lane import PipelineLane
 from pengserve.simulator.engine.scheduler import LaneScheduler
-from pengserve.simulator.engine.switches.switch import Network, SwitchCosts
 from pengserve.simulator.requests import LiveRequest
 from pengserve.simulator.timing.steps import Batch, ModelTimes, prefill_tokens
-
-
-class LinkSpeeds(Network, Protocol):
-    """A network that also tells how fast an idle link is."""
-
-    def bytes_per_s(self, source: SimInstance, target: SimInstance) -> float:
-        """Of one direction."""
-        ...
+from pengserve.simulator.timing.switches import SwitchCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +28,13 @@ class Machine:
 
     shape: ClusterShape
     times: Callable[[int], ModelTimes]  # of the whole model, by the instances that compute a layer together
-    network: Callable[[], LinkSpeeds]  # made in the running loop
+    network: Callable[[], LinkNetwork]  # made in the running loop
     scheduler: Literal["vllm", "fast"]
     options: SchedulerOptions
     activation_bytes: int  # that a stage sends on for a token
     host_bytes_per_s: float  # of one instance, to its host's memory
+    costs: SwitchCosts
     lookahead: CostModel | None = None  # of the whole model, for the microbatches of pipelines
-    costs: SwitchCosts = SwitchCosts()
     assumptions: tuple[str, ...] = ()
 
     def cluster(self, owner: Owner, gaps: GapCounter) -> SimCluster:
@@ -60,7 +53,7 @@ class Machine:
         members: tuple[SimInstance, ...],
         owner: Owner,
         gaps: GapCounter,
-        network: LinkSpeeds,
+        network: LinkNetwork,
     ) -> Driver:
         leader, times = members[0], self.times(tensor_degree_of(shape))
 
@@ -75,14 +68,13 @@ class Machine:
             scheduler = self._scheduler(capacity, self.options)
             swap_s = self._swap_s if self.options.preemption == "swap" else None
             return Lane(scheduler, times, on_end=on_end, on_step=on_step, gaps=gaps, swap_s=swap_s)
-        slowest = min(network.bytes_per_s(a, b) for a, b in zip(members, (*members[1:], leader), strict=True))
+        first_s = network.hop_s(members, 0)
+        each_s = (network.hop_s(members, 1 << 30) - first_s) * self.activation_bytes / (1 << 30)
 
         def transfer_s(batch: Batch) -> float:
-            return (batch.num_decodes + prefill_tokens(batch.prefills)) * self.activation_bytes / slowest
+            return first_s + each_s * (batch.num_decodes + prefill_tokens(batch.prefills))
 
-        options = replace(
-            self.options, num_stages=degree_of(shape), lookahead=self.lookahead, preemption="recompute"
-        )
+        options = replace(self.options, num_stages=degree_of(shape), lookahead=self.lookahead, preemption="recompute")
         scheduler = self._scheduler(capacity, options)
         return PipelineLane(
             scheduler,

@@ -18,7 +18,6 @@ from pengserve.planners.types.snapshot import Demand, InstanceState
 from pengserve.simulator.build import arrivals_of, machine_of, setup_of
 from pengserve.simulator.clock import run_virtual
 from pengserve.simulator.config import SimulationConfig
-from pengserve.simulator.engine.cluster import SimCluster
 from pengserve.simulator.engine.port import SimPort
 from pengserve.simulator.ingress import Ingress, Limits
 from pengserve.simulator.machine import Machine
@@ -65,10 +64,17 @@ class Simulation:
     """One run. Everything is on one loop of virtual time."""
 
     def __init__(
-        self, config: SimulationConfig, setup: Setup, machine: Machine, arrivals: Sequence[Arrival], progress: OnProgress
+        self,
+        config: SimulationConfig,
+        setup: Setup,
+        machine: Machine,
+        arrivals: Sequence[Arrival],
+        progress: OnProgress,
     ) -> None:
         self.config, self.setup, self.machine = config, setup, machine
         self._arrivals, self._on_progress = sorted(arrivals, key=lambda a: (a.at_s, a.request_id)), progress
+        if len({arrival.request_id for arrival in self._arrivals}) < len(self._arrivals):
+            raise ConfigError("two requests of the trace have the same id: give each its own")
         self._next = 0  # arrival
         last_s = self._arrivals[-1].at_s if self._arrivals else 0.0
         self._span_s = last_s if config.horizon_s is None else config.horizon_s

@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 
 from pengserve.planners.types.ids import Epoch, InstanceId
 
@@ -54,8 +55,11 @@ class Group:
         """How many instances compute each layer together; 1 for `dp` and `pp`."""
         return len(self.members) if self.kind is GroupKind.TP else 1
 
+    def __hash__(self) -> int:
+        return hash(self.members)  # two kinds of group over the same members are rare, and the enum's hash is slow
+
     def __str__(self) -> str:
-        return f"{self.shape}@({','.join(map(str, self.members))})"
+        return _name(self.shape, self.members)
 
     @classmethod
     def parse(cls, text: str) -> "Group":
@@ -71,6 +75,12 @@ class Group:
         if (found[1] != GroupKind.DP or found[2]) and found[2] != str(len(members)):
             raise ValueError(f'"{text}" names {len(members)} member(s): the number after {found[1]} must be the same')
         return cls(kind=GroupKind(found[1]), members=members)
+
+
+@lru_cache(maxsize=1 << 14)
+def _name(shape: str, members: tuple[InstanceId, ...]) -> str:
+    """E.g. "tp2@(0,1)". Kept, since a controller compares the names of all groups in each tick."""
+    return f"{shape}@({','.join(map(str, members))})"
 
 
 def degree_of(shape: str) -> int:

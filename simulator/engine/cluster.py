@@ -18,9 +18,11 @@ from pengserve.simulator.engine.switches.drop import drop
 from pengserve.simulator.engine.switches.merge import check_merge, merge
 from pengserve.simulator.engine.switches.restore import restore
 from pengserve.simulator.engine.switches.split import check_split, split
-from pengserve.simulator.engine.switches.switch import Network, Switch, SwitchCosts
+from pengserve.simulator.engine.switches.switch import Network, Switch
+from pengserve.simulator.timing.switches import SwitchCosts
 
 _KINDS = {"merge": merge, "split": split, "drop": drop, "restore": restore}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterShape:
@@ -57,6 +59,12 @@ class SimCluster:
         self._directory: tuple[PeerDirectory | None, dict[InstanceKey, tuple[str, ...]]] = (None, {})
 
     # Lives ------------------------------------------------------------------------------------------------------------
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest request, where instances never serve alone; else 0: it is for the controller to say."""
+        lanes = self._lanes if self.shape.sizes.is_static else ()
+        return max((lane.capacity.max_model_len for lane in lanes[1:] if lane.capacity is not None), default=0)
 
     def living(self) -> Iterator[SimInstance]:
         """Instances that have not died."""
@@ -116,16 +124,27 @@ class SimCluster:
         run = dead.group
         assert run is not None
         lost = end_group(run)
+        if self.shape.sizes.is_static:  # an engine over several GPUs ends with any of them
+            self.owner.lost(run.leader.key, lost)
+            for member in run.members:
+                self.die(member.key)
+            return
         for member in run.members:
             if member.is_alive:
                 if run.group.kind is GroupKind.PP:
-                    member.lane.stall(self.costs.reload_s)
+                    member.lane.stall(self._reload_s(run.members.index(member), len(run.members)))
                 member.lane.resume()
                 self.owner.touched(member.key)
         if run.leader.is_alive:
             self.owner.moved(lost, None, carried=False)
         else:
             self.owner.lost(run.leader.key, lost)
+
+    def _reload_s(self, rank: int, num_stages: int) -> float:
+        """Until a survivor of a pipeline has read its missing layers from its own copy on disk."""
+        sizes = self.shape.sizes
+        missing = sizes.num_layers - sizes.stage_sizes(num_stages)[rank]
+        return missing * sizes.layer_bytes / self.costs.start_bytes_per_s
 
     def remove(self, key: InstanceKey) -> None:
         """Ends an instance, if it lives, and frees its place."""
@@ -210,5 +229,4 @@ class SimCluster:
 
     def group_lane(self, group: Group, members: tuple[SimInstance, ...], capacity: KvCapacity) -> Driver:
         """See `Surroundings`."""
-        lane = self._build(group.shape, capacity, members)
-        return lane
+        return self._build(group.shape, capacity, members)

@@ -77,8 +77,9 @@ class SimInstance:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that one request may ever have here."""
-        return 0 if self.is_follower else self.capacity.max_model_len
+        """Tokens that one request may ever have here; 0 where none may come."""
+        is_open = not self.is_follower and (self.group is not None or not self.sizes.is_static)
+        return self.capacity.max_model_len if is_open else 0
 
     # Requests ---------------------------------------------------------------------------------------------------------
 

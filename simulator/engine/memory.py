@@ -1,9 +1,9 @@
 """What an instance's memory holds in each shape: weights, and KV in what they leave.
 
-    shape   weights of an instance                      a block
-    dp      all                                         block_size tokens, all layers
-    tp p    all, as views (a static cluster: its share)  p times the tokens, at each member the bytes of one dp block
-    pp s    all that is not in layers, and its layers    block_size tokens, at each member the bytes of its layers
+shape   weights of an instance                      a block
+dp      all                                         block_size tokens, all layers
+tp p    all, as views (a static cluster: its share)  p times the tokens, at each member the bytes of one dp block
+pp s    all that is not in layers, and its layers    block_size tokens, at each member the bytes of its layers
 """
 
 from collections.abc import Iterable
@@ -33,7 +33,7 @@ class Sizes:
     block_size: int = 16
     max_model_len: int = 1 << 30  # of the model, or as configured
     max_num_seqs: int = 256
-    is_static: bool = False  # its tp lanes hold their share of the weights alone: it can never be dp again
+    is_static: bool = False  # it has weights for the group that it belongs to, and never serves alone
 
     @cached_property
     def dp_token_bytes(self) -> int:
@@ -123,7 +123,7 @@ def require_room(sizes: Sizes, shape: str, what: str) -> None:
     capacity = sizes.lane(shape)
     if capacity.num_blocks < MIN_BLOCKS:
         raise ConfigError(
-            f"{what} does not fit in {shape}: {format_bytes(sizes.weight_bytes)} of weights and some KV are too much for"
-            f" {format_bytes(sizes.memory_bytes)} of each instance; give an instance more GPUs (cluster.gpus_per_instance)"
-            " or take a larger GPU"
+            f"{what} does not fit in {shape}: {format_bytes(sizes.weight_bytes)} of weights and KV are too much for"
+            f" the {format_bytes(sizes.memory_bytes)} of each instance; take a larger GPU, or more of them for an"
+            " instance (cluster.gpus_per_instance)"
         )

@@ -1,24 +1,28 @@
-"""Links between the instances of a cluster, as switches ask for them: so many bytes a second, and nobody in the way."""
+"""What instances send each other, over the links of their cluster."""
 
-import asyncio
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from pengserve.simulator.engine.instance import SimInstance
+from pengserve.simulator.hardware.catalog import Gpu
+from pengserve.simulator.timing.links import Kind, Latencies, Links
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlainNetwork:
-    """No two transfers share a link here."""
+class LinkNetwork:
+    """`switches.switch.Network` over `Links`, whose ends are slots. Belongs to the loop that it is made in."""
 
-    node_bytes_per_s: float  # between instances of one node, of one direction
-    nic_bytes_per_s: float  # between nodes
-    latency_s: float = 10e-6
+    def __init__(self, gpu: Gpu, num_instances: int, per_node: int, latencies: Latencies) -> None:
+        """`gpu` has the links of one instance."""
+        self._links = Links(gpu, [slot // per_node for slot in range(num_instances)], latencies)
 
     async def send(self, source: SimInstance, target: SimInstance, num_bytes: int, *, is_weights: bool) -> None:
-        """See `switches.switch.Network`."""
-        await asyncio.sleep(self.latency_s + num_bytes / self.bytes_per_s(source, target))
+        """See `Network`."""
+        kind = Kind.WEIGHTS if is_weights else Kind.KV
+        await self._links.transfer(source.instance_id, target.instance_id, num_bytes, kind)
 
-    def bytes_per_s(self, source: SimInstance, target: SimInstance) -> float:
-        """Of one direction."""
-        is_near = source.device.node_id == target.device.node_id
-        return self.node_bytes_per_s if is_near else self.nic_bytes_per_s
+    def hop_s(self, members: Sequence[SimInstance], num_bytes: int) -> float:
+        """Seconds in which activations go from one of `members` to the next, over the slowest of these links.
+
+        They go first, so that nothing else makes them slower.
+        """
+        ids = [member.instance_id for member in members]
+        return max(self._links.alone_s(a, b, num_bytes) for a, b in zip(ids, (*ids[1:], ids[0]), strict=True))

@@ -7,7 +7,7 @@ stops for that little, and goes on at the other instance (Llumnix section 4.2).
 import asyncio
 from functools import partial
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from pengserve.planners.types.snapshot import InstanceState
 from pengserve.planners.types.units import blocks_for
@@ -26,6 +26,15 @@ class Migration(Policy):
     full_above: float = Field(default=0.85, gt=0)  # virtual KV load from which requests leave an instance
     free_below: float = Field(default=0.6, gt=0)  # ... and below which an instance takes them
 
+    @model_validator(mode="after")
+    def _apart(self) -> "Migration":
+        if self.free_below > self.full_above:
+            raise ValueError(
+                f"free_below ({self.free_below:g}) must not be above full_above ({self.full_above:g}),"
+                " or an instance would be both"
+            )
+        return self
+
     def setup(self, facts: Facts) -> Setup:
         """See `Policy`."""
         return Setup(companion=partial(_balance, self))
@@ -33,28 +42,20 @@ class Migration(Policy):
 
 async def _balance(options: Migration, cluster: SimCluster) -> None:
     """Pairs instances again and again; migrations run beside each other, one an instance."""
-    busy: set[SimInstance] = set()
-    moves: set[asyncio.Task[None]] = set()
-    loop = asyncio.get_running_loop()
+    busy: dict[asyncio.Task[None], tuple[SimInstance, SimInstance]] = {}
     while True:
         await asyncio.sleep(options.interval_s)
-        ready = [i for i in cluster.living() if i.state is InstanceState.READY and i not in busy]
+        busy = {task: pair for task, pair in busy.items() if not task.done()}
+        taken = {instance for pair in busy.values() for instance in pair}
+        ready = [i for i in cluster.living() if i.state is InstanceState.READY and i not in taken]
         loads = sorted(((_load(instance), instance.key, instance) for instance in ready), key=lambda row: row[:2])
         free = [row for row in loads if row[0] < options.free_below]
         full = [row for row in reversed(loads) if row[0] > options.full_above]
         for (_, _, source), (_, _, target) in zip(full, free, strict=False):
             request = _choose(source, target)
-            if request is None:
-                continue
-            busy |= {source, target}
-            task = loop.create_task(_migrate(cluster, request, source, target))
-            moves.add(task)
-
-            def ended(done: asyncio.Task[None], pair: tuple[SimInstance, SimInstance] = (source, target)) -> None:
-                busy.difference_update(pair)
-                moves.discard(done)
-
-            task.add_done_callback(ended)
+            if request is not None:
+                task = asyncio.get_running_loop().create_task(_migrate(cluster, request, source, target))
+                busy[task] = source, target
 
 
 def _load(instance: SimInstance) -> float:

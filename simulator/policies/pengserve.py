@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from pydantic import Field
+
 from pengserve.planners.types.config import DropConfig, MergeConfig
 from pengserve.simulator.policies.policy import Facts, Policy, Setup, planner_config
 
@@ -12,8 +14,8 @@ class PengServe(Policy):
     `merge` and `drop` are fields of `planners.types.config.MergeConfig` and `DropConfig`.
     """
 
-    merge: dict[str, Any] = {}
-    drop: dict[str, Any] = {}
+    merge: dict[str, Any] = Field(default_factory=dict)
+    drop: dict[str, Any] = Field(default_factory=dict)
 
     def setup(self, facts: Facts) -> Setup:
         """See `Policy`."""

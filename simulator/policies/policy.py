@@ -1,7 +1,7 @@
 """What a policy says about a cluster before it serves: which shapes there are, who decides, what runs beside."""
 
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -76,25 +76,21 @@ def groups_of(facts: Facts, kind: GroupKind, degree: int, field_name: str) -> tu
     return groups_for(ranks, nodes, [degree], kind)
 
 
-T = TypeVar("T")
+Config = TypeVar("Config", MergeConfig, DropConfig)
+
+_NAMES: dict[type, str] = {bool: "true or false", int: "a number", float: "a number", str: "a word"}
 
 
-def planner_config(kind: type[T], given: dict[str, Any], where: str, **fixed: Any) -> T:
+def planner_config(kind: type[Config], given: dict[str, Any], where: str, **fixed: Any) -> Config:
     """The planners' config with the fields that are `given`.
 
     Raises:
-        ConfigError: there is no such field, or its value is of another type.
+        ConfigError: there is no such field, or its value is of another type; names it.
     """
-    defaults = kind()
-    known = {name: getattr(defaults, name) for name in kind.__dataclass_fields__ if name not in fixed}  # type: ignore[attr-defined]
+    known = {f.name: type(getattr(kind(), f.name)) for f in fields(kind) if f.name not in fixed}
     for name, value in given.items():
         if name not in known:
-            raise ConfigError(f"{where}.{name} is not known: choose among {', '.join(known)}")
-        wanted = type(known[name])
-        is_right = isinstance(value, (int, float)) and not isinstance(value, bool) if wanted in (int, float) else isinstance(value, wanted)
-        if not is_right:
-            raise ConfigError(f"{where}.{name} must be {_NAMES[wanted]}, not {value!r}")
+            raise ConfigError(f"{where}.{name} is no known field: choose among {', '.join(known)}")
+        if _NAMES.get(type(value)) != _NAMES[known[name]]:
+            raise ConfigError(f"{where}.{name} must be {_NAMES[known[name]]}, not {value!r}")
     return kind(**{**given, **fixed})
-
-
-_NAMES: dict[type, str] = {bool: "true or false", int: "a number", float: "a number", str: "a word"}

@@ -8,22 +8,35 @@ from typing import Any
 from pengserve.simulator.config import SimulationConfig
 from pengserve.simulator.engine.cluster import ClusterShape
 from pengserve.simulator.engine.memory import Sizes
-from pengserve.simulator.engine.network import PlainNetwork
+from pengserve.simulator.engine.network import LinkNetwork
 from pengserve.simulator.engine.options import SchedulerOptions
+from pengserve.simulator.hardware.catalog import Gpu
 from pengserve.simulator.machine import Machine
 from pengserve.simulator.policies.policy import Facts
 from pengserve.simulator.policies.registry import policy_named
 from pengserve.simulator.requests import Arrival
 from pengserve.simulator.result import Result
 from pengserve.simulator.run import Simulation
+from pengserve.simulator.timing.links import Latencies
 from pengserve.simulator.timing.steps import Batch, prefill_tokens
+from pengserve.simulator.timing.switches import SwitchCosts
 
-GPU_BYTES = 24 << 30
+GPU = Gpu(
+    name="small",
+    memory_bytes=24 << 30,
+    hbm_bytes_per_s=1e12,
+    flops=1e14,
+    pcie_bytes_per_s=25e9,
+    nic_bytes_per_s=25e9,
+    nvlink_bytes_per_s=50e9,
+    source="made up",
+)
+COSTS = SwitchCosts(call_s=2e-5, chunk_bytes=64 << 20, cutover_s=0.015, start_fixed_s=10.0, start_bytes_per_s=3e9)
 TOKEN_BYTES = 1 << 17
 
 
 class LinearTimes:
-    """5 ms for the weights, and a little for each decode, token of context and token of a prompt; a share of it in tp."""
+    """5 ms for the weights, and a little for each decode, token of context and of a prompt; a share of it in tp."""
 
     def __init__(self, degree: int) -> None:
         self._degree = degree
@@ -84,10 +97,10 @@ def simulation_of(config: SimulationConfig, arrivals: Sequence[Arrival], *, kv_t
             per_node=cluster.per_node,
             sizes=sizes,
             shapes=tuple(shapes),
-            start_s=cluster.start_s,
+            start_s=10.0 if cluster.start_s is None else cluster.start_s,
         ),
         times=LinearTimes,
-        network=lambda: PlainNetwork(node_bytes_per_s=50e9, nic_bytes_per_s=25e9),
+        network=lambda: LinkNetwork(GPU, cluster.instances, cluster.per_node, Latencies(nvlink_s=1e-5, nic_s=1e-5)),
         scheduler="vllm" if config.scheduler == "vllm" else "fast",
         options=SchedulerOptions(
             max_num_batched_tokens=cluster.max_num_batched_tokens,
@@ -96,6 +109,7 @@ def simulation_of(config: SimulationConfig, arrivals: Sequence[Arrival], *, kv_t
         ),
         activation_bytes=8192,
         host_bytes_per_s=25e9,
+        costs=COSTS,
     )
     return Simulation(config, setup, machine, arrivals, lambda progress: None)
 

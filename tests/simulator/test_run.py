@@ -17,8 +17,12 @@ CASES = {
     "vllm_tp": config_of("vllm_tp"),
     "vllm_pp": config_of("vllm_pp"),
     "swap": config_of("swap"),
+    **{
+        f"{name}-death": config_of(name, cluster={"start_s": 2, "instances": 4}, deaths=[{"instance": 1, "at_s": 5.01}])
+        for name in ("vllm_tp", "vllm_pp")
+    },
     "migration": config_of(
-        "migration", {"interval_s": 0.2, "full_above": 0.5, "free_below": 0.9}, cluster={"instances": 4}
+        "migration", {"interval_s": 0.2, "full_above": 0.5, "free_below": 0.5}, cluster={"instances": 4}
     ),
     "drops": config_of(cluster={"max_stages": 2}),
     "drops-4": config_of(cluster={"max_stages": 4, "instances": 4}),
@@ -56,7 +60,11 @@ def mixed_load(count: int = 300) -> list[Arrival]:
 
 def burst() -> list[Arrival]:
     """Quiet, then more than memory holds, then quiet."""
-    parts = [poisson(40, 2), poisson(250, 30, seed=2, start_s=20, name="b"), poisson(40, 2, seed=3, start_s=30, name="c")]
+    parts = [
+        poisson(40, 2),
+        poisson(250, 30, seed=2, start_s=20, name="b"),
+        poisson(40, 2, seed=3, start_s=30, name="c"),
+    ]
     return [arrival for part in parts for arrival in part]
 
 
@@ -172,7 +180,9 @@ def test_a_horizon_ends_a_run_and_says_what_had_not_ended() -> None:
 
 def test_admission_refuses_what_does_not_fit_the_queue() -> None:
     config = config_of("vllm_dp", cluster={"max_num_seqs": 4}, limits={"max_queued_requests": 2})
-    result = simulate_small(config, [Arrival(request_id=f"r{i}", at_s=0, prompt_tokens=9, output_tokens=9) for i in range(20)])
+    result = simulate_small(
+        config, [Arrival(request_id=f"r{i}", at_s=0, prompt_tokens=9, output_tokens=9) for i in range(20)]
+    )
     assert sum(bool(o.refused) for o in result.outcomes) == 20 - 2 * 4 - 2
 
 

@@ -1,4 +1,4 @@
-"""dp groups become one pipeline (KunServe sections 4.1 and 4.2): memory at once, KV of running requests beside serving."""
+"""dp groups become one pipeline (KunServe sections 4.1, 4.2): memory at once, KV of what runs beside serving."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ async def drop(switch: Switch) -> SwitchReport:
     started_s = loop.time()
     run = await switch.begin_group()
     coming = travellers(switch)
-    await asyncio.sleep(switch.around.costs.remap_s + switch.around.costs.cutover_s)
+    await asyncio.sleep(switch.remap_s + switch.around.costs.cutover_s)
     num_left = _expect(switch, run, coming)
     num_reserved = run.num_reserved
     num_first = switch.leader.sizes.first_blocks(len(switch.members))

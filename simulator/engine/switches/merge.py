@@ -31,8 +31,9 @@ async def merge(switch: Switch) -> SwitchReport:
     run = await switch.begin_group()
     carried, left = await _carry(switch, run, travellers(switch, kept))
     await asyncio.sleep(switch.around.costs.cutover_s)
-    num_free = min(member.lane.scheduler.num_free for member in switch.members)
-    assert run.lane.resize(min(num_free, run.capacity.num_blocks)), "carried requests have their blocks"
+    if not switch.leader.sizes.is_static:
+        num_free = min(member.lane.scheduler.num_free for member in switch.members)
+        assert run.lane.resize(num_free), "carried requests have their blocks"
     switch.enter_group(run)
     num_redirected = settle_rest(switch)
     num_paused = len(switch.leader.lane.scheduler.running)
@@ -91,9 +92,7 @@ def note_stall(requests: list[LiveRequest], seconds: float) -> None:
         request.stalls_s += seconds
 
 
-async def _carry(
-    switch: Switch, run: GroupRun, coming: list[Traveller]
-) -> tuple[list[LiveRequest], list[Traveller]]:
+async def _carry(switch: Switch, run: GroupRun, coming: list[Traveller]) -> tuple[list[LiveRequest], list[Traveller]]:
     """Moves all that finds room, a wave at a time: each frees the blocks it came from. What was carried, and left."""
     carried: list[LiveRequest] = []
     num_leased = 0

@@ -1,4 +1,4 @@
-"""One pipeline becomes dp groups again (KunServe section 4.4): weights come back beside serving, then KV, with no drain."""
+"""One pipeline becomes dp groups again (KunServe section 4.4): weights come back beside serving, then KV."""
 
 import asyncio
 from itertools import permutations
@@ -31,7 +31,7 @@ async def restore(switch: Switch) -> SwitchReport:
     num_recomputed = len(run.lane.scheduler.running) - len(wave)
     sent_before = switch.sent_bytes
     await switch.send(by_layer(wave, layers, switch.token_bytes, is_drop=False))
-    await asyncio.sleep(switch.around.costs.remap_s + switch.around.costs.cutover_s)
+    await asyncio.sleep(switch.remap_s + switch.around.costs.cutover_s)
     for traveller in wave:
         member = switch.members[traveller.rank]
         run.lane.remove([traveller.request])
@@ -66,7 +66,9 @@ async def _bring_weights(switch: Switch, run: GroupRun, layers: tuple[int, ...])
     if not run.lane.resize(min(num_left, scheduler.num_blocks)):
         num_used = scheduler.num_blocks - scheduler.num_free
         raise StepError(f"{num_left} blocks are left while weights come back, and {num_used} are in use")
-    pairs = {(source, target): layers[source] * sizes.layer_bytes for source, target in permutations(range(len(layers)), 2)}
+    pairs = {
+        (source, target): layers[source] * sizes.layer_bytes for source, target in permutations(range(len(layers)), 2)
+    }
     try:
         async with asyncio.timeout(switch.plan.drain_timeout_s):
             await switch.send(pairs, is_weights=True)

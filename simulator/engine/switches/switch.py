@@ -12,17 +12,9 @@ from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.simulator.engine.driver import Driver, Owner
 from pengserve.simulator.engine.group import GroupRun, Traveller
 from pengserve.simulator.engine.instance import SimInstance
+from pengserve.simulator.timing.switches import SwitchCosts
 
 Pair = tuple[int, int]  # ranks: from, to
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SwitchCosts:
-    """Seconds that a change of shape takes beside what it sends."""
-
-    cutover_s: float = 0.015  # members agree, and the new shape begins
-    remap_s: float = 0.005  # memory changes hands between weights and KV
-    reload_s: float = 1.0  # a survivor of a broken pipeline reads its missing layers from its own copy
 
 
 class Network(Protocol):
@@ -76,6 +68,13 @@ class Switch:
     def token_bytes(self) -> int:
         """KV of one token."""
         return self.leader.sizes.dp_token_bytes
+
+    @property
+    def remap_s(self) -> float:
+        """Seconds in which the member that drops most layers turns their weights into KV, or back."""
+        sizes = self.leader.sizes
+        num_layers = sizes.num_layers - min(sizes.stage_sizes(len(self.members)))
+        return self.around.costs.remap_s(num_layers * sizes.layer_bytes, num_layers)
 
     async def meet(self) -> float:
         """All members stop at a step boundary; the leader goes on until the others have. Seconds that took."""

@@ -1,0 +1,369 @@
+"""What one tick of the controller costs: `python -m benchmarks.tick`; writes `results/tick.md`.
+
+The production controller over a port whose calls answer at once: what instances take to answer is theirs. All instances
+are READY and can form groups (tp2, tp4, tp8, pp2, pp4). Each tick finds other loads, in answers that share no object
+with those before, as they would come off a wire. Switches end between two ticks, so that each tick plans.
+"""
+
+import argparse
+import asyncio
+import gc
+import os
+import pickle
+import platform
+import random
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import RESULTS, today
+from benchmarks.result_files import cpu_model
+from pengserve.controller import loop, steering
+from pengserve.controller.events import EventLog
+from pengserve.controller.loop import Controller
+from pengserve.controller.ports import Discovery
+from pengserve.planners.drop import plan_drop
+from pengserve.planners.overload import DemandHistory, predict_demand
+from pengserve.planners.types.config import ControllerConfig, DropConfig
+from pengserve.planners.types.directory import PeerDirectory
+from pengserve.planners.types.ids import Epoch, InstanceKey
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
+from pengserve.planners.types.snapshot import (
+    DeviceInfo,
+    InstanceSnapshot,
+    InstanceState,
+    InstanceStats,
+    KvCapacity,
+    LaneInfo,
+)
+
+SIZES = (8, 64, 256, 1000)
+NUM_TICKS = 200
+DEGREES, MAX_STAGES = (2, 4, 8), 4
+PER_NODE = 8
+LIMIT_MS, DROP_LIMIT_MS = 20.0, 1.0  # at 1,000 instances: a tick's 99th percentile, and a drop plan
+PARTS = ("status calls", "observe", "snapshot", "select", "rest")
+
+CAPACITY = KvCapacity(
+    num_blocks=1024, block_size=16, bytes_per_block=1 << 20, max_model_len=8192, max_num_seqs=64, weight_bytes=512 << 20
+)
+
+# What instances hold and queue in each tick, as shares of a dp lane: (least, most) of a share of the instances.
+LOADS: dict[str, tuple[tuple[float, float, float], ...]] = {
+    "busy": ((1.0, 0.5, 0.9),),
+    "idle": ((1.0, 0.0, 0.1),),
+    "a tenth overloaded": ((0.1, 1.2, 2.0), (0.9, 0.3, 0.6)),
+    "all overloaded": ((1.0, 2.5, 4.0),),
+}
+
+
+class Clock:
+    """Seconds that pass when the benchmark says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class TickPort:
+    """`ReplicaPort` over answers that were made before; whatever is asked of an instance, it has done."""
+
+    def __init__(self) -> None:
+        self.answers: dict[InstanceKey, InstanceSnapshot] = {}
+
+    async def create(self, key: InstanceKey) -> None:
+        self.answers[key] = _newborn(key)
+
+    async def status(self, key: InstanceKey) -> InstanceSnapshot:
+        return self.answers[key]
+
+    async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
+        return True
+
+    async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
+        names = tuple(spec.name for spec in directory.groups if key in spec.members)
+        self.answers[key] = replace(self.answers[key], groups_ready=names)
+
+    async def prepare(self, key: InstanceKey, plan: SwitchPlan) -> None:
+        pass
+
+    async def commit(self, key: InstanceKey, plan: SwitchPlan) -> SwitchReport:
+        epoch = Epoch(plan.epoch + 1)
+        for member in plan.members:
+            lane = str(plan.group) if plan.is_merge else "dp"
+            self.answers[member] = replace(self.answers[member], lane=lane, epoch=epoch)
+        return SwitchReport(plan_id=plan.plan_id, epoch=epoch)
+
+    async def abort(self, key: InstanceKey, plan_id: str) -> None:
+        pass
+
+    async def kill(self, key: InstanceKey) -> None:
+        self.answers.pop(key, None)
+
+    async def discover(self) -> Discovery:
+        return Discovery()
+
+    def load(self, name: str, source: random.Random) -> None:
+        """Gives each instance another load, and an answer of new objects."""
+        for key, answer in self.answers.items():
+            stats = _stats(answer, name, source)
+            self.answers[key] = pickle.loads(pickle.dumps(replace(answer, stats=stats)))
+
+
+def _newborn(key: InstanceKey) -> InstanceSnapshot:
+    weight_blocks = CAPACITY.weight_bytes // CAPACITY.bytes_per_block
+    lanes = [LaneInfo(shape="dp", capacity=CAPACITY)]
+    for degree in DEGREES:
+        wide = replace(CAPACITY, block_size=16 * degree, max_model_len=8192 * degree)
+        lanes.append(LaneInfo(shape=f"tp{degree}", capacity=wide))
+    for stages in (s for s in (2, 4, 8) if s <= MAX_STAGES):
+        num_blocks = stages * CAPACITY.num_blocks + (stages - 1) * weight_blocks
+        lanes.append(LaneInfo(shape=f"pp{stages}", capacity=replace(CAPACITY, num_blocks=num_blocks)))
+    node, device = divmod(key.instance_id, PER_NODE)
+    address = f"10.0.{node // 250}.{node % 250}"
+    return InstanceSnapshot(
+        key=key,
+        state=InstanceState.READY,
+        endpoint=f"{address}:{20000 + device}",
+        device=DeviceInfo(node_id=f"node-{node:03}", node_ip=address, device=f"cuda:{device}", pid=1000 + device),
+        capacity=CAPACITY,
+        lanes=tuple(lanes),
+        peer_endpoint=f"{address}:{30000 + device}",
+        rss_bytes=4 << 30,
+    )
+
+
+def _stats(answer: InstanceSnapshot, name: str, source: random.Random) -> InstanceStats:
+    shape, _, members = answer.lane.partition("@")
+    degree = members.count(",") + 1
+    lane = next(lane.capacity for lane in answer.lanes if lane.shape == shape)
+    assert lane is not None
+    is_follower = degree > 1 and not members.startswith(f"({answer.instance_id},")
+    shares = [share for share, _, _ in LOADS[name]]
+    ((_, least, most),) = source.choices(LOADS[name], shares)
+    wanted = int(source.uniform(least, most) * CAPACITY.num_blocks * degree) if not is_follower else 0
+    wanted //= degree if shape.startswith("tp") else 1  # a tp block holds as many times the tokens
+    used = min(wanted, lane.num_blocks)
+    return replace(
+        answer.stats,
+        step=answer.stats.step + 20,
+        num_running=min(lane.max_num_seqs, used // 16),
+        num_waiting=(wanted - used) // 16,
+        kv_blocks_used=used,
+        queued_tokens=(wanted - used) * lane.block_size,
+        total_generated_tokens=answer.stats.total_generated_tokens + source.randrange(1000),
+        last_step_s=source.uniform(0.01, 0.03),
+        shape=shape,
+        is_follower=is_follower,
+        block_size=lane.block_size,
+        kv_blocks_total=lane.num_blocks,
+        max_model_len=lane.max_model_len,
+        longest_tokens=min(used * lane.block_size, 2000),
+    )
+
+
+# Measuring ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class Figures:
+    """Seconds of each tick of one run."""
+
+    tick_s: list[float] = field(default_factory=list)
+    parts_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    num_switches: int = 0
+
+
+@contextmanager
+def timed_parts(controller: Controller) -> Iterator[dict[str, float]]:
+    """Adds up what the parts of a tick take, for as long as it is open."""
+    spent: dict[str, float] = defaultdict(float)
+    targets: list[tuple[Any, str, str]] = [
+        (controller, "_ask", "status calls"),
+        (controller._calls, "settle", "status calls"),
+        (controller, "_collect", "status calls"),
+        (loop.transitions, "observe", "observe"),
+        (controller, "snapshot", "snapshot"),
+        (steering, "select", "select"),
+    ]
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in targets]
+    for owner, name, part in targets:
+        setattr(owner, name, _timed(getattr(owner, name), spent, part))
+    try:
+        yield spent
+    finally:
+        for owner, name, act in before:
+            setattr(owner, name, act)
+
+
+def _timed(act: Callable[..., Any], spent: dict[str, float], part: str) -> Callable[..., Any]:
+    async def timed_later(*args: Any, **more: Any) -> Any:
+        start_s = time.perf_counter()
+        try:
+            return await act(*args, **more)
+        finally:
+            spent[part] += time.perf_counter() - start_s
+
+    def timed(*args: Any, **more: Any) -> Any:
+        start_s = time.perf_counter()
+        try:
+            return act(*args, **more)
+        finally:
+            spent[part] += time.perf_counter() - start_s
+
+    return timed_later if asyncio.iscoroutinefunction(act) else timed
+
+
+async def started(num_instances: int, port: TickPort, clock: Clock) -> Controller:
+    """A controller whose instances are READY and know each other."""
+    config = ControllerConfig(
+        app="tick", num_instances=num_instances, degrees=DEGREES, drop=DropConfig(max_stages=MAX_STAGES)
+    )
+    controller = Controller(config, port, EventLog(), clock=clock, wall_clock=clock)
+    await controller.recover()
+    for _ in range(6):
+        await controller.tick()
+        await rest(controller)
+        clock.now_s += 0.1
+    groups = controller.snapshot().groups
+    if not groups or len(port.answers) != num_instances:
+        raise SystemExit(f"only {len(port.answers)} of {num_instances} instances and {len(groups)} groups came up")
+    return controller
+
+
+async def rest(controller: Controller) -> None:
+    """What comes between two ticks: calls and the switch under way end."""
+    for _ in range(8):
+        await asyncio.sleep(0)
+    if (switch := controller._coordinator._task) is not None:
+        await switch
+
+
+async def measure(num_instances: int, load: str, num_ticks: int) -> Figures:
+    """Ticks `num_ticks` times, after a few that do not count."""
+    port, clock, source = TickPort(), Clock(), random.Random(num_instances)
+    controller, figures = await started(num_instances, port, clock), Figures()
+    with timed_parts(controller) as spent:
+        for tick in range(-5, num_ticks):
+            port.load(load, source)
+            clock.now_s += controller.config.tick_s
+            if tick == 0:
+                gc.collect()
+            spent.clear()
+            start_s = time.perf_counter()
+            await controller.tick()
+            tick_s = time.perf_counter() - start_s
+            if tick >= 0:
+                figures.tick_s.append(tick_s)
+                for part in PARTS[:-1]:
+                    figures.parts_s[part].append(spent[part])
+                figures.parts_s["rest"].append(tick_s - sum(spent.values()))
+            await rest(controller)
+    figures.num_switches = controller.snapshot().epoch
+    await controller.stop()
+    return figures
+
+
+async def drop_plans(num_instances: int, num_rounds: int) -> dict[str, list[float]]:
+    """Seconds of a drop plan, by load."""
+    found = {}
+    for load in ("a tenth overloaded", "all overloaded"):
+        port, clock = TickPort(), Clock()
+        controller = await started(num_instances, port, clock)
+        durations_s = []
+        for round_ in range(num_rounds):
+            port.load(load, random.Random(round_))
+            seen = replace(controller.snapshot(), instances=tuple(port.answers.values()))
+            demand, _ = predict_demand(seen, controller.config.drop, DemandHistory())
+            start_s = time.perf_counter()
+            verdict = plan_drop(seen, demand, controller.config.drop)
+            durations_s.append(time.perf_counter() - start_s)
+            if verdict.plan is None:
+                raise SystemExit(f"no drop was planned with {load}")
+        await controller.stop()
+        found[load] = durations_s
+    return found
+
+
+# Reporting ------------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Runs all, prints and writes the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS / "tick.md")
+    parser.add_argument("--ticks", type=int, default=NUM_TICKS)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    arguments = parser.parse_args()
+    load = os.getloadavg()[0]
+    results = {
+        (size, name): asyncio.run(measure(size, name, arguments.ticks)) for name in LOADS for size in arguments.sizes
+    }
+    drops = asyncio.run(drop_plans(max(arguments.sizes), arguments.ticks // 2 or 1))
+    text = report(results, drops, load)
+    arguments.output.write_text(text)
+    sys.stdout.write(text)
+
+
+def report(results: dict[tuple[int, str], Figures], drops: dict[str, list[float]], load: float) -> str:
+    """The tables, as Markdown. `load` is the machine's load average before the run."""
+    most = max(size for size, _ in results)
+    ticks_ms = 1e3 * max(percentile(figures.tick_s, 99) for (size, _), figures in results.items() if size == most)
+    drop_ms = 1e3 * max(statistics.median(durations_s) for durations_s in drops.values())
+    lines = [
+        "# What a tick of the controller costs",
+        "",
+        f"`make bench-tick` on {today()}: {cpu_model()}, {os.cpu_count()} cores, Linux {platform.release()},",
+        f"Python {platform.python_version()}, one thread. Load average before the run, from other work: {load:.1f}.",
+        f"Degrees {DEGREES}, at most {MAX_STAGES} stages, {PER_NODE} instances a node. Milliseconds, median / 99th",
+        "percentile. All loads change with each tick, and answers share no object with those before.",
+        "",
+        f"A tick at {most} instances: 99th percentile {ticks_ms:.1f} ms in the worst case,"
+        f" {_verdict(ticks_ms, LIMIT_MS)} {LIMIT_MS:.0f} ms.",
+        f"A drop plan at {most} instances: median {drop_ms:.2f} ms in the worst case,"
+        f" {_verdict(drop_ms, DROP_LIMIT_MS)} {DROP_LIMIT_MS:.0f} ms.",
+        "",
+        "## Ticks",
+        "",
+        '"Status calls" asks all instances and takes the answers; "observe" makes the next state of them; "select" is',
+        "all planners. Switches: how many were begun.",
+        "",
+        _line("instances", "load", "tick", *PARTS, "switches"),
+        "|---" * (4 + len(PARTS)) + "|",
+    ]
+    for (size, name), figures in results.items():
+        parts = [_ms(figures.parts_s[part]) for part in PARTS]
+        lines.append(_line(str(size), name, _ms(figures.tick_s), *parts, str(figures.num_switches)))
+    lines += ["", f"## `plan_drop` alone, {most} instances", "", "| load | ms |", "|---|---|"]
+    lines += [_line(name, _ms(durations_s)) for name, durations_s in drops.items()]
+    return "\n".join(lines) + "\n"
+
+
+def percentile(values: list[float], share: int) -> float:
+    """The value that `share` percent are at or below."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, -(-len(ordered) * share // 100) - 1)]
+
+
+def _line(*cells: str) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _verdict(value: float, limit: float) -> str:
+    return "within" if value <= limit else "NOT within"
+
+
+def _ms(values: list[float]) -> str:
+    return f"{1e3 * statistics.median(values):.2f} / {1e3 * percentile(values, 99):.2f}"
+
+
+if __name__ == "__main__":
+    main()
