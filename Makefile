@@ -20,7 +20,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= WARNING
 
-.PHONY: help setup model serve serve-check check lint types imports fast-tests test test-shapes test-faults bench-overhead bench-comm bench-switch bench-fly bench-arena bench-cost-model bench-gemm bench-overload diagrams clean
+.PHONY: help setup model serve serve-check check lint types imports fast-tests test test-shapes test-faults bench-overhead bench-comm bench-switch bench-fly bench-arena bench-cost-model bench-gemm bench-overload bench-papers diagrams clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -105,6 +105,9 @@ bench-gemm: setup ## From how many rows on oneDNN multiplies faster over unpacke
 
 bench-overload: setup model ## Bursts beyond memory: vLLM dp and pp, PengServe without and with drops; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.overload
+
+bench-papers: setup ## The papers' scenarios in virtual time: their ratios beside ours; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.papers
 
 clean: ## Remove what make wrote: .venv, the demo model, caches
 	rm -rf .venv .pengserve build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -49,16 +49,18 @@ _FLYING = (
     OURS,
 )
 NEVER_BACK = Variant(label="PengServe, no restore", policy="pengserve", options={"drop": {"restore_below": 0.0}})
+EARLY_BACK = Variant(label="PengServe, restore below 70 %", policy="pengserve", options={"drop": {"restore_below": 0.7}})
 WHOLE_MEMORY = {"kv_tokens": None}
 
 SCENARIOS: Mapping[str, tuple[Variant, ...]] = {
     "kunserve-14b-burstgpt": (
         *_KUNSERVE,
+        EARLY_BACK,
         NEVER_BACK,
         Variant(label="vLLM (DP), whole memory", policy="vllm_dp", options={}, cluster=WHOLE_MEMORY),
     ),
-    "kunserve-14b-azure-lengths": _KUNSERVE,
-    "kunserve-14b-longbench": _KUNSERVE,
+    "kunserve-14b-azure-lengths": (*_KUNSERVE, EARLY_BACK),
+    "kunserve-14b-longbench": (*_KUNSERVE, EARLY_BACK),
     "kunserve-72b-extreme-burst": (DP, OURS),
     "flying-70b-bursty": _FLYING,
     "flying-70b-priority": _FLYING,
