@@ -119,5 +119,8 @@ bench-validation: setup ## Simulations beside what was measured; writes benchmar
 bench-tick: setup ## What a tick of the controller costs with up to 1,000 instances; writes benchmarks/results/tick.md
 	@$(BIN)/python -m benchmarks.tick
 
+bench-papers: setup ## The papers' scenarios in virtual time: their ratios beside ours; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.papers
+
 clean: ## Remove what make wrote: .venv, the demo model, caches
 	rm -rf .venv .pengserve build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

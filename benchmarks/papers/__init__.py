@@ -1,0 +1,1 @@
+"""Headline figures of the papers, simulated: `make bench-papers`."""
