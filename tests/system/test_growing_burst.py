@@ -1,4 +1,4 @@
-"""A burst that grows: pipelines are formed, become a wider one as they are, and end, and nobody asks for any of it.
+"""A burst that two pipelines cannot hold: they become a wider one as they are, and end, and nobody asks for it.
 
 The controller decides by itself. Every stream gives what it gives when nothing happens.
 """
@@ -32,8 +32,8 @@ def burst(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def is_piped(snapshot: ClusterSnapshot) -> bool:
-    return any(group.shape == "pp2" for group in snapshot.layout.groups)
+def is_queued(snapshot: ClusterSnapshot) -> bool:
+    return all(snapshot.instances[leader].stats.num_waiting > 0 for leader in (0, 2))
 
 
 def test_a_burst_that_grows_widens_a_pipeline_with_all_that_runs(model: Path) -> None:
@@ -47,10 +47,11 @@ def test_a_burst_that_grows_widens_a_pipeline_with_all_that_runs(model: Path) ->
     ):
         requests = burst(28)
         alone = [traffic.start(**request).result(ENDS_WITHIN_S) for request in requests]  # one by one: no pressure
+        cluster.set_layout("pp2")
+        running = [traffic.start(**request) for request in 6 * requests]
+        cluster.wait(is_queued)
         cluster.now(cluster.controller.auto_layout)
-        running = [traffic.start(**request) for request in requests + requests]
-        cluster.wait(is_piped)
-        running += [traffic.start(**request) for request in 3 * requests]
+        cluster.wait(lambda s: WIDE in s.layout.groups)
         for index, future in enumerate(running):
             stream = future.result(ENDS_WITHIN_S)
             assert not stream.error, stream.error
