@@ -29,23 +29,19 @@ def follow(layout: Layout, slots: Sequence[Slot], busy: Collection[InstanceId] =
 
     `busy` are the members of a switch under way.
     """
-    reasons: list[str] = []
-    groups: list[Group] = []
-    for group in layout.groups:
-        why = _break(group, slots, busy) if group.kind is not GroupKind.DP else ""
-        if why:
-            reasons.append(f"{group} has ended: {why}")
-            groups.extend(alone(group.members))
-        else:
-            groups.append(group)
-    for group in _claimed(layout, slots, busy):
-        reasons.append(f"{group} is what its members run")
-        groups = [other for other in groups if other.leader not in group.members] + [group]
+    wide = [group for group in layout.groups if group.kind is not GroupKind.DP]
+    broken = {group: why for group in wide if (why := _break(group, slots, busy))}
+    claimed = _claimed(wide, slots, busy)
     newest = max([slot.snapshot.epoch for slot in slots if slot.snapshot is not None], default=layout.epoch)
+    reasons = [f"{group} has ended: {why}" for group, why in broken.items()]
+    reasons += [f"{group} is what its members run" for group in claimed]
     if newest > layout.epoch and not busy:
         reasons.append("an instance has committed a newer epoch")
     if not reasons:
         return layout, ""
+    groups = [part for group in layout.groups for part in (alone(group.members) if group in broken else (group,))]
+    for group in claimed:
+        groups = [other for other in groups if other.leader not in group.members] + [group]
     more = [f"and {len(reasons) - _SHOWN_REASONS} more"] if len(reasons) > _SHOWN_REASONS else []
     why = "; ".join(reasons[:_SHOWN_REASONS] + more)
     return _layout(max(layout.epoch, newest) + 1, groups), why
@@ -92,16 +88,16 @@ def _break(group: Group, slots: Sequence[Slot], busy: Collection[InstanceId]) ->
     return ""
 
 
-def _claimed(layout: Layout, slots: Sequence[Slot], busy: Collection[InstanceId]) -> list[Group]:
-    """Groups that the layout has not, and that all their members say they run."""
+def _claimed(wide: Sequence[Group], slots: Sequence[Slot], busy: Collection[InstanceId]) -> list[Group]:
+    """Tp and pp groups that are not in `wide`, those of the layout, and that all their members say they run."""
     members_of: dict[str, set[InstanceId]] = {}
     for slot in slots:
         lane = slot.lane
-        if lane not in ("", "dp") and slot.key.instance_id not in busy:
+        if lane and not lane.startswith(GroupKind.DP) and slot.key.instance_id not in busy:
             members_of.setdefault(lane, set()).add(slot.key.instance_id)
     if not members_of:
         return []
-    known = {str(group) for group in layout.groups}
+    known = {str(group) for group in wide}
     groups = [group for lane in members_of if lane not in known and (group := _parse(lane)) is not None]
     return [group for group in groups if set(group.members) == members_of[str(group)]]
 

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
+from pengserve.controller.collector import spare_the_loop
 from pengserve.planners.types.errors import ConfigError
 from pengserve.simulator.config import ClusterConfig, SimulationConfig
 from pengserve.simulator.progress import Advance, progress_on
@@ -206,6 +207,7 @@ def _real(options: ReplayOptions) -> list[Result]:
 
 
 def _simulated(configs: Sequence[SimulationConfig]) -> list[Result]:
+    spare_the_loop()  # the process is this command's
     results = []
     with progress_on(Console(stderr=True)) as progress:
         for config in configs:

@@ -36,6 +36,7 @@ def answers(draw: st.DrawFn, key: InstanceKey, names: list[str]) -> InstanceSnap
         stats=InstanceStats(num_running=draw(st.integers(0, 9))),
         lane=draw(st.sampled_from(["dp", "dp", "tp2@(0,1)", "tp2@(2,3)", "pp2@(0,1)"])),
         epoch=Epoch(draw(st.sampled_from([0, 0, 1]))),
+        peer_endpoint=draw(st.sampled_from([said.peer_endpoint] * 3 + ["127.0.0.1:9"])),
         groups_ready=tuple(ready),
         groups_failed=tuple(draw(st.sampled_from([[], [], names[:1]]))),
     )
