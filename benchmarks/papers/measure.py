@@ -55,7 +55,9 @@ def _latencies(outcomes: Sequence[Outcome], prefix: str = "") -> dict[str, float
 def _peak_rate(moments: Sequence[Moment]) -> float:
     """The most tokens of a second between two samples."""
     pairs = zip(moments, moments[1:], strict=False)
-    return max((now.generated_tokens / (now.at_s - then.at_s) for then, now in pairs if now.at_s > then.at_s), default=0)
+    return max(
+        (now.generated_tokens / (now.at_s - then.at_s) for then, now in pairs if now.at_s > then.at_s), default=0
+    )
 
 
 def _phases(run: Run) -> dict[str, float]:
