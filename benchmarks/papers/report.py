@@ -66,8 +66,9 @@ def text(runs: Sequence[Run], found: Runs) -> str:
     lines = [
         "# The papers' headline figures, simulated", "",
         f"`make bench-papers`. Virtual time on {facts_line()}", "",
-        "A ratio above 1 says that PengServe is better: baseline / PengServe for latencies, PengServe / baseline for rates"
-        " and for times until memory is full. Every policy runs the same requests. Ratios are printed as they come out.",
+        "A ratio above 1 says that PengServe is better: baseline / PengServe for latencies, PengServe / baseline for"
+        " rates and for times until memory is full. Every policy runs the same requests. Ratios are printed as they"
+        " come out.",
         "",
         *table(HEADING, headline_rows(found), num_words=5), "",
     ]  # fmt: skip

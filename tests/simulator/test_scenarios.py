@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+
 from benchmarks.papers.headlines import headlines
 from benchmarks.papers.notes import ASSUMED, REASONS
 from benchmarks.papers.scenarios import SCENARIOS, configs
-
 from pengserve.simulator.config import SimulationConfig
 from pengserve.simulator.reports.figures import figures_of
 from pengserve.simulator.reports.json_report import write_json
