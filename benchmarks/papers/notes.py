@@ -10,9 +10,9 @@ _KUNSERVE_14B = (
     "vLLM (PP) fills its microbatches by token count, as vLLM does; with PengServe's lookahead its P99 TTFT is 1.6"
     " s, 3.3 s and 1.0 s (BurstGPT's, LongBench's and Azure's lengths), and 0.84x for Azure's: always having the room"
     " then helps most.",
-    "The KV room of every policy is 2.1 times the mean demand that data parallelism has without a limit, as in"
-    " KunServe 2.2; a drop frees half of the weights on top of it, as on the real GPU. With less KV beside the same"
-    " weights, a drop adds more than the paper's 57 %: see the column of the peak room.",
+    "The KV room of every policy is 2.1 (LongBench: 2.0) times the mean demand that data parallelism has without a"
+    " limit, as in KunServe 2.2; a drop frees half of the weights on top of it, as on the real GPU. With less KV"
+    " beside the same weights, a drop adds more than the paper's 57 %: see the column of the peak room.",
     "The rate, the height of the bursts and the spread of lengths are not in the paper; bursts last 40 s.",
     "Swap is vLLM's old swapping with both directions at once over PCIe; migration is one request at a time from"
     " each full instance to a free one, once a second.",
