@@ -111,7 +111,8 @@ def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
         ),
         activation_bytes=named.model.activation_bytes_per_token,
         host_bytes_per_s=links.pcie_bytes_per_s,
-        lookahead=_lookahead(cluster, sizes, times(1)) if setup.max_stages > 1 else None,
+        # A static pipeline is vLLM's own, which counts tokens alone.
+        lookahead=_lookahead(cluster, sizes, times(1)) if setup.max_stages > 1 and not setup.is_static else None,
         costs=costs,
         assumptions=(*assumptions, *_more_assumptions(cluster, named.model, setup, scheduler)),
     )

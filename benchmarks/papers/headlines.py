@@ -60,9 +60,7 @@ def headlines() -> list[Headline]:
 def _kunserve_tails() -> list[Headline]:
     names = {BURST: "12.7-72.2x over all workloads", LONG: "as above", AZURE: "not in the paper"}
     return [
-        Headline(
-            row="K1", what="P99 TTFT", scenario=scenario, baseline=label, paper=paper, get=_named("ttft_p99_s")
-        )
+        Headline(row="K1", what="P99 TTFT", scenario=scenario, baseline=label, paper=paper, get=_named("ttft_p99_s"))
         for scenario, paper in names.items()
         for label in BASELINES
     ]

@@ -1,6 +1,7 @@
 """Figures of one run that the papers print; all in seconds, shares or counts."""
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -11,7 +12,6 @@ from pengserve.simulator.result import Moment
 from pengserve.simulator.traces.generators.flying import Flying
 
 Keep = Callable[[Outcome], bool]
-LAST_ARRIVED_S = "last_arrived_s"
 
 
 def measure(run: Run) -> dict[str, float]:
@@ -54,8 +54,10 @@ def _latencies(outcomes: Sequence[Outcome], prefix: str = "") -> dict[str, float
 
 def _peak_rate(moments: Sequence[Moment]) -> float:
     """The most tokens of a second between two samples."""
-    pairs = zip(moments, moments[1:], strict=False)
-    return max((now.generated_tokens / (now.at_s - then.at_s) for then, now in pairs if now.at_s > then.at_s), default=0)
+    pairs = pairwise(moments)
+    return max(
+        (now.generated_tokens / (now.at_s - then.at_s) for then, now in pairs if now.at_s > then.at_s), default=0
+    )
 
 
 def _phases(run: Run) -> dict[str, float]:

@@ -66,8 +66,10 @@ def text(runs: Sequence[Run], found: Runs) -> str:
     lines = [
         "# The papers' headline figures, simulated", "",
         f"`make bench-papers`. Virtual time on {facts_line()}", "",
-        "A ratio above 1 says that PengServe is better: baseline / PengServe for latencies, PengServe / baseline for rates and"
-        " for times until memory is full. Every policy runs the same requests. Ratios are printed as they come out.", "",
+        "A ratio above 1 says that PengServe is better: baseline / PengServe for latencies, PengServe / baseline for"
+        " rates and for times until memory is full. Every policy runs the same requests. Ratios are printed as they"
+        " come out.",
+        "",
         *table(HEADING, headline_rows(found), num_words=5), "",
     ]  # fmt: skip
     heading = ("policy", *(title for title, _, _ in _COLUMNS), "dropped")
@@ -87,7 +89,8 @@ def write(folder: Path, runs: Sequence[Run], date: str) -> tuple[Path, Path]:
         "scenarios": {name: (FOLDER / f"{name}.yaml").read_text() for name in dict.fromkeys(r.scenario for r in runs)},
         "headlines": [_record(headline, found) for headline in able(found)],
         "runs": [
-            {"scenario": run.scenario, "label": run.label, "policy": run.config.policy.model_dump(), **_plain(found[run.scenario, run.label])}
+            {"scenario": run.scenario, "label": run.label, "policy": run.config.policy.model_dump()}
+            | _plain(found[run.scenario, run.label])
             for run in runs
         ],
     }  # fmt: skip
@@ -126,4 +129,5 @@ def _value(value: float, unit: str) -> str:
 
 
 def _show(one: Mapping[str, float], name: str, shape: str) -> str:
-    return shape.format(one[name]) if name in one and not math.isnan(one[name]) else "-"
+    value = one.get(name, math.nan) * (1e3 if name.startswith("tpot") else 1)
+    return "-" if math.isnan(value) else shape.format(value)

@@ -49,7 +49,9 @@ _FLYING = (
     OURS,
 )
 NEVER_BACK = Variant(label="PengServe, no restore", policy="pengserve", options={"drop": {"restore_below": 0.0}})
-EARLY_BACK = Variant(label="PengServe, restore below 70 %", policy="pengserve", options={"drop": {"restore_below": 0.7}})
+EARLY_BACK = Variant(
+    label="PengServe, restore below 70 %", policy="pengserve", options={"drop": {"restore_below": 0.7}}
+)
 WHOLE_MEMORY = {"kv_tokens": None}
 
 SCENARIOS: Mapping[str, tuple[Variant, ...]] = {
@@ -81,6 +83,4 @@ def run(scenario: str, label: str, config: SimulationConfig, on_progress: OnProg
     """Simulates one."""
     started_s = time.process_time()
     result = simulate(config, on_progress=on_progress)
-    return Run(
-        scenario=scenario, label=label, config=config, result=result, cpu_s=time.process_time() - started_s
-    )
+    return Run(scenario=scenario, label=label, config=config, result=result, cpu_s=time.process_time() - started_s)
