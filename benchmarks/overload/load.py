@@ -54,7 +54,7 @@ class Plan:
     least_calm_s: float = 14.0  # so that the layout can come back
     min_words: int = 40
     max_words: int = 80
-    output_tokens: tuple[int, int] = (800, 1200)  # least and most, over the number of instances
+    output_tokens: tuple[int, int] = (400, 600)  # least and most, over the number of instances
     calibrate_s: float = 8.0  # about, at each level
     start_timeout_s: float = 240.0
     seed: int = 7
