@@ -57,6 +57,7 @@ class Plan:
     output_tokens: tuple[int, int] = (400, 600)  # least and most, over the number of instances
     calibrate_s: float = 8.0  # about, at each level
     start_timeout_s: float = 240.0
+    answer_timeout_s: float = 600.0  # of a whole run: what is overloaded may take long to come back
     seed: int = 7
     has_profiles: bool = True  # steps are timed, for simulations of the runs
     engine: Mapping[str, Any] = field(

@@ -102,13 +102,13 @@ class PengServe:
 
     def serve(self, name: str, requests: Sequence[Request]) -> Served:
         """See `System`; "dp", "pp" or "drop"."""
-        cluster = self.cluster
-        layout = cluster.set_layout(f"pp{self._plan.stages}" if name == "pp" else "dp").layout
+        cluster, plan = self.cluster, self._plan
+        layout = cluster.set_layout(f"pp{plan.stages}" if name == "pp" else "dp").layout
         if name == "drop":
             cluster.now(cluster.controller.auto_layout)
         known, before = len(cluster.events()), self._preemptions()
         start_s, wall_s = time.perf_counter(), time.time()
-        answers = self.client.send(requests).result()
+        answers = self.client.send(requests).result(plan.answer_timeout_s)
         if name == "drop":
             self._settle()
         time.sleep(2 * cluster.config.tick_s)  # the newest stats
@@ -180,7 +180,7 @@ class Vllm:
     def serve(self, name: str, requests: Sequence[Request]) -> Served:
         """See `System`."""
         before, start_s = self._preemptions(), time.perf_counter()
-        answers = self._client.send(requests).result()
+        answers = self._client.send(requests).result(self._plan.answer_timeout_s)
         layouts = (LayoutChange(time_s=0.0, groups=self._groups),)
         return Served(start_s=start_s, answers=answers, preemptions=self._preemptions() - before, layouts=layouts)
 
