@@ -42,7 +42,6 @@ def profile(plan: Plan, system: str, num_instances: int, weight_bytes: int) -> P
             model=str(plan.model),
             engine=engine,
             memory_bytes=plan.memory_bytes,
-            chunk_bytes=64 << 10,
             max_stages=num_instances,
         )
     with ThreadPoolExecutor(num_instances) as engines:
