@@ -42,6 +42,7 @@ def profile(plan: Plan, system: str, num_instances: int, weight_bytes: int) -> P
             model=str(plan.model),
             engine=engine,
             memory_bytes=plan.memory_bytes,
+            chunk_bytes=plan.chunk_bytes,
             max_stages=num_instances,
         )
     with ThreadPoolExecutor(num_instances) as engines:

@@ -20,7 +20,7 @@ from benchmarks.overload.load import Plan
 from benchmarks.overload.timeline import LayoutChange, groups_of
 from benchmarks.sse import Answer
 from pengserve.planners.groups import pipelines_for
-from pengserve.planners.types.config import ControllerConfig, DropConfig, InstanceConfig
+from pengserve.planners.types.config import ControllerConfig, DropConfig
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
@@ -29,7 +29,6 @@ from tests.support.ingress import MODEL_NAME
 
 WARM_TOKENS = 16
 WARM_REQUESTS = 6  # per instance
-CHUNK_BYTES = InstanceConfig(app="", model="").chunk_bytes  # as in a deployment: pages can be huge
 SETTLE_S = 30.0  # at most, until the layout is dp again after the last answer
 POLL_S = 0.1
 STAGE_WORKER = "benchmarks.overload.vllm_stage.StageWorker"
@@ -82,7 +81,7 @@ class PengServe:
             drop=DropConfig(is_auto=True, restore_below=plan.restore_below, quiet_s=0.5),
             max_stages=self._num_instances,
             memory_bytes=plan.memory_bytes,
-            chunk_bytes=CHUNK_BYTES,
+            chunk_bytes=plan.chunk_bytes,
         )
         # The controller ticks as it does in a deployment.
         cluster.config = replace(cluster.config, tick_s=ControllerConfig(app="", num_instances=0).tick_s)

@@ -259,6 +259,7 @@ def test_a_small_run_answers_everything_on_every_system(tmp_path: Path) -> None:
         PLAN,
         model=tiny_model(),
         memory_bytes=9 << 20,
+        chunk_bytes=64 << 10,
         sizes=(2,),
         rounds=1,
         num_bursts=1,
