@@ -1,5 +1,6 @@
 """What a policy says about a cluster before it serves: which shapes there are, who decides, what runs beside."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
@@ -43,18 +44,18 @@ class Setup:
     companion: Companion | None = None
 
 
-class Policy(BaseModel):
+class Policy(BaseModel, ABC):
     """Options of one policy; each kind is a small file of this folder."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    @abstractmethod
     def setup(self, facts: Facts) -> Setup:
         """What it wants.
 
         Raises:
             ConfigError: this cluster cannot be so.
         """
-        raise NotImplementedError
 
 
 def groups_of(facts: Facts, kind: GroupKind, degree: int, field_name: str) -> tuple[Group, ...]:
