@@ -118,7 +118,7 @@ def fit_held_back(samples: Sequence[Sample], seed: int) -> Fitted:
         costs = fit(used)
     except PlanError as error:
         raise ConfigError(f"{error}: raise --batches") from None
-    by_kind = {kind: [sample for sample in tested if _kind(sample) == kind] for kind in KINDS}
+    by_kind = {kind: [sample for sample in tested if kind_of(sample) == kind] for kind in KINDS}
     return Fitted(
         costs=costs,
         num_samples=len(used),
@@ -169,6 +169,7 @@ def write(path: Path, row: Mapping[str, Any], name: str) -> None:
         raise ConfigError(f"cannot write the profile to {path}: {error.strerror}") from None
 
 
-def _kind(sample: Sample) -> str:
+def kind_of(sample: Sample) -> str:
+    """Which of `KINDS` a batch is."""
     has = any(chunk.num_tokens == 1 for chunk in sample.chunks), any(chunk.num_tokens > 1 for chunk in sample.chunks)
     return next(kind for kind, wanted in KINDS.items() if wanted == has)

@@ -16,8 +16,8 @@ from pengserve.planners.lookahead import Limits, Work, form_by_tokens, form_micr
 from pengserve.planners.pipeline import Bubble, Former, Job, serve, simulate
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.replicas.profile_process import ProfilePlan, profile_engine
+from pengserve.simulator.profiling import KINDS, kind_of
 
-KINDS = ("decodes", "prefill", "both")
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
 MAX_MODEL_LEN = 8192
 NUM_PLANNED = 1000
@@ -163,13 +163,6 @@ def evaluate(plan: Plan, samples: Sequence[Sample]) -> Result:
         plan_all_s=plan_all_s,
         num_planned=num_planned,
     )
-
-
-def kind_of(sample: Sample) -> str:
-    """Which of `KINDS` a batch is."""
-    has_decodes = any(chunk.num_tokens == 1 for chunk in sample.chunks)
-    has_prefill = any(chunk.num_tokens > 1 for chunk in sample.chunks)
-    return "both" if has_decodes and has_prefill else "decodes" if has_decodes else "prefill"
 
 
 def formations_of(plan: Plan, model: CostModel, stages: int) -> list[Formation]:

@@ -1,31 +1,18 @@
 """Laws of the cost model benchmark's figures, and one small run of it."""
 
 import json
-import random
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks.cost_model import report
-from benchmarks.cost_model.measure import Load, Plan, Result, evaluate, kind_of, measure
-from pengserve.planners.cost_model import Chunk, CostModel, Sample
+from benchmarks.cost_model.measure import Load, Plan, Result, evaluate, measure
+from pengserve.simulator.profiling import kind_of
 from tests.support.models import tiny_model
+from tests.support.timed_steps import samples
 
 PLAN = Plan(model=Path("model"), load=Load(num_requests=30, max_running=16), stages=(2,))
-TRUE = CostModel(prefix_attention_s=5e-8, self_attention_s=3e-8, kv_read_s=5e-7, ffn_s=7e-5, other_s=8e-5, load_s=4e-3)
-
-
-def samples(count: int = 60) -> list[Sample]:
-    """Decodes, prefill and both, as the true model has them."""
-    source, found = random.Random(1), []
-    for index in range(count):
-        decodes = [(source.randrange(4000), 1) for _ in range(source.randrange(1, 32))]
-        prefill = [(source.choice([0, 3000]), source.randrange(2, 900))]
-        pairs = (decodes, prefill, decodes + prefill)[index % 3]
-        chunks = tuple(Chunk(prefix_tokens=prefix, num_tokens=num) for prefix, num in pairs)
-        found.append(Sample(chunks=chunks, seconds=TRUE.batch_s(chunks)))
-    return found
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pengserve.planners.cost_model import Chunk, CostModel, Sample
+from pengserve.planners.cost_model import Chunk
 from pengserve.planners.types.errors import ConfigError, EngineError
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.profile_process import EngineFacts, find_device
@@ -15,8 +15,8 @@ from pengserve.simulator.profiling import Wishes, engine_arguments, fit_held_bac
 from pengserve.simulator.timing.choose import profile_times
 from pengserve.simulator.timing.steps import Batch
 from tests.support.models import tiny_model
+from tests.support.timed_steps import TRUE, samples
 
-TRUE = CostModel(prefix_attention_s=5e-8, self_attention_s=3e-8, kv_read_s=5e-7, ffn_s=7e-5, other_s=8e-5, load_s=4e-3)
 WISHES = Wishes(
     model="/models/mine", output=Path("mine.yaml"), name="mine", device="cpu", gpu=None, engine=(), num_batches=60,
     rounds=1, repetitions=1, seed=0,
@@ -29,18 +29,6 @@ FACTS = EngineFacts(
     max_num_batched_tokens=512, layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, experts=0, value_bytes=4,
     kv_value_bytes=4,
 )  # fmt: skip
-
-
-def samples(count: int = 60) -> list[Sample]:
-    """Decodes, prefill and both, as the true model has them."""
-    source, found = random.Random(1), []
-    for index in range(count):
-        decodes = [(source.randrange(4000), 1) for _ in range(source.randrange(1, 32))]
-        prefill = [(source.choice([0, 3000]), source.randrange(2, 900))]
-        pairs = (decodes, prefill, decodes + prefill)[index % 3]
-        chunks = tuple(Chunk(prefix_tokens=prefix, num_tokens=num) for prefix, num in pairs)
-        found.append(Sample(chunks=chunks, seconds=TRUE.batch_s(chunks)))
-    return found
 
 
 def test_a_written_profile_is_read_as_it_was_fitted(tmp_path):
