@@ -1,7 +1,8 @@
-"""From how many rows on oneDNN's matrix product is faster than torch's: `python -m benchmarks.gemm`.
+"""What a matrix product takes, by how its weight lies: `python -m benchmarks.gemm`.
 
-Writes `results/gemm.md`. Weights as a checkpoint has them, nothing packed: that is what lanes share
-(`replicas/engine/shared_model.py`, whose `_ONEDNN_MIN_ROWS` comes from here). float32, one thread.
+Writes `results/gemm.md`. Weights as a checkpoint has them are what lanes share (`replicas/engine/shared_model.py`,
+whose `_ONEDNN_MIN_ROWS` comes from here); packed where they lie they are an instance's that has no such lanes
+(`replicas/memory/packed_weights.py`). float32, one thread.
 """
 
 import argparse
@@ -11,12 +12,14 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from benchmarks.harness import MIB, RESULTS, today
 from benchmarks.result_files import facts_line, table
+from pengserve.replicas.memory.packed_weights import pack_in_place
 
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 32, 64)
 MIN_CALLS = 15
@@ -46,12 +49,10 @@ WEIGHTS = (
     Weight(name="Qwen3-4B, qkv", num_outputs=6144, num_inputs=2560),
     Weight(name="Qwen3-4B, down", num_outputs=2560, num_inputs=9728),
 )
-WAYS: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "linear": torch.nn.functional.linear,
-    "oneDNN": lambda x, weight: torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], ""),
-}
-Times = Mapping[int, tuple[float, float]]
-"""Rows -> median seconds of a call of `linear` and of `oneDNN`."""
+WAYS = ("linear", "oneDNN", "packed")
+Times = Mapping[int, tuple[float, ...]]
+"""Rows -> median seconds of a call, by way."""
+Product = Callable[[torch.Tensor], torch.Tensor]
 
 
 def main() -> None:
@@ -67,28 +68,53 @@ def main() -> None:
 
 
 @torch.inference_mode()
-def measure(weight: Weight, rows: Sequence[int] = ROWS, min_s: float = MIN_S) -> dict[int, tuple[float, float]]:
+def measure(weight: Weight, rows: Sequence[int] = ROWS, min_s: float = MIN_S) -> dict[int, tuple[float, ...]]:
     """The times of one weight."""
     shape = (weight.num_outputs, weight.num_inputs)
     num_copies = max(1, MODEL_BYTES // (4 * weight.num_outputs * weight.num_inputs))
-    copies = [torch.randn(shape) for _ in range(num_copies)]
+    by_way = products([torch.randn(shape) for _ in range(num_copies)])
     found = {}
     for num_rows in rows:
         x = torch.randn(num_rows, weight.num_inputs)
         times: dict[str, list[float]] = {name: [] for name in WAYS}
-        for way in WAYS.values():
-            way(x, copies[0])  # what is made once for a shape is made here
-        # The ways take turns, so that drifts of the machine meet both.
+        for ways in by_way.values():
+            ways[0](x)  # what is made once for a shape is made here
+        # The ways take turns, so that drifts of the machine meet all.
         while any(len(taken) < MIN_CALLS or sum(taken) < min_s for taken in times.values()):
-            for name, way in WAYS.items():
-                times[name] += [_seconds(way, x, copy) for copy in copies]
-        found[num_rows] = (statistics.median(times["linear"]), statistics.median(times["oneDNN"]))
+            for name, ways in by_way.items():
+                times[name] += [_seconds(product, x) for product in ways]
+        found[num_rows] = tuple(statistics.median(times[name]) for name in WAYS)
     return found
 
 
-def _seconds(way: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], x: torch.Tensor, weight: torch.Tensor) -> float:
+def products(copies: Sequence[torch.Tensor]) -> dict[str, list[Product]]:
+    """Each way's product with each of the weights.
+
+    Raises:
+        RuntimeError: this CPU packs weights into another size.
+    """
+    packed = [pack_in_place(copy.clone()) for copy in copies]
+    if None in packed:
+        raise RuntimeError("this CPU's oneDNN packs weights into another size")
+    return {
+        "linear": [partial(_linear, copy) for copy in copies],
+        "oneDNN": [partial(_onednn, copy) for copy in copies],
+        "packed": [product for product in packed if product is not None],
+    }
+
+
+def _linear(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(x, weight)
+
+
+def _onednn(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return product
+
+
+def _seconds(product: Product, x: torch.Tensor) -> float:
     start_s = time.perf_counter()
-    way(x, weight)
+    product(x)
     return time.perf_counter() - start_s
 
 
@@ -96,7 +122,7 @@ def faster_from(times: Times) -> int | None:
     """The fewest rows from which on oneDNN is the faster one at every number of rows; None where it never is."""
     found = None
     for num_rows in sorted(times, reverse=True):
-        linear_s, onednn_s = times[num_rows]
+        linear_s, onednn_s = times[num_rows][:2]
         if onednn_s >= linear_s:
             break
         found = num_rows
@@ -107,10 +133,7 @@ def demo_step(results: Mapping[Weight, Times]) -> Times:
     """The times of all matrix products of one step of the demo model."""
     shares = [(weight.num_in_step, times) for weight, times in results.items()]
     return {
-        num_rows: (
-            sum(n * times[num_rows][0] for n, times in shares),
-            sum(n * times[num_rows][1] for n, times in shares),
-        )
+        num_rows: tuple(sum(n * times[num_rows][way] for n, times in shares) for way in range(len(WAYS)))
         for num_rows in next(iter(results.values()))
     }
 
@@ -123,11 +146,11 @@ def report(results: Mapping[Weight, Times], load: float) -> str:
     rows.append(_row("demo, all of a step", "", demo_step(results)))
     heading = ["weight", "outputs x inputs", *map(str, next(iter(results.values()))), "oneDNN faster from"]
     lines = [
-        "# Matrix products over weights that are not packed",
+        "# Matrix products by how the weight lies",
         "",
         f"`python -m benchmarks.gemm` on {today()}: `torch.nn.functional.linear` /",
-        "`torch.ops.mkldnn._linear_pointwise`, median µs of a call, by the number of rows (tokens of a step). float32,",
-        "one thread, in turn.",
+        "`torch.ops.mkldnn._linear_pointwise` / the same with the weight packed where it lies; median µs of a call, by",
+        "the number of rows (tokens of a step). float32, one thread, in turn.",
         f"Load average of the machine before the run, from other work: {load:.1f}.",
         "",
         facts_line(),
@@ -138,7 +161,7 @@ def report(results: Mapping[Weight, Times], load: float) -> str:
 
 
 def _row(name: str, shape: str, times: Times) -> list[str]:
-    cells = [f"{_us(linear_s)} / {_us(onednn_s)}" for linear_s, onednn_s in times.values()]
+    cells = [" / ".join(map(_us, seconds)) for seconds in times.values()]
     return [name, shape, *cells, str(faster_from(times) or "never")]
 
 

@@ -18,6 +18,7 @@ from torch import nn
 from pengserve.planners.stages import stage_layers
 from pengserve.planners.types.errors import ConfigError, UnsupportedShapeError
 from pengserve.planners.types.units import format_bytes
+from pengserve.replicas.engine.shared_model import pack_linears
 from pengserve.replicas.memory.arena.open import open_arena
 from pengserve.replicas.memory.layers import LayerMemory, LayerSizes
 
@@ -35,6 +36,7 @@ class MemoryOptions:
     memory_bytes: int
     chunk_bytes: int
     max_stages: int
+    is_packed: bool = False  # linear weights lie as oneDNN reads them; no lane may view parts of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,10 @@ class BaseMemory:
         self._filled: set[int] = set()  # layers whose weights are what they should be
         for layer, parameters in enumerate(places):
             self._take(layer, parameters)
+        # Of the order of numbers within weights: members among which it differs must not exchange them.
+        self.weight_order = pack_linears(model) if options.is_packed else 0
+        for layer in range(sizes.num_layers):
+            self._write_spare(layer)
 
     def _take(self, layer: int, places: list[_Place]) -> None:
         memory = self.layers.weights(layer)
@@ -93,9 +99,6 @@ class BaseMemory:
             home.copy_(parameter.data)
             parameter.data = home
         self._filled.add(layer)
-        self._offsets.append(self._spare.tell())
-        self._spare.write(memory.cpu().numpy().tobytes())
-        self._spare.flush()
 
     def drop_weights(self, layer: int) -> None:
         """Frees the memory of a layer's weights. Whoever runs the base model must not, until they are back."""
@@ -129,6 +132,11 @@ class BaseMemory:
             if layer not in self._filled:
                 self.fill_weights(layer)
             layers.resize_kv(layer, layers.base_blocks)
+
+    def _write_spare(self, layer: int) -> None:
+        self._offsets.append(self._spare.tell())
+        self._spare.write(self.layers.weights(layer).cpu().numpy().tobytes())
+        self._spare.flush()
 
     def _read_spare(self, layer: int) -> torch.Tensor:
         self._spare.seek(self._offsets[layer])

@@ -61,7 +61,10 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
     own_arguments: dict[str, Any] = {"model": config.model}
     if config.memory_bytes:
         options = MemoryOptions(
-            memory_bytes=config.memory_bytes, chunk_bytes=config.chunk_bytes, max_stages=config.max_stages
+            memory_bytes=config.memory_bytes,
+            chunk_bytes=config.chunk_bytes,
+            max_stages=config.max_stages,
+            is_packed=config.device == "cpu" and not config.degrees,
         )
         given = dict(config.engine.get("additional_config") or {})
         own_arguments["additional_config"] = given | {OPTIONS: asdict(options)}

@@ -96,7 +96,8 @@ class WeightsReturn:
             (layer, rank), started_s = self._outgoing[0], time.perf_counter()
             weights = self._layers.weights(layer)
             data = weights[self._num_sent : self._num_sent + self._piece_bytes].cpu()
-            self.send(rank, [b"%d %d" % (layer, self._num_sent), memoryview(data.numpy())])
+            head = b"%d %d %d" % (layer, self._num_sent, self._memory.weight_order)
+            self.send(rank, [head, memoryview(data.numpy())])
             seconds = max(1e-6, time.perf_counter() - started_s)
             self._num_sent += data.nbytes
             self._piece_bytes = int(min(LAST_PIECE_BYTES, max(FIRST_PIECE_BYTES, data.nbytes * step_s / seconds)))
@@ -113,10 +114,12 @@ class WeightsReturn:
         """Takes a piece of another member's layer.
 
         Raises:
-            EngineError: it is of no layer that is missing here.
+            EngineError: it is of no layer that is missing here, or packed in another way.
         """
-        layer, start = map(int, bytes(parts[0]).split())
+        layer, start, order = map(int, bytes(parts[0]).split())
         data = torch.frombuffer(parts[1], dtype=torch.uint8)
+        if order != self._memory.weight_order:
+            raise EngineError(f"rank {owner} packs weights in another way: run one kind of CPU, one PyTorch")
         if self._left.get(layer, 0) < len(data):
             raise EngineError(f"rank {owner} sent weights of layer {layer} that do not belong here")
         self._layers.weights(layer)[start : start + len(data)].copy_(data)

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("vllm")
 
 from pengserve.planners.stages import Parts, stage_layers, stage_of
-from pengserve.planners.types.errors import StepError
+from pengserve.planners.types.errors import EngineError, StepError
 from pengserve.replicas.comm.communicator import Move
 from pengserve.replicas.engine import exchange as exchange_module
 from pengserve.replicas.engine.exchange import DropExchange
@@ -40,7 +40,9 @@ class Member:
         self.layers = LayerMemory(self.arena, SIZES, fewest_layers=1)
         self.lane = make_lane(rank, size)
         filled: list[int] = []
-        memory = SimpleNamespace(layers=self.layers, drop_weights=self.layers.drop_weights, note_filled=filled.append)
+        memory = SimpleNamespace(
+            layers=self.layers, drop_weights=self.layers.drop_weights, note_filled=filled.append, weight_order=0
+        )
         self.filled = filled
         self.lanes = SimpleNamespace(dp=SimpleNamespace(memory=memory, block_ids=requests.__getitem__), running=None)
         for layer in range(LAYERS):
@@ -286,3 +288,10 @@ def test_weights_without_room_are_refused_and_nothing_has_changed(members: list[
     with pytest.raises(StepError, match="have no room"):
         WeightsReturn(member.lanes, member.lane, Parts(LAYERS, (1,) * len(members))).begin([])
     assert member.lane.table.physical(member.lane.table.leased()) == before
+
+
+def test_weights_in_another_order_are_refused(members: list[Member]) -> None:
+    drop(members)
+    members[0].lanes.dp.memory.weight_order = 1
+    with pytest.raises(EngineError, match="packs weights in another way"):
+        bring_back(members, [], Parts(LAYERS, (1,) * len(members)))
