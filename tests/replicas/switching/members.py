@@ -26,12 +26,15 @@ class FakeLane:
         self.rank, self.shard, self.followers = rank, Shard(rank, 2), ()
         self.name = str(GROUP)
         self.table = SimpleNamespace(leased=list)
-        self.capacity = SimpleNamespace(max_model_len=1024)
+        self.capacity, self.num_held = SimpleNamespace(max_model_len=1024, num_blocks=8), 0
         self.running_ids: set[str] = set()
         self.is_paused = False
 
     def carriable(self) -> list[Any]:
         return [SimpleNamespace(request_id=i, num_computed_tokens=1) for i in sorted(self.running_ids)]
+
+    def blocks_freed(self, request_ids: Sequence[str]) -> dict[str, Any]:
+        return {}
 
     def requests(self) -> list[Any]:
         return []
