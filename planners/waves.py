@@ -1,7 +1,7 @@
 """Which requests of a merge move in which wave, so that as many as can keep their KV.
 
-A wave takes as many blocks of each member as its requests have in the group's lane, and frees, at the member that each of
-them comes from, those that it had there. Their KV is read before they free anything, and written once it has been freed: a
+A wave takes as many blocks of each member as its requests have in the group's lane, and frees, at the member that each
+of them comes from, those that it had there. Their KV is read before they free anything, and written once they have: a
 wave may live on what it frees, and no member may be short at its end, whatever it would be in between.
 
     free blocks of two members, and what a request of 9 blocks changes that needs 5 of the lane
@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-MAX_WAVE_TOKENS = 1 << 14  # that come from one member: it keeps their KV of all heads meanwhile, and its own heads of all
+MAX_WAVE_TOKENS = 1 << 14  # of one member, which has their KV in buffers meanwhile, and its own heads' of everybody's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +43,15 @@ def next_wave(coming: Sequence[Mover], free: Sequence[int]) -> Wave:
         coming: of each member in the order that they are served in; those that come first are given up last.
         free: blocks of each member, by rank.
     """
-    room, left, given_up = _Room(coming, free), list(coming), []
+    room, left = _Room(coming, free), list(coming)
+    given_up: list[Mover] = []
     while left:
         moving = _longest(left, room)
         if moving:
             gone = {mover.request_id for mover in moving}
             return Wave(tuple(moving), tuple(given_up), tuple(m for m in left if m.request_id not in gone))
-        mover = max(enumerate(left), key=lambda pair: (-room.free[pair[1].rank], pair[0]))[1]
-        left.remove(mover)
+        index = min(range(len(left)), key=lambda i: (room.free[left[i].rank], -i))  # the last of the fullest member
+        mover = left.pop(index)
         room.leave(mover)
         given_up.append(mover)
     return Wave((), tuple(given_up), ())
@@ -82,7 +83,8 @@ class _Room:
 
 def _longest(coming: Iterable[Mover], room: _Room) -> list[Mover]:
     """Whoever comes from the member with least room goes next, as that member's blocks decide what fits."""
-    room, order, fitting = room.copy(), [], 0
+    room, fitting = room.copy(), 0
+    order: list[Mover] = []
     num_tokens: Counter[int] = Counter()
     queues: dict[int, deque[Mover]] = {}
     for mover in coming:

@@ -1,8 +1,8 @@
 """Moves running requests between a member's `dp` lane and the group's tp lane: their KV is re-sharded by head.
 
 A wave is a list of requests whose KV moves at once. Every member goes through the same wave in the same order; of each
-request it sends what others need, keeps what it needs itself, and receives the rest. On a merge all of that is in buffers
-before any of it is written, so that the lane can have the very blocks that the wave came from.
+request it sends what others need, keeps what it needs itself, and receives the rest. On a merge all of that is in
+buffers before any of it is written, so that the lane can have the very blocks that the wave came from.
 
     merge   the owner has all heads      -> member r gets the heads of rank r
     split   member r has heads of rank r -> the target gets all (of replicated heads, from the first rank that has them)

@@ -33,7 +33,9 @@ def merges(draw: st.DrawFn, most_tokens: int = 4_000, most: int = 12) -> tuple[l
     return [mover(index, rank, tokens, size, shared) for index, (rank, tokens, shared) in enumerate(drawn)], free
 
 
-def after(free: Sequence[int], present: Sequence[Mover], moving: Sequence[Mover], given_up: Sequence[Mover]) -> list[int]:
+def after(
+    free: Sequence[int], present: Sequence[Mover], moving: Sequence[Mover], given_up: Sequence[Mover]
+) -> list[int]:
     """Free blocks of each member once these are where they go, counted block by block."""
 
     def held(movers: Sequence[Mover], rank: int) -> int:

@@ -1,8 +1,8 @@
 """Instances that are nearly full merge, and take all of their requests along with their KV.
 
-Two long requests fill 106 of an instance's 127 blocks with their prompts, and 124 at their ends, 290 steps later. In the
-group each needs 27 to 31 blocks of every member: at no time does one of them fit in what is free, so each wave has to live
-on the blocks that it frees, and it does not matter when within these steps the members meet.
+Two long requests fill 106 of an instance's 127 blocks with their prompts, and 124 at their ends, 290 steps later. In
+the group each needs 27 to 31 blocks of every member: at no time does one of them fit in what is free, so each wave has
+to live on the blocks that it frees, and it does not matter when within these steps the members meet.
 """
 
 import random

@@ -136,7 +136,11 @@ def test_members_without_a_free_block_merge_and_keep_all_kv(
                 lease += ids
                 handoff: Any = SimpleNamespace(num_computed_tokens=mover.num_tokens)
                 wave.append(Traveller(mover.request_id, mover.rank, ids, handoff))
-            list(pool.map(lambda pair: pair[0].take_wave(pair[1], wave, lease), zip(members, resharders, strict=True)))
+            done = [
+                pool.submit(member.take_wave, resharder, wave, lease)
+                for member, resharder in zip(members, resharders, strict=True)
+            ]
+            [future.result(20) for future in done]
             left, num_waves = plan.left, num_waves + 1
     assert num_waves > 1
     for rank, member in enumerate(members):
