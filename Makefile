@@ -77,7 +77,7 @@ test: setup ## All tests that run on a CPU, but for the long ones of the next tw
 test-shapes: setup ## Whole clusters that change their shape: exactness with four instances, faults, overload, precision
 	@$(PYTEST) -q -m "shapes and not gpu and not faults"
 
-test-faults: setup ## SIGKILL of each member in every phase of a switch, of groups and of growing pipelines: the full matrix
+test-faults: setup ## SIGKILL of each member in every phase of a switch: the full matrix
 	@$(PYTEST) -q tests/system/test_shape_faults.py
 	@$(PYTEST) -q tests/system/test_growth_faults.py
 
