@@ -79,6 +79,7 @@ test-shapes: setup ## Whole clusters that change their shape: exactness with fou
 
 test-faults: setup ## SIGKILL of each member in every phase of a switch: the full matrix
 	@$(PYTEST) -q tests/system/test_shape_faults.py
+	@$(PYTEST) -q tests/system/test_growth_faults.py
 
 diagrams: setup ## Draw docs/processes.svg again
 	@$(BIN)/python docs/draw_processes.py

@@ -1,6 +1,7 @@
 """What every lane is: one vLLM scheduler and one runner over the instance's one set of weights and KV memory."""
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -154,6 +155,10 @@ class Lane(ABC):
         """Logical blocks of a request, in the order of its tokens."""
         return list(self._scheduler.kv_cache_manager.get_block_ids(request_id)[0])
 
+    def blocks_freed(self, request_ids: Sequence[str]) -> dict[str, tuple[int, list[int]]]:
+        """What `release` would free: see the function of the same name."""
+        return blocks_freed(self._scheduler.kv_cache_manager, request_ids)
+
     def release(self, request_ids: Iterable[str]) -> None:
         """Lets requests go that went on elsewhere. Their blocks are free at once, cached prefixes stay."""
         ids = list(request_ids)
@@ -247,3 +252,18 @@ def lend(pool: Any, count: int) -> list[int]:
 def take_back(pool: Any, block_ids: Sequence[int]) -> None:
     """Puts blocks that were lent back into a vLLM block pool, as free ones without content."""
     pool.free_blocks([pool.blocks[block_id] for block_id in block_ids])
+
+
+def blocks_freed(manager: Any, request_ids: Sequence[str]) -> dict[str, tuple[int, list[int]]]:
+    """What is free when requests let go of their blocks, by request: how many it alone holds, and the ids of those that
+    are free once all of `request_ids` that have them have gone. What others hold as well is in neither.
+    """
+    held = {i: [block for block in manager.get_blocks(i).blocks[0] if not block.is_null] for i in request_ids}
+    holders = Counter(block.block_id for blocks in held.values() for block in blocks)
+    return {
+        request_id: (
+            sum(block.ref_cnt == 1 for block in blocks),
+            [block.block_id for block in blocks if 1 < block.ref_cnt == holders[block.block_id]],
+        )
+        for request_id, blocks in held.items()
+    }

@@ -1,7 +1,8 @@
 """Moves running requests between a member's `dp` lane and the group's tp lane: their KV is re-sharded by head.
 
 A wave is a list of requests whose KV moves at once. Every member goes through the same wave in the same order; of each
-request it sends what others need, keeps what it needs itself, and receives the rest.
+request it sends what others need, keeps what it needs itself, and receives the rest. On a merge all of that is in
+buffers before any of it is written, so that the lane can have the very blocks that the wave came from.
 
     merge   the owner has all heads      -> member r gets the heads of rank r
     split   member r has heads of rank r -> the target gets all (of replicated heads, from the first rank that has them)
@@ -20,7 +21,7 @@ from pengserve.replicas.engine.tp_lane import TpLane
 from pengserve.replicas.memory.kv_views import KvView
 from pengserve.replicas.memory.weight_views import Shard
 
-MAX_WAVE_TOKENS = 1 << 15  # bounds the buffers of a wave
+MAX_WAVE_TOKENS = 1 << 15  # bounds the buffers of a wave of a split (`planners.waves` bounds a merge's)
 
 
 class Traveller(msgspec.Struct, array_like=True):
@@ -31,6 +32,8 @@ class Traveller(msgspec.Struct, array_like=True):
     logical_ids: list[int]  # blocks of the group's lane, on a merge for what is to come, on a split for what is there
     handoff: Handoff
     part_ids: list[int] = []  # blocks of the narrower pipeline, or of `dp`, that it comes from or goes to
+    num_own: int = 0  # merge: blocks of `dp` that are free once it has gone,
+    shared: list[int] = []  # and those that are free once all that travel and name them have gone
 
     @property
     def num_tokens(self) -> int:
@@ -56,26 +59,34 @@ class Resharder:
         return self._communicator.members[0]
 
     @torch.inference_mode()
-    def merge(self, wave: Sequence[Traveller]) -> None:
-        """`dp` -> tp. Owners may release their requests afterwards; members' runners know all of them."""
-        dp, dp_view, tp_view = self._lanes.dp, self._dp_view, self._lane.kv_view
+    def collect(self, wave: Sequence[Traveller]) -> list[torch.Tensor]:
+        """Merge: KV of the wave for this member's heads, from each owner; nothing has changed where it came from.
+
+        Owners may release their requests afterwards, and `place` what this returns.
+        """
+        dp, dp_view = self._lanes.dp, self._dp_view
         own, size = self._heads[self._rank], dp_view.layout.num_tokens
-        moves, received = [], []
+        moves, collected = [], []
         for owner, group in _by_rank(wave).items():
-            tiles = tp_view.tiles(self._in_lane(group), size)
             if owner == self._rank:
                 source = dp_view.tiles([(dp.block_ids(t.request_id), t.num_tokens) for t in group], size)
-                received.append((tiles, dp_view.read(source, own)))
+                collected.append(dp_view.read(source, own))
                 for rank, heads in enumerate(self._heads):
                     if rank != owner:
                         moves.append(Move(owner, rank, dp_view.read(source, heads)))
             else:
-                data = tp_view.empty(own[1] - own[0], tiles.count, size)
+                data = dp_view.empty(own[1] - own[0], _num_tiles(group, size), size)
                 moves.append(Move(owner, self._rank, data))
-                received.append((tiles, data))
+                collected.append(data)
         self._exchange(moves)
-        for tiles, data in received:
-            tp_view.write(tiles, data, (0, own[1] - own[0]))
+        return collected
+
+    @torch.inference_mode()
+    def place(self, wave: Sequence[Traveller], collected: Sequence[torch.Tensor]) -> None:
+        """Merge: writes what `collect` returned into the lane's blocks. The member's runner knows the wave then."""
+        own, size, tp_view = self._heads[self._rank], self._dp_view.layout.num_tokens, self._lane.kv_view
+        for group, data in zip(_by_rank(wave).values(), collected, strict=True):
+            tp_view.write(tp_view.tiles(self._in_lane(group), size), data, (0, own[1] - own[0]))
         for traveller in wave:
             self._lane.adopt(revive(traveller.handoff, 0))
 
@@ -98,7 +109,7 @@ class Resharder:
                 else:
                     moves.append(Move(self._rank, target, data))
             if target == self._rank:
-                count = sum(-(-traveller.num_tokens // size) for traveller in group)
+                count = _num_tiles(group, size)
                 for rank in self._primaries:
                     if rank != target:
                         data = dp_view.empty(self._heads[rank][1] - self._heads[rank][0], count, size)
@@ -144,3 +155,8 @@ def _by_rank(wave: Sequence[Traveller]) -> dict[int, list[Traveller]]:
     for traveller in wave:
         groups.setdefault(traveller.rank, []).append(traveller)
     return groups
+
+
+def _num_tiles(group: Sequence[Traveller], size: int) -> int:
+    """Tiles of `size` tokens that these requests fill, their last ones perhaps in part."""
+    return sum(-(-traveller.num_tokens // size) for traveller in group)

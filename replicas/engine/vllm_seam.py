@@ -138,7 +138,7 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "shutdown",
     ),
     BlockPool: ("get_new_blocks", "free_blocks", "get_num_free_blocks", "evict_blocks"),
-    KVCacheManager: ("allocate_slots", "cache_blocks", "get_block_ids", "free"),
+    KVCacheManager: ("allocate_slots", "cache_blocks", "get_block_ids", "get_blocks", "free"),
     Scheduler: (
         "has_requests",
         "get_request_counts",

@@ -2,18 +2,20 @@
 
 import time
 import zlib
-from collections.abc import Sequence
-from itertools import zip_longest
+
+from msgspec.structs import replace
 
 from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.planners.waves import Mover, next_wave
 from pengserve.replicas.engine.handoff import revive
 from pengserve.replicas.engine.pp_lane import PpLane
-from pengserve.replicas.engine.reshard import MAX_WAVE_TOKENS, Resharder, Traveller
+from pengserve.replicas.engine.reshard import Resharder, Traveller
 from pengserve.replicas.engine.tp_lane import TpLane
 from pengserve.replicas.engine.vllm_seam import Request
+from pengserve.replicas.memory.ledger import NULL_BLOCK
 from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.member import Conversation, Member
 from pengserve.replicas.switching.messages import SwitchMessage, Word
@@ -36,7 +38,10 @@ def travellers(member: Member, plan: SwitchPlan, kept: frozenset[str] | None) ->
             if handoff is not None:
                 part_ids = lane.block_ids(request.request_id) if lane is member.lanes.running else []
                 found.append(Traveller(request.request_id, rank, [], handoff, part_ids))
-    return found
+    if plan.group.kind is not GroupKind.TP:
+        return found
+    freed = lane.blocks_freed([traveller.request_id for traveller in found])
+    return [replace(t, num_own=freed[t.request_id][0], shared=freed[t.request_id][1]) for t in found]
 
 
 class LeaderMerge:
@@ -49,13 +54,8 @@ class LeaderMerge:
         self._communicator = self._member.pool.get(group_name)
         self._resharder = Resharder(self._member.lanes, self._lane, self._communicator)
         self._carried: list[Traveller] = []
-        self._free: dict[InstanceKey, int] = {}
-        self._bytes = 0
-
-    @property
-    def has_begun(self) -> bool:
-        """Whether KV has moved, so that a failure costs the requests that were carried."""
-        return bool(self._carried)
+        self._free: list[int] = []  # blocks of `dp` by rank
+        self._num_given_up = self._bytes = 0
 
     def run(self, met: dict[InstanceKey, SwitchMessage], own: list[Traveller]) -> SwitchReport:
         """Moves what can be moved, then commits.
@@ -65,12 +65,13 @@ class LeaderMerge:
         """
         started_s = time.perf_counter()
         lanes, plan = self._member.lanes, self._plan
-        self._free = {key: message.num_free for key, message in met.items()}
-        left = self._waves(in_turn([own, *(message.travellers for message in met.values())]))
+        self._free = [lanes.dp.num_free(), *(met[key].num_free for key in self._talk.followers)]
+        self._waves([*own, *(traveller for message in met.values() for traveller in message.travellers)])
         reached("committing")
         self._talk.tell_all(Word.COMMIT)
         reached("committed")
-        self._lane.num_lendable = min([lanes.dp.num_free(), *self._free.values()])
+        lendable = [num_lendable(self._member, plan), *(message.num_lendable for message in met.values())]
+        self._lane.num_lendable = min(lendable) - self._lane.num_held
         self._lane.followers = self._talk.followers
         lanes.enter(self._lane, seed_of(plan), self._communicator)
         num_redirected = settle_rest(self._member, plan, plan.leader)
@@ -79,7 +80,7 @@ class LeaderMerge:
             epoch=self._epoch,
             cutover_s=time.perf_counter() - started_s,
             num_carried=len(self._carried),
-            num_recomputed=len(left),
+            num_recomputed=self._num_given_up,
             num_paused=lanes.dp.num_requests(),
             num_redirected=num_redirected,
             carried_bytes=self._bytes,
@@ -93,52 +94,48 @@ class LeaderMerge:
         lanes.discard(self._lane)
         self._member.owner.moved(lost, None, carried=False)
 
-    def _waves(self, coming: list[Traveller]) -> list[Traveller]:
-        """Moves all that finds room, a wave at a time: each frees the blocks it came from. What found none."""
-        while coming:
-            wave, lease, coming = self._next_wave(coming)
-            if not wave:
-                break
-            self._run_wave(wave, lease)
-        return coming
+    def _waves(self, coming: list[Traveller]) -> None:
+        """Moves all that finds room, a wave at a time: each frees the blocks it came from."""
+        travellers = {traveller.request_id: traveller for traveller in coming}
+        left = tuple(self._mover(traveller) for traveller in coming)
+        while left:
+            wave = next_wave(left, self._free)
+            left = wave.left
+            given_up = [mover.request_id for mover in wave.given_up]
+            self._run_wave([travellers[mover.request_id] for mover in wave.moving], given_up)
 
-    def _next_wave(self, coming: list[Traveller]) -> tuple[list[Traveller], list[int], list[Traveller]]:
-        lanes, lane = self._member.lanes, self._lane
-        room = min([lanes.dp.num_free(), *self._free.values()])
+    def _mover(self, traveller: Traveller) -> Mover:
+        return Mover(
+            request_id=traveller.request_id,
+            rank=traveller.rank,
+            num_tokens=traveller.num_tokens,
+            num_needed=self._lane.blocks_needed(traveller.num_tokens),
+            num_own=traveller.num_own,
+            shared=tuple(traveller.shared),
+        )
+
+    def _run_wave(self, moving: list[Traveller], given_up: list[str]) -> None:
+        lane, owner = self._lane, self._member.owner
         wave: list[Traveller] = []
         lease: list[int] = []
-        left: list[Traveller] = []
-        num_tokens = 0
-        for traveller in coming:
-            needed = lane.blocks_needed(traveller.num_tokens)
-            missing = max(0, needed - lane.num_free())
-            full = len(lease) + missing > room or num_tokens > MAX_WAVE_TOKENS
-            client_index = None if full else self._member.owner.welcome(traveller.handoff)
+        for traveller in moving:
+            client_index = owner.welcome(traveller.handoff)
             if client_index is None:
-                left.append(traveller)
+                given_up.append(traveller.request_id)
                 continue
-            lease += lane.grow(missing)
-            request = revive(traveller.handoff, client_index)
-            logical_ids = lane.admit(request, traveller.num_tokens)
+            lease += lane.grow(max(0, lane.blocks_needed(traveller.num_tokens) - lane.num_free()))
+            logical_ids = lane.admit(revive(traveller.handoff, client_index), traveller.num_tokens)
             assert logical_ids is not None, "blocks were leased for it"
-            num_tokens += traveller.num_tokens
             wave.append(Traveller(traveller.request_id, traveller.rank, logical_ids, traveller.handoff))
-        return wave, lease, left
-
-    def _run_wave(self, wave: list[Traveller], lease: list[int]) -> None:
         self._carried += wave
-        self._talk.tell_all(Word.WAVE, travellers=wave, lease=lease)
-        take_wave(self._member, self._lane, self._resharder, wave, lease)
+        self._num_given_up += len(given_up)
+        self._talk.tell_all(Word.WAVE, travellers=wave, lease=lease, refused=given_up)
+        take_wave(self._member, lane, self._resharder, wave, lease, given_up)
         for traveller in wave:
-            self._lane.settle(self._lane.request(traveller.request_id))
+            lane.settle(lane.request(traveller.request_id))
         self._bytes = self._resharder.sent_bytes
-        for key, message in self._talk.gather(Word.DONE).items():
-            self._free[key] = message.num_free
-
-
-def in_turn(brought: Sequence[Sequence[Traveller]]) -> list[Traveller]:
-    """One of each member in turn: the fullest decides what fits, so that each wave must free blocks at all of them."""
-    return [traveller for turn in zip_longest(*brought) for traveller in turn if traveller is not None]
+        heard = self._talk.gather(Word.DONE)
+        self._free = [self._member.lanes.dp.num_free(), *(heard[key].num_free for key in self._talk.followers)]
 
 
 def join_merge(conversation: Conversation, group_name: str, own: list[Traveller]) -> None:
@@ -154,7 +151,8 @@ def join_merge(conversation: Conversation, group_name: str, own: list[Traveller]
     resharder = Resharder(member.lanes, lane, communicator)
     has_begun = False
     try:
-        conversation.say(plan.leader, Word.MET, num_free=member.lanes.dp.num_free(), travellers=own)
+        dp, lendable = member.lanes.dp, num_lendable(member, plan)
+        conversation.say(plan.leader, Word.MET, num_free=dp.num_free(), num_lendable=lendable, travellers=own)
         reached("met")
         while True:
             _, message = conversation.hear(Word.WAVE, Word.COMMIT)
@@ -162,8 +160,8 @@ def join_merge(conversation: Conversation, group_name: str, own: list[Traveller]
                 reached("committed")
                 break
             has_begun = True
-            take_wave(member, lane, resharder, message.travellers, message.lease)
-            conversation.say(plan.leader, Word.DONE, num_free=member.lanes.dp.num_free())
+            take_wave(member, lane, resharder, message.travellers, message.lease, message.refused)
+            conversation.say(plan.leader, Word.DONE, num_free=dp.num_free())
     except Exception:
         if has_begun:
             member.lanes.discard(lane)
@@ -173,27 +171,47 @@ def join_merge(conversation: Conversation, group_name: str, own: list[Traveller]
     settle_rest(member, plan, plan.leader)
 
 
-def take_wave(member: Member, lane: TpLane, resharder: Resharder, wave: list[Traveller], lease: list[int]) -> None:
-    """One member's part in a wave: KV moves, and what was this member's own is the leader's from now on."""
+def take_wave(
+    member: Member, lane: TpLane, resharder: Resharder, wave: list[Traveller], lease: list[int], given_up: list[str]
+) -> None:
+    """One member's part in a wave: KV moves, and what was this member's own is the leader's from now on.
+
+    Blocks are leased only when those of the wave, and of the requests that go on from their tokens, have been freed.
+    """
     reached("wave")
-    member.lanes.lease(lane, lease)
-    resharder.merge(wave)
+    collected = resharder.collect(wave)
     reached("waved")
-    rank = lane.rank
-    mine = [traveller.request_id for traveller in wave if traveller.rank == rank]
-    member.lanes.dp.release(mine)
-    if rank != 0:
-        member.owner.moved(mine, resharder.leader, carried=True)
+    dp, owner = member.lanes.dp, member.owner
+    mine = [traveller.request_id for traveller in wave if traveller.rank == lane.rank]
+    lost = [request_id for request_id in given_up if dp.knows(request_id)]
+    dp.release(mine + lost)
+    if lane.rank != 0:
+        owner.moved(mine, resharder.leader, carried=True)
+    owner.moved(lost, resharder.leader, carried=False)
+    member.lanes.lease(lane, lease)
+    resharder.place(wave, collected)
 
 
 def settle_rest(member: Member, plan: SwitchPlan, leader: InstanceKey) -> int:
     """After a commit: what waits in `dp` goes to `leader`, from its tokens; under hard, what runs stays paused."""
     dp = member.lanes.dp
-    stays = {request.request_id for request in dp.carriable() if pauses(plan, request)}
+    stays = paused(member, plan)
     going = [request.request_id for request in dp.requests() if request.request_id not in stays]
     dp.release(going)
     member.owner.moved(going, leader, carried=False)
     return len(going)
+
+
+def num_lendable(member: Member, plan: SwitchPlan) -> int:
+    """Blocks of `dp` that the group can have after the commit: all but those of requests that pause."""
+    dp = member.lanes.dp
+    kept = {block_id for request_id in paused(member, plan) for block_id in dp.block_ids(request_id)}
+    return dp.capacity.num_blocks - len(kept - {NULL_BLOCK})
+
+
+def paused(member: Member, plan: SwitchPlan) -> set[str]:
+    """Requests that stay in `dp`."""
+    return {request.request_id for request in member.lanes.dp.carriable() if pauses(plan, request)}
 
 
 def pauses(plan: SwitchPlan, request: Request) -> bool:

@@ -102,6 +102,10 @@ class FastScheduler:
         entry = self._state.entries[request]
         return entry.computed - entry.in_flight
 
+    def blocks_freed(self, requests: Sequence[LiveRequest]) -> list[tuple[int, list[int]]]:
+        """See `LaneScheduler`."""
+        return [(self._state.entries[request].blocks, []) for request in requests]
+
     # Requests that come and go ---------------------------------------------------------------------------------------
 
     def add(self, request: LiveRequest) -> None:

@@ -77,6 +77,12 @@ class LaneScheduler(Protocol):
         """Tokens of a running request whose KV is there."""
         ...
 
+    def blocks_freed(self, requests: Sequence[LiveRequest]) -> list[tuple[int, list[int]]]:
+        """Of each of these running requests: the number of blocks that it alone holds, and the ids of those that are
+        free once all of `requests` that have them have gone.
+        """
+        ...
+
     def add(self, request: LiveRequest) -> None:
         """Puts a request at the end of the queue; one that has generated tokens goes before all that have none."""
         ...

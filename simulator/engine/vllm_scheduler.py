@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from pengserve.planners.cost_model import Chunk
 from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.snapshot import KvCapacity
-from pengserve.replicas.engine.lane import lend, take_back
+from pengserve.replicas.engine.lane import blocks_freed, lend, take_back
 from pengserve.replicas.engine.microbatches import Microbatches
 from pengserve.replicas.engine.vllm_seam import (
     KVCacheBlock,
@@ -113,6 +113,11 @@ class VllmScheduler:
         """See `LaneScheduler`."""
         found = self._scheduler.requests[request.request_id]
         return int(found.num_computed_tokens - found.num_in_flight_tokens)
+
+    def blocks_freed(self, requests: Sequence[LiveRequest]) -> list[tuple[int, list[int]]]:
+        """See `LaneScheduler`."""
+        ids = [request.request_id for request in requests]
+        return list(blocks_freed(self._scheduler.kv_cache_manager, ids).values())
 
     # Requests that come and go ---------------------------------------------------------------------------------------
 

@@ -169,6 +169,16 @@ def test_carried_requests_are_not_computed_again() -> None:
     assert sum(o.num_preemptions for o in result.outcomes) == 0
 
 
+@pytest.mark.parametrize("at_s", [5.0, 6.0, 7.0, 8.0])
+def test_what_runs_in_full_instances_is_carried_into_the_group(at_s: float) -> None:
+    config = config_of(
+        options={"merge": {"is_auto": False}}, cluster={"degrees": [2]}, layouts=[{"at_s": at_s, "layout": "tp2"}]
+    )
+    result = simulate_small(config, poisson(200, 30), kv_tokens=SHORT_OF_KV)
+    (report,) = (e.data for e in result.events if e.kind is EventKind.TRANSITION_END)
+    assert report["num_carried"] > 20 and report["num_recomputed"] == 0
+
+
 def test_pipelines_grow_and_are_cut_with_what_runs() -> None:
     asked = ((3, "pp2"), (5, "pp4"), (8, "pp2@(0,1)"), (10, "pp4"), (13, "dp"))
     layouts = [{"at_s": at_s, "layout": layout} for at_s, layout in asked]

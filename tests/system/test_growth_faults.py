@@ -5,7 +5,7 @@
 - once the replacement is ready, the layout is what was asked for.
 
 0 leads the wide pipeline, 2 leads the other part, 1 and 3 follow in their parts. Four instances take a while to come
-back on two cores: a few cases stand for all, the rest carries the mark `faults`.
+back on two cores: a few cases stand for all, the rest carries the mark `faults` (`make test-faults`).
 """
 
 from collections.abc import Iterator

@@ -5,13 +5,12 @@ import asyncio
 from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.planners.waves import Mover, next_wave
 from pengserve.simulator.engine.group import GroupRun, Traveller
 from pengserve.simulator.engine.instance import SimInstance
 from pengserve.simulator.engine.switches.draining import drain
 from pengserve.simulator.engine.switches.switch import Switch, by_head
 from pengserve.simulator.requests import LiveRequest
-
-MAX_WAVE_TOKENS = 1 << 15  # as `replicas.engine.reshard`
 
 
 def check_merge(plan: SwitchPlan, member: SimInstance) -> None:
@@ -34,13 +33,14 @@ async def merge(switch: Switch) -> SwitchReport:
     meet_s = await switch.meet()
     started_s = loop.time()
     run = await switch.begin_group()
-    carried, left = await _carry(switch, run, travellers(switch, kept))
+    carried, num_given_up = await _carry(switch, run, travellers(switch, kept))
     await asyncio.sleep(switch.around.costs.cutover_s)
+    rest = _take_rest(switch)
     if not switch.leader.sizes.is_static:
         num_free = min(member.lane.scheduler.num_free for member in switch.members)
         assert run.lane.resize(num_free), "carried requests have their blocks"
     switch.enter_group(run)
-    num_redirected = settle_rest(switch)
+    num_redirected = _send_rest(switch, rest)
     num_paused = len(switch.leader.lane.scheduler.running)
     note_stall(carried, loop.time() - started_s)
     return SwitchReport(
@@ -50,7 +50,7 @@ async def merge(switch: Switch) -> SwitchReport:
         meet_s=meet_s,
         cutover_s=loop.time() - started_s,
         num_carried=len(carried),
-        num_recomputed=len(left),
+        num_recomputed=num_given_up,
         num_paused=num_paused,
         num_redirected=num_redirected,
         carried_bytes=switch.sent_bytes,
@@ -74,15 +74,25 @@ def travellers(switch: Switch, kept: frozenset[LiveRequest] | None = None) -> li
 
 def settle_rest(switch: Switch) -> int:
     """After the commit: what waits at members goes to the leader, from its tokens. How many did at the leader."""
-    counts = []
+    return _send_rest(switch, _take_rest(switch))
+
+
+def _take_rest(switch: Switch) -> list[list[LiveRequest]]:
+    """What neither moved nor pauses leaves its member: by rank."""
+    rest = []
     for member in switch.members:
         scheduler = member.lane.scheduler
         going = [request for request in scheduler.running if not pauses(switch.plan, request)]
         going += scheduler.waiting
         member.lane.remove(going)
+        rest.append(going)
+    return rest
+
+
+def _send_rest(switch: Switch, rest: list[list[LiveRequest]]) -> int:
+    for going in rest:
         switch.around.owner.moved(going, switch.leader.key, carried=False)
-        counts.append(len(going))
-    return counts[0]
+    return len(rest[0])
 
 
 def pauses(plan: SwitchPlan, request: LiveRequest) -> bool:
@@ -97,32 +107,47 @@ def note_stall(requests: list[LiveRequest], seconds: float) -> None:
         request.stalls_s += seconds
 
 
-async def _carry(switch: Switch, run: GroupRun, coming: list[Traveller]) -> tuple[list[LiveRequest], list[Traveller]]:
-    """Moves all that finds room, a wave at a time: each frees the blocks it came from. What was carried, and left."""
+async def _carry(switch: Switch, run: GroupRun, coming: list[Traveller]) -> tuple[list[LiveRequest], int]:
+    """Moves all that finds room, a wave at a time: each frees the blocks it came from. What was carried; how many were
+    given up.
+    """
     carried: list[LiveRequest] = []
-    num_leased = 0
-    while coming:
-        room = min(member.lane.scheduler.num_free for member in switch.members) - num_leased
-        wave: list[Traveller] = []
-        left: list[Traveller] = []
-        num_tokens = 0
-        for traveller in coming:
-            needed = run.blocks_needed(traveller.num_tokens)
-            if needed > room or num_tokens > MAX_WAVE_TOKENS:
-                left.append(traveller)
-                continue
-            room -= needed
-            num_leased += needed
-            num_tokens += traveller.num_tokens
-            wave.append(traveller)
-        if not wave:
-            break
-        await switch.send(by_head(wave, len(switch.members), switch.token_bytes, is_merge=True))
-        for traveller in wave:
+    num_given_up = num_leased = 0
+    travelling = {traveller.request.request_id: traveller for traveller in coming}
+    left = _movers(switch, run, coming)
+    while left:
+        wave = next_wave(left, [member.lane.scheduler.num_free - num_leased for member in switch.members])
+        left = wave.left
+        moving = [travelling[mover.request_id] for mover in wave.moving]
+        await switch.send(by_head(moving, len(switch.members), switch.token_bytes, is_merge=True))
+        for mover in wave.given_up:
+            switch.members[mover.rank].lane.remove([travelling[mover.request_id].request])
+            switch.around.owner.moved([travelling[mover.request_id].request], switch.leader.key, carried=False)
+        for traveller in moving:
             switch.members[traveller.rank].lane.remove([traveller.request])
             has_room = run.lane.admit(traveller.request, traveller.num_tokens)
             assert has_room, "blocks were leased for it"
             switch.around.owner.moved([traveller.request], switch.leader.key, carried=True)
             carried.append(traveller.request)
-        coming = left
-    return carried, coming
+        num_given_up += len(wave.given_up)
+        num_leased += sum(mover.num_needed for mover in wave.moving)
+    return carried, num_given_up
+
+
+def _movers(switch: Switch, run: GroupRun, coming: list[Traveller]) -> tuple[Mover, ...]:
+    movers = []
+    for rank, member in enumerate(switch.members):
+        own = [traveller for traveller in coming if traveller.rank == rank]
+        freed = member.lane.scheduler.blocks_freed([traveller.request for traveller in own])
+        movers += [
+            Mover(
+                request_id=traveller.request.request_id,
+                rank=rank,
+                num_tokens=traveller.num_tokens,
+                num_needed=run.blocks_needed(traveller.num_tokens),
+                num_own=num_own,
+                shared=tuple(shared),
+            )
+            for traveller, (num_own, shared) in zip(own, freed, strict=True)
+        ]
+    return tuple(movers)

@@ -8,9 +8,11 @@ from pengserve.planners.types.units import blocks_for
 from pengserve.simulator.engine.group import GroupRun, Traveller, end_group
 from pengserve.simulator.engine.instance import SimInstance
 from pengserve.simulator.engine.switches.draining import drain
-from pengserve.simulator.engine.switches.merge import MAX_WAVE_TOKENS, note_stall
+from pengserve.simulator.engine.switches.merge import note_stall
 from pengserve.simulator.engine.switches.switch import Switch, by_head
 from pengserve.simulator.requests import LiveRequest
+
+MAX_WAVE_TOKENS = 1 << 15  # as `replicas.engine.reshard`
 
 
 def check_split(plan: SwitchPlan, member: SimInstance) -> None:

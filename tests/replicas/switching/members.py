@@ -26,12 +26,18 @@ class FakeLane:
         self.rank, self.shard, self.followers = rank, Shard(rank, 2), ()
         self.name = str(GROUP)
         self.table = SimpleNamespace(leased=list)
-        self.capacity = SimpleNamespace(max_model_len=1024)
+        self.capacity, self.num_held = SimpleNamespace(max_model_len=1024, num_blocks=8), 0
         self.running_ids: set[str] = set()
         self.is_paused = False
 
     def carriable(self) -> list[Any]:
-        return [SimpleNamespace(request_id=i, num_computed_tokens=1) for i in sorted(self.running_ids)]
+        return [SimpleNamespace(request_id=i, num_computed_tokens=1, priority=0) for i in sorted(self.running_ids)]
+
+    def block_ids(self, request_id: str) -> list[int]:
+        return [0, *sorted(map(ord, request_id))]
+
+    def blocks_freed(self, request_ids: Sequence[str]) -> dict[str, Any]:
+        return {}
 
     def requests(self) -> list[Any]:
         return []
@@ -43,7 +49,7 @@ class FakeLane:
         self.is_paused = paused
 
     def num_free(self) -> int:
-        return 8
+        return 8 - len(self.running_ids)
 
     def num_requests(self) -> int:
         return len(self.running_ids)

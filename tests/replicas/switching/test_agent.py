@@ -68,6 +68,16 @@ def test_merge_and_split(pair: list[FakeMember]) -> None:
     assert [member.agent.epoch for member in pair] == [3, 3]
 
 
+@pytest.mark.parametrize(("strategy", "expected"), [(SwitchStrategy.CARRY, 8), (SwitchStrategy.HARD, 5)])
+def test_a_group_gets_all_blocks_but_those_of_paused_requests(
+    pair: list[FakeMember], strategy: SwitchStrategy, expected: int
+) -> None:
+    """Also those of requests that cannot be carried: when it runs, they have left."""
+    pair[1].lanes.dp.running_ids = {"a", "b", "c"}  # a block each
+    commit(pair, plan(1, strategy=strategy)).result(TIMEOUT_S)
+    assert pair[0].lanes.tp(plan(1).group).num_lendable == expected
+
+
 @pytest.mark.parametrize("who", [0, 1])
 def test_who_leaves_a_group_takes_idle_members_along(pair: list[FakeMember], who: int) -> None:
     commit(pair, plan(1)).result(TIMEOUT_S)

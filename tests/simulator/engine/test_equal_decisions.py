@@ -34,6 +34,7 @@ def state(scheduler: LaneScheduler) -> dict[str, Any]:
         "waiting": ids(scheduler.waiting),
         "queued": scheduler.queued_tokens,
         "free": scheduler.num_free,
+        "freed": scheduler.blocks_freed(running),
         "blocks": scheduler.num_blocks,
     }
 

@@ -51,6 +51,28 @@ def test_prefixes_are_shared_as_far_as_their_ids_are() -> None:
     assert other == [Chunk(prefix_tokens=64, num_tokens=36)]
 
 
+def test_what_requests_would_free_is_known_before_they_go() -> None:
+    scheduler = VllmScheduler(capacity(num_blocks=100, block_size=4), CACHED)
+    ids = {"a": (1, 2, 3), "b": (1, 2, 9), "stays": (1, 7)}
+    requests = {name: live(name, 100, 30, prefix_ids=prefix, prefix_block=32) for name, prefix in ids.items()}
+    for request in requests.values():
+        scheduler.add(request)
+        for _ in range(2):  # its prompt, so that the next one finds it, and a token
+            step = scheduler.schedule()
+            assert step is not None
+            scheduler.finish(step)
+    going = [requests["a"], requests["b"]]
+    (own, _), *_ = scheduler.blocks_freed(going[:1])
+    (num_a, shared_a), (num_b, shared_b) = scheduler.blocks_freed(going)
+    assert own == num_a and len(shared_a) == 8, "32 tokens are those of all three, 32 more of a and b"
+    assert sorted(shared_a) == sorted(shared_b)
+    before = scheduler.num_free
+    scheduler.remove(going[:1])
+    assert scheduler.num_free == before + num_a
+    scheduler.remove(going[1:])
+    assert scheduler.num_free == before + num_a + num_b + 8
+
+
 def test_requests_without_prefix_ids_share_nothing() -> None:
     scheduler = VllmScheduler(capacity(num_blocks=100, block_size=4), CACHED)
     for name in ("a", "b"):

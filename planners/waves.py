@@ -1,0 +1,107 @@
+"""Which requests of a merge move in which wave, so that as many as can keep their KV.
+
+A wave takes as many blocks of each member as its requests have in the group's lane, and frees, at the member that each
+of them comes from, those that it had there. Their KV is read before they free anything, and written once they have: a
+wave may live on what it frees, and no member may be short at its end, whatever it would be in between.
+
+    free blocks of two members, and what a request of 9 blocks changes that needs 5 of the lane
+    (1, 2)  -> from the first: (+9 - 5, -5)  ->  (5, -3)  -> from the second: (-5, +9 - 5)  ->  (0, 1): a wave of both
+"""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+MAX_WAVE_TOKENS = 1 << 14  # of one member, which has their KV in buffers meanwhile, and its own heads' of everybody's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mover:
+    """A request with KV, before a merge."""
+
+    request_id: str
+    rank: int  # of the member that it comes from
+    num_tokens: int  # whose KV moves
+    num_needed: int  # blocks of the lane: so many at every member
+    num_own: int  # blocks of its member that it alone holds
+    shared: tuple[int, ...] = ()  # those that it holds with other movers, and with nobody else (cached prefixes)
+
+
+@dataclass(frozen=True, slots=True)
+class Wave:
+    """What becomes of some movers."""
+
+    moving: tuple[Mover, ...]
+    given_up: tuple[Mover, ...]  # there is no room for their KV: their blocks are free for the wave
+    left: tuple[Mover, ...]  # wait for the next wave
+
+
+def next_wave(coming: Sequence[Mover], free: Sequence[int]) -> Wave:
+    """The longest wave there is room for. Where there is none, requests are given up until there is.
+
+    Args:
+        coming: of each member in the order that they are served in; those that come first are given up last.
+        free: blocks of each member, by rank.
+    """
+    room, left = _Room(coming, free), list(coming)
+    given_up: list[Mover] = []
+    while left:
+        moving = _longest(left, room)
+        if moving:
+            gone = {mover.request_id for mover in moving}
+            return Wave(tuple(moving), tuple(given_up), tuple(m for m in left if m.request_id not in gone))
+        index = min(range(len(left)), key=lambda i: (room.free[left[i].rank], -i))  # the last of the fullest member
+        mover = left.pop(index)
+        room.leave(mover)
+        given_up.append(mover)
+    return Wave((), tuple(given_up), ())
+
+
+class _Room:
+    """Free blocks of each member, and how many movers hold those that are shared."""
+
+    def __init__(self, coming: Iterable[Mover], free: Iterable[int]) -> None:
+        self.free = list(free)
+        self._holders = Counter((mover.rank, block) for mover in coming for block in mover.shared)
+
+    def copy(self) -> "_Room":
+        other = _Room((), self.free)
+        other._holders = self._holders.copy()
+        return other
+
+    def leave(self, mover: Mover) -> None:
+        """It lets go of what it has at its member."""
+        self.free[mover.rank] += mover.num_own
+        for block in mover.shared:
+            self._holders[mover.rank, block] -= 1
+            self.free[mover.rank] += not self._holders[mover.rank, block]
+
+    def enter(self, mover: Mover) -> None:
+        """It gets what it needs in the lane."""
+        self.free = [count - mover.num_needed for count in self.free]
+
+
+def _longest(coming: Iterable[Mover], room: _Room) -> list[Mover]:
+    """Whoever comes from the member with least room goes next, as that member's blocks decide what fits."""
+    room, fitting = room.copy(), 0
+    order: list[Mover] = []
+    num_tokens: Counter[int] = Counter()
+    queues: dict[int, deque[Mover]] = {}
+    for mover in coming:
+        queues.setdefault(mover.rank, deque()).append(mover)
+    while True:
+        ranks = [
+            rank
+            for rank, queue in queues.items()
+            if queue and (not num_tokens[rank] or num_tokens[rank] + queue[0].num_tokens <= MAX_WAVE_TOKENS)
+        ]
+        if not ranks:
+            return order[:fitting]
+        rank = min(ranks, key=lambda r: (room.free[r], r))
+        mover = queues[rank].popleft()
+        num_tokens[rank] += mover.num_tokens
+        room.leave(mover)
+        room.enter(mover)
+        order.append(mover)
+        if min(room.free) >= 0:
+            fitting = len(order)

@@ -1,0 +1,154 @@
+"""Laws of a merge's waves over real memory: members that have no block to spare still keep all KV."""
+
+import queue
+import random
+from collections import defaultdict
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm")
+
+from pengserve.planners.waves import Mover, next_wave
+from pengserve.replicas.comm.communicator import Move
+from pengserve.replicas.engine import reshard as reshard_module
+from pengserve.replicas.engine.reshard import Resharder, Traveller
+from pengserve.replicas.memory.kv_views import KvView, block_layout
+from pengserve.replicas.memory.ledger import BlockLedger, BlockTable
+from pengserve.replicas.memory.weight_views import Shard
+
+pytestmark = pytest.mark.slow  # imports vLLM
+
+HEADS, BLOCK, DIM, LAYERS = 4, 8, 4, 2
+
+
+def packed_view(layers: Sequence[torch.Tensor], num_heads: int, num_tokens: int) -> KvView:
+    """Blocks as vLLM's CPU kernels pack them: K is `[head, D, tokens]`, V `[head, tokens, D]`."""
+
+    def write(keys: torch.Tensor, values: torch.Tensor, block: torch.Tensor) -> None:
+        view = block.view(num_heads, 2, num_tokens * DIM)
+        view[:, 0] = keys.permute(1, 2, 0).reshape(num_heads, -1)
+        view[:, 1] = values.permute(1, 0, 2).reshape(num_heads, -1)
+
+    sizes = {"num_heads": num_heads, "num_tokens": num_tokens, "head_size": DIM}
+    return KvView(layers, block_layout(write, **sizes, dtype=torch.float32, device=torch.device("cpu")))
+
+
+def content(request_id: str, num_tokens: int) -> torch.Tensor:
+    """KV of a request, as tiles of a `dp` block."""
+    generator = torch.Generator().manual_seed(sum(request_id.encode()))
+    return torch.randn(LAYERS, 2, -(-num_tokens // BLOCK), HEADS, BLOCK * DIM, generator=generator)
+
+
+class Member:
+    """Memory of one member, its blocks, and of its lanes what a resharder asks for."""
+
+    def __init__(self, rank: int, size: int, lengths: dict[str, int], source: random.Random) -> None:
+        needed = {request_id: -(-tokens // BLOCK) for request_id, tokens in lengths.items()}
+        num_blocks = sum(needed.values())
+        layers = [torch.zeros(num_blocks + 1, 2 * HEADS * BLOCK * DIM) for _ in range(LAYERS)]
+        self.free = source.sample(range(1, num_blocks + 1), num_blocks)
+        self.blocks = {i: [self.free.pop() for _ in range(count)] for i, count in needed.items()}
+        self.ledger, self.table = BlockLedger(num_blocks + 1, "dp"), BlockTable(4 * num_blocks + 1)
+        self.dp_view = packed_view(layers, HEADS, BLOCK)
+        self.tp_view = packed_view(layers, HEADS // size, BLOCK * size)
+        self.adopted: list[Any] = []
+        for request_id, tokens in lengths.items():
+            tiles = self.dp_view.tiles([(self.blocks[request_id], tokens)], BLOCK)
+            self.dp_view.write(tiles, content(request_id, tokens), (0, HEADS))
+        self.lanes: Any = SimpleNamespace(
+            dp=SimpleNamespace(block_ids=self.blocks.__getitem__), dp_view=lambda: self.dp_view
+        )
+        self.lane: Any = SimpleNamespace(
+            shard=Shard(rank, size), kv_view=self.tp_view, table=self.table, adopt=self.adopted.append
+        )
+
+    def take_wave(self, resharder: Resharder, wave: list[Traveller], lease: list[int]) -> None:
+        """As `merging.take_wave`; what is freed is overwritten before anybody can read it again."""
+        collected = resharder.collect(wave)
+        for traveller in wave:
+            self.free += self.blocks.pop(traveller.request_id, [])
+        for block_id in self.free:
+            tiles = self.dp_view.tiles([([block_id], BLOCK)], BLOCK)
+            self.dp_view.write(tiles, torch.full((LAYERS, 2, 1, HEADS, BLOCK * DIM), torch.nan), (0, HEADS))
+        physical, self.free = self.free[: len(lease)], self.free[len(lease) :]
+        self.table.lease(lease, physical)
+        self.ledger.move(physical, "dp", "tp")
+        resharder.place(wave, collected)
+
+
+def exchange(rank: int, hear: dict[tuple[int, int], Any], moves: list[Move]) -> None:
+    """As the communicators do it, between threads."""
+    for move in moves:
+        if move.src == rank:
+            hear[rank, move.dst].put(move.tensor.clone())
+    for move in moves:
+        if move.dst == rank:
+            move.tensor.copy_(hear[move.src, rank].get(timeout=10))
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_members_without_a_free_block_merge_and_keep_all_kv(
+    size: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = size * BLOCK  # tokens of a block of the group
+    monkeypatch.setattr(reshard_module, "revive", lambda handoff, client: handoff)
+    monkeypatch.setattr("pengserve.planners.waves.MAX_WAVE_TOKENS", 4 * wide)  # one or two of each member in a wave
+    source = random.Random(seed)
+    # With their next tokens (`Lane.blocks_needed`) they fill the group's blocks nearly, and just as many bytes of `dp`.
+    counts = [source.randrange(2, 5) * wide - source.randrange(1, BLOCK) for _ in range(5)]
+    lengths = [{f"r{rank}.{i}": count for i, count in enumerate(counts)} for rank in range(size)]
+    members = [Member(rank, size, mine, source) for rank, mine in enumerate(lengths)]
+    hear: dict[tuple[int, int], Any] = defaultdict(queue.SimpleQueue)
+    communicators: list[Any] = [SimpleNamespace(members=(), exchange=partial(exchange, r, hear)) for r in range(size)]
+    resharders = [Resharder(m.lanes, m.lane, c) for m, c in zip(members, communicators, strict=True)]
+    all_lengths = {request_id: count for mine in lengths for request_id, count in mine.items()}
+    left = tuple(
+        Mover(
+            request_id=request_id,
+            rank=rank,
+            num_tokens=count,
+            num_needed=-(-(count + 1) // wide),
+            num_own=len(members[rank].blocks[request_id]),
+        )
+        for rank, mine in enumerate(lengths)
+        for request_id, count in mine.items()
+    )
+    logical: dict[str, list[int]] = {}
+    num_waves = 0
+    with ThreadPoolExecutor(size) as pool:
+        while left:
+            free = [len(member.free) for member in members]
+            assert set(free) == {0}
+            plan = next_wave(left, free)
+            assert not plan.given_up
+            wave, lease = [], []
+            for mover in plan.moving:
+                first = 1 + sum(map(len, logical.values()))
+                ids = list(range(first, first + mover.num_needed))
+                logical[mover.request_id] = ids
+                lease += ids
+                handoff: Any = SimpleNamespace(num_computed_tokens=mover.num_tokens)
+                wave.append(Traveller(mover.request_id, mover.rank, ids, handoff))
+            done = [
+                pool.submit(member.take_wave, resharder, wave, lease)
+                for member, resharder in zip(members, resharders, strict=True)
+            ]
+            [future.result(20) for future in done]
+            left, num_waves = plan.left, num_waves + 1
+    assert num_waves > 1
+    for rank, member in enumerate(members):
+        first, stop = Shard(rank, size).heads(HEADS)
+        assert member.ledger.check() == () and member.blocks == {}
+        assert member.ledger.num_leased("tp") == sum(map(len, logical.values()))
+        assert len(member.adopted) == len(all_lengths)
+        for request_id, count in all_lengths.items():
+            tiles = member.tp_view.tiles([(member.table.physical(logical[request_id]), count)], BLOCK)
+            found = member.tp_view.read(tiles, (0, stop - first))
+            assert torch.equal(found, content(request_id, count)[:, :, :, first:stop]), (rank, request_id)
