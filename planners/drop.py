@@ -9,19 +9,19 @@ of ranks of such a length: two halves merge into it. So it is one pass over what
 all pipelines of one length at once.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
-from pengserve.planners.columns import Bools, Ints, Kept, capacities, ints
+from pengserve.planners.columns import Bools, Ints, Kept, ints
 from pengserve.planners.overload import MemoryDemand
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot
+from pengserve.planners.types.snapshot import ClusterSnapshot
 
 _SHOWN_GROUPS = 4
 
@@ -118,7 +118,7 @@ class _Search:
     """
 
     def __init__(
-        self, demand: MemoryDemand, config: DropConfig, claimed: Collection[InstanceId], can_grow: bool, size: int
+        self, demand: MemoryDemand, config: DropConfig, claimed: Collection[InstanceId], size: int
     ) -> None:
         self.demand, self.config = demand, config
         self.leader = np.full(size, -1)  # the part's first member; -1: a member that must not become a part
@@ -132,17 +132,17 @@ class _Search:
         self.has_room = np.zeros(size, dtype=np.bool_)  # a pipeline of the layout that is not short
         # Pipelines by first member: bucket and place in it. Some were merged into wider ones since.
         self.planned = np.full((size, 2), -1)
-        self._fill(claimed, can_grow)
+        self._fill(claimed)
 
-    def _fill(self, claimed: Collection[InstanceId], can_grow: bool) -> None:
+    def _fill(self, claimed: Collection[InstanceId]) -> None:
         """The groups of the layout that may become parts."""
         table, columns = self.demand.by_member.table, self.demand.by_member.columns
         is_fit = columns.is_known & (columns.num_paused == 0)
         self._put(np.flatnonzero(is_fit & table.is_dp), table.leader_ids[is_fit & table.is_dp][:, None])
-        if can_grow:
-            for at in table.wide:
-                if is_fit[at] and table.groups[at].kind is GroupKind.PP:
-                    self._put(np.array([at]), np.array([table.groups[at].members]))
+        for alike in table.wide:
+            if alike.kind is GroupKind.PP:
+                fit = is_fit[alike.at]
+                self._put(alike.at[fit], alike.members[fit])
         for member in claimed:
             if member in table.position_of:
                 self.leader[list(table.groups[table.position_of[member]].members)] = -1
@@ -210,10 +210,7 @@ class _Search:
 
     def _pipeline_blocks(self, members: Ints, shape: str) -> Ints:
         """Blocks that each row would hold, which is what its narrowest member can; 0 where one has no such lane."""
-        instance_of = cast(Mapping[int, InstanceSnapshot], self.demand.instances)
-        instances = [instance_of[i] for i in members.ravel().tolist()]
-        blocks = ints([0 if lane is None else lane.num_blocks for lane in capacities(instances, shape)])
-        narrowest: Ints = blocks.reshape(members.shape).min(axis=1)
+        narrowest: Ints = self.demand.instances.lanes(shape)["num_blocks"][members].min(axis=1)
         return narrowest
 
     def pipelines(self, buckets: Sequence[Bucket]) -> tuple[Pipeline, ...]:
@@ -241,21 +238,20 @@ def plan_drop(
     config: DropConfig,
     *,
     claimed: Collection[InstanceId] = (),
-    can_grow: bool = False,
 ) -> Verdict:
     """The pipelines that make room for the overloaded groups.
 
     An overloaded group merges with its buddy, and the two with theirs, until the demand is at most the share `target`
     of what there is, or `max_stages` are reached. Only groups of the layout merge that are wholly READY, known, and not
-    `claimed`; tp groups never do, and pipelines that stand do where the mechanism `can_grow` them: one that has room
-    itself only where memory is short now, not in a moment, for it becomes slower for all that it serves. Where even the
-    widest pipeline is not enough it is planned all the same: it runs more at once than its members can alone.
+    `claimed`; tp groups never do, and pipelines that stand grow: one that has room itself only where memory is short
+    now, not in a moment, for it becomes slower for all that it serves. Where even the widest pipeline is not enough it
+    is planned all the same: it runs more at once than its members can alone.
     """
     if not demand.overloaded:
         return Verdict(why="no group is short of memory")
     buckets = [bucket for bucket in _buckets(snapshot.groups) if bucket.members.shape[1] <= config.max_stages]
     size = max([demand.by_member.table.size, *(bucket.size for bucket in buckets)])
-    search = _Search(demand, config, claimed, can_grow, size)
+    search = _Search(demand, config, claimed, size)
     for number, bucket in enumerate(buckets):
         search.try_merge(number, bucket)
     short, pipelines = search.short(), search.pipelines(buckets)

@@ -102,7 +102,7 @@ def select(
     if drop.max_stages <= 1 and not any(g.kind is GroupKind.PP for g in snapshot.layout.groups):
         return proposal.plan, SelectorHistory(load=proposal.followed), _decide_alone(snapshot, drop, proposal.plan)
     demand, demand_history = predict_demand(snapshot, drop, history.demand)
-    verdict = plan_drop(snapshot, demand, drop, claimed=proposal.claimed, can_grow=True) if drop.is_auto else Verdict()
+    verdict = plan_drop(snapshot, demand, drop, claimed=proposal.claimed) if drop.is_auto else Verdict()
     restore, restore_history = plan_restore(snapshot, demand, drop, history.restore, claimed=proposal.claimed)
     plan = None if is_backing_off(snapshot) else _first(snapshot, demand, proposal, verdict, restore)
     is_followed = plan is not None and plan is proposal.plan

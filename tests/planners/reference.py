@@ -109,7 +109,6 @@ class _Search:
     demand: MemoryDemand
     config: DropConfig
     claimed: Collection[InstanceId]
-    can_grow: bool
     parts: dict[InstanceId, _Part] = field(default_factory=dict)
 
     def try_merge(self, group: Group) -> None:
@@ -141,8 +140,7 @@ class _Search:
         if known is None or not known.is_known or known.num_paused:
             return None
         group, blocks = known.group, known.demand_blocks
-        is_fit = group.kind is GroupKind.DP or (group.kind is GroupKind.PP and self.can_grow)
-        if not is_fit or (self.claimed and any(m in self.claimed for m in group.members)):
+        if group.kind is GroupKind.TP or (self.claimed and any(m in self.claimed for m in group.members)):
             return None
         is_short = blocks > self.config.drop_above * known.capacity_blocks
         part = _Part(group, blocks, known.capacity_blocks, known.capacity_blocks, is_short)
@@ -178,18 +176,17 @@ def plan_drop(
     config: DropConfig,
     *,
     claimed: Collection[InstanceId] = (),
-    can_grow: bool = False,
 ) -> Verdict:
     """The pipelines that make room for the overloaded groups.
 
     An overloaded group merges with its buddy, and the two with theirs, until the demand is at most the share `target`
     of what there is, or `max_stages` are reached. Only groups of the layout merge that are wholly READY, known, and not
-    `claimed`; tp groups never do, and pipelines that stand do where the mechanism `can_grow` them. Where even the
-    widest pipeline is not enough it is planned all the same: it runs more at once than its members can alone.
+    `claimed`; tp groups never do, and pipelines that stand grow. Where even the widest pipeline is not enough it
+    is planned all the same: it runs more at once than its members can alone.
     """
     if not demand.overloaded:
         return Verdict(why="no group is short of memory")
-    search = _Search(demand=demand, config=config, claimed=claimed, can_grow=can_grow)
+    search = _Search(demand=demand, config=config, claimed=claimed)
     needy = {member for part in demand.overloaded for member in part.group.members}
     for group in _formable(snapshot, config.max_stages, needy):
         search.try_merge(group)

@@ -95,15 +95,15 @@ def assert_same_trails(found: Mapping[InstanceId, Trail], expected: Mapping[Inst
 
 
 @settings(deadline=None, max_examples=600)
-@given(clusters(), st.sampled_from([1, 2, 4, 8]), st.booleans(), st.sets(st.integers(0, 7), max_size=2))
+@given(clusters(), st.sampled_from([1, 2, 4, 8]), st.sets(st.integers(0, 7), max_size=2))
 def test_a_drop_is_that_of_the_reference(
-    seen: ClusterSnapshot, max_stages: int, can_grow: bool, taken: set[int]
+    seen: ClusterSnapshot, max_stages: int, taken: set[int]
 ) -> None:
     config, claimed = replace(CONFIG, max_stages=max_stages), frozenset(map(InstanceId, taken))
     demand, _ = predict_demand(seen, config, DemandHistory())
     expected_demand, _ = reference.predict_demand(seen, config, {})
-    found = plan_drop(seen, demand, config, claimed=claimed, can_grow=can_grow)
-    assert found == reference.plan_drop(seen, expected_demand, config, claimed=claimed, can_grow=can_grow)
+    found = plan_drop(seen, demand, config, claimed=claimed)
+    assert found == reference.plan_drop(seen, expected_demand, config, claimed=claimed)
 
 
 @settings(deadline=None, max_examples=300)
