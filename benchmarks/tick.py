@@ -15,7 +15,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -84,6 +84,9 @@ class TickPort:
 
     async def status(self, key: InstanceKey) -> InstanceSnapshot:
         return self.answers[key]
+
+    def statuses(self, keys: Sequence[InstanceKey]) -> list[InstanceSnapshot]:
+        return [self.answers[key] for key in keys]
 
     async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
         return True

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.snapshot import InstanceSnapshot, InstanceState, KvCapacity
+from pengserve.planners.types.snapshot import InstanceSnapshot, InstanceState, KvCapacity, LaneInfo
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -122,10 +122,15 @@ class Ready(dict[InstanceId, InstanceSnapshot]):
     """
 
     def __init__(self, instances: tuple[InstanceSnapshot, ...]) -> None:
-        super().__init__((i.key.instance_id, i) for i in instances if i.state is InstanceState.READY)
+        known = [i for i in instances if i.state is InstanceState.READY]
+        super().__init__(zip(map(_ID, known), known, strict=True))
         self.ids = ints(self)
-        self.size = max((i.key.instance_id for i in instances), default=-1) + 1
-        self._stats = list(map(_STATS, self.values()))
+        self.size = max(map(_ID, instances), default=-1) + 1
+        self._stats = list(map(_STATS, known))
+        lanes = list(map(_LANES, known))
+        self._common_lanes: tuple[LaneInfo, ...] = ()  # where all have the same, as in most clusters
+        if lanes and lanes.count(lanes[0]) == len(lanes):
+            self._common_lanes = lanes[0]
         self._columns: dict[str, Ints] = {}
         self._lanes: dict[str, Lanes] = {}
 
@@ -141,6 +146,10 @@ class Ready(dict[InstanceId, InstanceSnapshot]):
             self._lanes[shape] = Lanes(self, shape)
         return self._lanes[shape]
 
+    def common_lane(self, shape: str) -> KvCapacity | None:
+        """What each of them can hold in `shape`; None where they differ, or cannot run it."""
+        return next((lane.capacity for lane in self._common_lanes if lane.shape == shape), None)
+
     def runs(self, ids: Iterable[InstanceId], shapes: Iterable[str]) -> Bools:
         """Whether each of `ids`, which are READY, says that it runs the shape in the same place of `shapes`."""
         said = map(_RUN_SHAPE, map(self.__getitem__, ids))
@@ -151,11 +160,14 @@ class Lanes:
     """What the instances of a look can hold in one shape, in columns by instance id: 0 where one cannot run it."""
 
     def __init__(self, ready: Ready, shape: str) -> None:
-        found = capacities(list(ready.values()), shape)
-        known = [lane for lane in found if lane is not None]
-        self._known, self._size = known, ready.size
-        is_known = ready.ids if len(known) == len(found) else ready.ids[[lane is not None for lane in found]]
-        self._ids, self.exists = is_known, spread(is_known, np.ones(len(known), dtype=np.bool_), ready.size)
+        common, self._size = ready.common_lane(shape), ready.size
+        if common is not None:
+            self._ids, self._known = ready.ids, [common]
+        else:
+            found = capacities(list(ready.values()), shape)
+            self._ids = ready.ids[np.array([lane is not None for lane in found], dtype=np.bool_)]
+            self._known = [lane for lane in found if lane is not None]  # of each of `_ids`, or one of all of them
+        self.exists = spread(self._ids, np.array([True]), ready.size)
         self._columns: dict[str, Ints] = {}
 
     def __getitem__(self, name: str) -> Ints:
@@ -212,3 +224,4 @@ def capacities(instances: Sequence[InstanceSnapshot], shape: str) -> list[KvCapa
 
 _LANES, _SHAPE, _CAPACITY = attrgetter("lanes"), attrgetter("shape"), attrgetter("capacity")
 _MEMBERS, _STATS, _RUN_SHAPE = attrgetter("members"), attrgetter("stats"), attrgetter("stats.shape")
+_ID = attrgetter("key.instance_id")

@@ -117,9 +117,7 @@ class _Search:
     A part is a group of the layout, or a pipeline that is planned in place of some.
     """
 
-    def __init__(
-        self, demand: MemoryDemand, config: DropConfig, claimed: Collection[InstanceId], size: int
-    ) -> None:
+    def __init__(self, demand: MemoryDemand, config: DropConfig, claimed: Collection[InstanceId], size: int) -> None:
         self.demand, self.config = demand, config
         self.leader = np.full(size, -1)  # the part's first member; -1: a member that must not become a part
         self.place = np.zeros(size, dtype=np.int64)  # in the part

@@ -143,9 +143,7 @@ def can_restore(demand: MemoryDemand, way: Way, fill: float, longest_waiting_tok
     )
 
 
-def _quiet_ways(
-    demand: MemoryDemand, config: DropConfig, snapshot: ClusterSnapshot
-) -> Iterator[tuple[Way, bool]]:
+def _quiet_ways(demand: MemoryDemand, config: DropConfig, snapshot: ClusterSnapshot) -> Iterator[tuple[Way, bool]]:
     """The ways to end in what holds the demand with ease, and whether the demand is known; all ways where it is not."""
     columns = demand.by_member.columns
     for alike in demand.by_member.table.wide:

@@ -96,9 +96,7 @@ def assert_same_trails(found: Mapping[InstanceId, Trail], expected: Mapping[Inst
 
 @settings(deadline=None, max_examples=600)
 @given(clusters(), st.sampled_from([1, 2, 4, 8]), st.sets(st.integers(0, 7), max_size=2))
-def test_a_drop_is_that_of_the_reference(
-    seen: ClusterSnapshot, max_stages: int, taken: set[int]
-) -> None:
+def test_a_drop_is_that_of_the_reference(seen: ClusterSnapshot, max_stages: int, taken: set[int]) -> None:
     config, claimed = replace(CONFIG, max_stages=max_stages), frozenset(map(InstanceId, taken))
     demand, _ = predict_demand(seen, config, DemandHistory())
     expected_demand, _ = reference.predict_demand(seen, config, {})
