@@ -96,11 +96,11 @@ def observe(state: ClusterState, seen: Sequence[tuple[InstanceKey, Observation]]
     answers, seen_s = list(state.answers), list(state.seen_s)
     for key, observation in seen:
         at = key.instance_id
+        slot = slots[at] if at < len(slots) else None
         if isinstance(observation, Killed) and key in strays:
             strays = tuple(k for k in strays if k != key)
-        elif at < len(slots):
-            slot = slots[at]
-            if isinstance(observation, InstanceSnapshot) and (key is slot.key or key == slot.key) and slot.alive:
+        elif slot is not None:
+            if isinstance(observation, InstanceSnapshot) and slot.alive and (key is slot.key or key == slot.key):
                 answers[at], seen_s[at] = observation, now_s
                 if lives.says_the_same(slot, observation):
                     continue

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pengserve.planners.columns import Bools, GroupTable, Ints, Ready, ready_instances, whole_groups
+from pengserve.planners.columns import Bools, GroupTable, Ints, Ready, ready_instances, rows, whole_groups
 from pengserve.planners.load import lane_capacity
 from pengserve.planners.trails import MIN_GAP_S as MIN_GAP_S
 from pengserve.planners.trails import Trail as Trail
@@ -90,7 +90,7 @@ class GroupDemands(Mapping[InstanceId, GroupDemand]):
             numbers = (*blocks, c.num_running, c.num_waiting, c.num_paused, c.bytes_per_block, c.is_known)
             groups = [self.table.groups[at] for at in new.tolist()]
             # In the order of the fields.
-            made.update(zip(new.tolist(), map(GroupDemand, groups, *(n[new].tolist() for n in numbers)), strict=True))
+            made.update(zip(new.tolist(), rows(GroupDemand, groups, *(n[new].tolist() for n in numbers)), strict=True))
         return tuple([made[at] for at in places])
 
 
@@ -114,13 +114,23 @@ class _Columns:
         return self.resident_blocks + self.queued_blocks + self.growth_blocks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryDemand:
     """The cluster's groups whose members are all READY, indexed for the planners of drops and restores."""
 
     instances: Ready
     by_member: GroupDemands
-    overloaded: tuple[GroupDemand, ...] = ()  # above `drop_above`, in the order of the layout
+    overloaded_at: Ints  # positions of the groups above `drop_above`
+
+    @property
+    def is_short(self) -> bool:
+        """Whether memory is short anywhere."""
+        return len(self.overloaded_at) > 0
+
+    @property
+    def overloaded(self) -> tuple[GroupDemand, ...]:
+        """The groups above `drop_above`, in the order of the layout."""
+        return self.by_member.many(self.overloaded_at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,8 +157,8 @@ def predict_demand(
     _add_ingresses(snapshot, columns)
     is_short = columns.is_known & (columns.demand_blocks > config.drop_above * columns.capacity_blocks)
     by_member = GroupDemands(table, columns)
-    overloaded = by_member.many(np.flatnonzero(is_short))
-    return MemoryDemand(instances=instances, by_member=by_member, overloaded=overloaded), DemandHistory(trails=trails)
+    found = MemoryDemand(instances=instances, by_member=by_member, overloaded_at=np.flatnonzero(is_short))
+    return found, DemandHistory(trails=trails)
 
 
 def group_demand(group: Group, instances: Mapping[InstanceId, InstanceSnapshot]) -> GroupDemand:

@@ -92,7 +92,7 @@ def plan_restore(
     history = RestoreHistory(
         since_s={g: history.since_s.get(g, since) for g in pipelines}, low_since_s=low_since_s, seen_s=now_s
     )
-    if demand.overloaded:
+    if demand.is_short:
         return None, history
     longest_waiting = max((d.longest_waiting_tokens for d in snapshot.demands), default=0)
     able = []

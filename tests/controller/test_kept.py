@@ -95,7 +95,7 @@ def test_the_newest_answer_of_each_life_is_shown(data: st.DataObject) -> None:
         for key, observation in seen:
             slot = state.slots[key.instance_id]
             if isinstance(observation, InstanceSnapshot) and slot.key == key and slot.alive:
-                assert shown[key] == dataclasses.replace(observation.snapshot, state=slot.state, failure=slot.failure)
+                assert shown[key] == dataclasses.replace(observation, state=slot.state, failure=slot.failure)
 
 
 def test_other_loads_leave_a_slot_the_same_object() -> None:
