@@ -269,7 +269,8 @@ def _make_buckets(groups: tuple[Group, ...]) -> tuple[tuple[Group, ...], tuple[B
         round_ = 1 + max(newest.get((length, member), -1) for member in group.members)
         newest.update(((length, member), round_) for member in group.members)
         rounds.setdefault((length, round_), []).append(group)
-    found, buckets = [], []
+    found: list[Group] = []
+    buckets = []
     for _, bucket in sorted(rounds.items(), key=lambda item: item[0]):
         members = np.array([g.members for g in bucket], dtype=np.int64)
         shape, size = bucket[0].shape, 1 + int(members.max())

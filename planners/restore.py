@@ -109,7 +109,11 @@ def plan_restore(
     return min(able, key=lambda plan: (plan.moved_bytes, plan.group.members), default=None), history
 
 
-_pipelines = Kept(lambda groups: [g for g in groups if g.kind is GroupKind.PP])
+def _only_pipelines(groups: tuple[Group, ...]) -> list[Group]:
+    return [g for g in groups if g.kind is GroupKind.PP]
+
+
+_pipelines = Kept(_only_pipelines)
 
 
 def _ways(group: Group, snapshot: ClusterSnapshot) -> tuple[Way, ...]:

@@ -6,12 +6,14 @@ from itertools import combinations
 from typing import NamedTuple
 
 from pengserve.planners.drop import DropPlan, Pipeline, Verdict, _names
-from pengserve.planners.load import lane_capacity
+from pengserve.planners.load import lane_capacity, part_capacity
 from pengserve.planners.overload import GroupDemand, group_demand
+from pengserve.planners.restore import Way
+from pengserve.planners.steps import halves_of
 from pengserve.planners.trails import MIN_GAP_S, MIN_LOOKS, WINDOW_S, Trail
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
-from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState
 
 
@@ -209,3 +211,22 @@ def _formable(snapshot: ClusterSnapshot, max_stages: int, needy: set[InstanceId]
     """Pipelines of `needy` and others that could run now, the narrowest first."""
     possible = [g for g in snapshot.groups if g.kind is GroupKind.PP and not needy.isdisjoint(g.members)]
     return sorted((g for g in possible if len(g.members) <= max_stages), key=lambda g: (len(g.members), g.members))
+
+
+def low_ways(seen: ClusterSnapshot, demand: MemoryDemand, config: DropConfig, before: Collection[Way]) -> set[Way]:
+    """What each pipeline of the layout could end in that holds its demand with ease.
+
+    Where stats are stale, what was known stands.
+    """
+    found: set[Way] = set()
+    for group in (g for g in seen.layout.groups if g.kind is GroupKind.PP):
+        here, halves = demand.by_member.get(group.leader), halves_of(group)
+        ways = [Way(group, alone(group.members))]
+        if halves and all(half in seen.groups for half in halves):
+            ways.append(Way(group, halves))
+        for way in ways if here is not None else ():
+            lanes = [part_capacity(demand.instances, part) for part in way.parts]
+            room_blocks = sum(lane.num_blocks for lane in lanes if lane is not None) if None not in lanes else 0
+            if here.demand_blocks < config.restore_below * room_blocks if here.is_known else way in before:
+                found.add(way)
+    return found

@@ -12,6 +12,7 @@ from pengserve.planners.load import ClusterView
 from pengserve.planners.overload import DemandHistory, predict_demand
 from pengserve.planners.prices import Prices
 from pengserve.planners.projection import projected_loads
+from pengserve.planners.restore import RestoreHistory, plan_restore
 from pengserve.planners.trails import Trail
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
@@ -102,6 +103,20 @@ def test_a_drop_is_that_of_the_reference(seen: ClusterSnapshot, max_stages: int,
     expected_demand, _ = reference.predict_demand(seen, config, {})
     found = plan_drop(seen, demand, config, claimed=claimed)
     assert found == reference.plan_drop(seen, expected_demand, config, claimed=claimed)
+
+
+@settings(deadline=None, max_examples=300)
+@given(clusters(), clusters(), st.sampled_from([0.2, 0.5, 1.0]))
+def test_pipelines_that_memory_does_not_need_are_those_of_the_reference(
+    seen: ClusterSnapshot, after: ClusterSnapshot, restore_below: float
+) -> None:
+    config, history = replace(CONFIG, restore_below=restore_below), RestoreHistory()
+    for look in (seen, replace(after, time_s=T0_S + 0.5)):
+        demand, _ = predict_demand(look, config, DemandHistory())
+        expected_demand, _ = reference.predict_demand(look, config, {})
+        expected = reference.low_ways(look, expected_demand, config, history.low_since_s)
+        _, history = plan_restore(look, demand, config, history)
+        assert set(history.low_since_s) == expected
 
 
 @settings(deadline=None, max_examples=300)
