@@ -1,9 +1,9 @@
 """What one tick of the controller costs: `python -m benchmarks.tick`; writes `results/tick.md`.
 
-The production controller over a port that answers at once: what instances take to answer is on top, and so is a task for
-each of those that do not answer at once (all of them, over Ray). All instances are READY and can form groups (tp2, tp4,
-tp8, pp2, pp4). Each tick finds other loads, in answers that share no object with those before, as they would come off a
-wire. Switches end between two ticks, so that each tick plans.
+The production controller over a port that answers at once: what instances take to answer is on top, and so is a task
+for each of those that do not answer at once (all of them, over Ray). All instances are READY and can form groups (tp2,
+tp4, tp8, pp2, pp4). Each tick finds other loads, in answers that share no object with those before, as they would come
+off a wire. Switches end between two ticks, so that each tick plans.
 """
 
 import argparse

@@ -114,13 +114,13 @@ class _Columns:
         return self.resident_blocks + self.queued_blocks + self.growth_blocks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryDemand:
     """The cluster's groups whose members are all READY, indexed for the planners of drops and restores."""
 
     instances: Ready
     by_member: GroupDemands
-    overloaded_at: Ints  # positions of the groups above `drop_above`
+    overloaded_at: Ints = field(compare=False)  # positions of the groups above `drop_above`
 
     @property
     def is_short(self) -> bool:

@@ -32,6 +32,7 @@ LAYOUTS = [
     "pp2@(0,1) pp2@(2,3)",
     "pp2@(3,4)",  # ranks have shifted under it
     "pp4@(2..5)",
+    "pp8@(0..7)",
 ]
 
 
