@@ -1,8 +1,9 @@
 """What one tick of the controller costs: `python -m benchmarks.tick`; writes `results/tick.md`.
 
-The production controller over a port whose calls answer at once: what instances take to answer is theirs. All instances
-are READY and can form groups (tp2, tp4, tp8, pp2, pp4). Each tick finds other loads, in answers that share no object
-with those before, as they would come off a wire. Switches end between two ticks, so that each tick plans.
+The production controller over a port that answers at once: what instances take to answer is on top, and so is a task
+for each of those that do not answer at once (all of them, over Ray). All instances are READY and can form groups (tp2,
+tp4, tp8, pp2, pp4). Each tick finds other loads, in answers that share no object with those before, as they would come
+off a wire. Switches end between two ticks, so that each tick plans.
 """
 
 import argparse
@@ -15,12 +16,13 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.figures import percentile
 from benchmarks.harness import RESULTS, today
 from benchmarks.result_files import cpu_model
 from pengserve.controller import loop, steering
@@ -84,6 +86,9 @@ class TickPort:
 
     async def status(self, key: InstanceKey) -> InstanceSnapshot:
         return self.answers[key]
+
+    def statuses(self, keys: Sequence[InstanceKey]) -> list[InstanceSnapshot]:
+        return [self.answers[key] for key in keys]
 
     async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
         return True
@@ -349,12 +354,6 @@ def report(results: dict[tuple[int, str], Figures], drops: dict[str, list[float]
     lines += ["", f"## `plan_drop` alone, {most} instances", "", "| load | ms |", "|---|---|"]
     lines += [_line(name, _ms(durations_s)) for name, durations_s in drops.items()]
     return "\n".join(lines) + "\n"
-
-
-def percentile(values: list[float], share: int) -> float:
-    """The value that `share` percent are at or below."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, -(-len(ordered) * share // 100) - 1)]
 
 
 def _line(*cells: str) -> str:

@@ -1,9 +1,10 @@
 """Calls to instances that are under way: at most one of a kind for each life, none of them waited for alone."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Sequence
 from enum import StrEnum
 from functools import partial
+from types import CoroutineType
 from typing import Any, NamedTuple
 
 from pengserve.planners.types.errors import EngineError
@@ -20,6 +21,10 @@ class Call(StrEnum):
     KILL = "kill"
 
     __hash__ = str.__hash__  # a thousand look-ups a tick: the enum's own is not computed in C
+
+
+End = tuple[Call, InstanceKey, Any, BaseException | None]
+"""How a call of a life has ended: what it returned, or what it raised."""
 
 
 class _Begun(NamedTuple):
@@ -39,6 +44,7 @@ class Calls:
 
     def __init__(self, on_end: Callable[[], None]) -> None:
         self._begun: dict[tuple[Call, InstanceKey], _Begun] = {}
+        self._at_once: list[End] = []
         self._late: set[asyncio.Task[Any]] = set()  # those that `settle` has waited for in vain
         self._on_end = on_end
 
@@ -71,16 +77,22 @@ class Calls:
     def begin_all(
         self,
         call: Call,
-        keys: Iterable[InstanceKey],
-        work: Callable[[InstanceKey], Coroutine[Any, Any, Any]],
+        keys: Sequence[InstanceKey],
+        work: Callable[[Sequence[InstanceKey]], Sequence[Any]],
         now_s: float,
     ) -> None:
-        """As `begin` for each of `keys`, where no end is news and `settle` waits: it sees their ends by itself."""
+        """As `begin` for each of `keys`, where no end is news and `settle` waits: it sees their ends by itself.
+
+        `work` gives for each key a coroutine, or what that would return: an end that is there at once.
+        """
         begun, create_task = self._begun, asyncio.get_running_loop().create_task
-        for key in keys:
-            which = call, key
-            if which not in begun:
-                begun[which] = _Begun(create_task(work(key)), now_s, False)
+        if begun:
+            keys = [key for key in keys if (call, key) not in begun]
+        for key, found in zip(keys, work(keys), strict=True):
+            if type(found) is CoroutineType:
+                begun[call, key] = _Begun(create_task(found), now_s, False)
+            else:
+                self._at_once.append((call, key, found, None))
 
     async def settle(self, timeout_s: float) -> None:
         """Waits until all calls have ended that are not patient, for `timeout_s` at most."""
@@ -96,14 +108,14 @@ class Calls:
             task.add_done_callback(self._late.discard)
             task.add_done_callback(partial(self._ended, False))
 
-    def collect(self) -> list[tuple[Call, InstanceKey, asyncio.Task[Any]]]:
-        """The calls that have ended since the last time, in the order they were begun."""
-        ended = [(call, key, begun.task) for (call, key), begun in self._begun.items() if begun.task.done()]
-        if len(ended) == len(self._begun):
-            self._begun.clear()
-        else:
-            for call, key, _ in ended:
-                del self._begun[(call, key)]
+    def collect(self) -> list[End]:
+        """The calls that have ended since the last time: those that had at once, then in the order they were begun."""
+        ended, self._at_once = self._at_once, []
+        tasks = [(which, begun.task) for which, begun in self._begun.items() if begun.task.done()]
+        for which, task in tasks:
+            del self._begun[which]
+            error = task.exception()
+            ended.append((*which, task.result() if error is None else None, error))
         return ended
 
     def forget(self, is_old: Callable[[Call, InstanceKey, float], bool]) -> None:

@@ -4,10 +4,12 @@ A directory is made anew when READY instances come or go, when their places chan
 for its next round. A group's rounds are counted for the lives of its members: new members begin at round 0.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pengserve.controller.slots import Slot, backoff_s
+from pengserve.planners.columns import Kept
 from pengserve.planners.groups import groups_for, pipelines_for
 from pengserve.planners.ranks import rank_order
 from pengserve.planners.types.config import ControllerConfig
@@ -79,11 +81,16 @@ def rewired(wiring: Wiring, slots: Sequence[Slot], layout: Layout, config: Contr
     )
 
 
+def _first_retry_s(rounds: Mapping[str, Round]) -> float:
+    return min((known.retry_at_s for known in rounds.values() if known.retry_at_s is not None), default=math.inf)
+
+
+_next_round_s = Kept(_first_retry_s)
+
+
 def is_due(wiring: Wiring, config: ControllerConfig, now_s: float) -> bool:
     """Whether the wiring may change by itself, with time: a round is due, or ranks do not stand yet."""
-    retries_s = (known.retry_at_s for known in wiring.rounds.values())
-    is_round_due = any(retry_at_s is not None and now_s >= retry_at_s for retry_at_s in retries_s)
-    return config.is_elastic and (is_round_due or not wiring.is_placed)
+    return config.is_elastic and (now_s >= _next_round_s(wiring.rounds) or not wiring.is_placed)
 
 
 def formable(wiring: Wiring, slots: Sequence[Slot]) -> tuple[Group, ...]:

@@ -18,7 +18,7 @@ from pengserve.controller.calls import Call, Calls
 from pengserve.controller.coordinator import Coordinator
 from pengserve.controller.events import Change, EventLog
 from pengserve.controller.ports import ReplicaPort
-from pengserve.controller.slots import Answered, Drained, Gone, Killed, Observation
+from pengserve.controller.slots import Drained, Gone, Killed, Observation
 from pengserve.controller.state import ClusterState, Transition
 from pengserve.controller.steering import Steering
 from pengserve.planners.types.config import ControllerConfig
@@ -235,13 +235,14 @@ class Controller:
         now_s = self._clock()
         self._calls.forget(lambda call, key, begun_s: call is Call.STATUS and self._is_old(key, now_s - begun_s))
         living = [slot for slot in state.slots if slot.alive]
-        if all(slot.answered for slot in living):
-            self._calls.begin_all(Call.STATUS, [slot.key for slot in living], self._port.status, now_s)
+        known = [slot.key for slot in living if slot.answered]
+        self._calls.begin_all(Call.STATUS, known, self._port.statuses, now_s)
+        if len(known) == len(living):
             return
         for slot in living:
-            is_first = not slot.answered  # it may be under way to its place: no tick waits for that
-            if not (is_first and self._calls.under_way(Call.CREATE, slot.key)):
-                self._calls.begin(Call.STATUS, slot.key, self._port.status, now_s, news=is_first, patient=is_first)
+            # One that has never answered may be under way to its place: no tick waits for that.
+            if not slot.answered and not self._calls.under_way(Call.CREATE, slot.key):
+                self._calls.begin(Call.STATUS, slot.key, self._port.status, now_s, patient=True)
 
     def _is_old(self, key: InstanceKey, age_s: float) -> bool:
         """Whether a status call should be given up. One to an instance that waits for its place waits with it."""
@@ -254,16 +255,17 @@ class Controller:
     def _collect(self) -> list[tuple[InstanceKey, Observation]]:
         """What the calls that ended have to say; a failure that says nothing certain is silence."""
         seen: list[tuple[InstanceKey, Observation]] = []
-        for call, key, task in self._calls.collect():
-            error = task.exception()
-            if call is Call.CONNECT:
+        for call, key, result, error in self._calls.collect():
+            if isinstance(result, InstanceSnapshot):
+                seen.append((key, result))
+            elif call is Call.CONNECT:
                 # Whether the instance lives is for its status to tell: one that cannot connect still serves in dp.
                 if error is None:
-                    self._told[key.instance_id] = key, task.result()
+                    self._told[key.instance_id] = key, result
                 else:
                     logger.warning("instance %s was not told its peers: %s: %s", key, type(error).__name__, error)
             elif error is None:
-                observation = _meaning(call, task.result())
+                observation = _meaning(call, result)
                 if observation is not None:
                     seen.append((key, observation))
             elif isinstance(error, EngineError) and call is not Call.KILL:
@@ -366,8 +368,6 @@ class Controller:
 
 
 def _meaning(call: Call, result: object) -> Observation | None:
-    if isinstance(result, InstanceSnapshot):
-        return Answered(result)
     if call is Call.DRAIN:
         return Drained(complete=bool(result))
     return Killed() if call is Call.KILL else None

@@ -1,12 +1,15 @@
 """What the controller asks of the world: one protocol, so that its state machine is tested without a cluster."""
 
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import InstanceSnapshot
+
+StatusCall = Coroutine[Any, Any, InstanceSnapshot]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +37,12 @@ class ReplicaPort(Protocol):
 
         Raises:
             EngineError: the instance is gone for good. Any other trouble shows as silence.
+        """
+        ...
+
+    def statuses(self, keys: Sequence[InstanceKey]) -> Sequence[InstanceSnapshot | StatusCall]:
+        """Asks many, as `status` does; for each of `keys`, in their order, its answer where that is there at once, else
+        the call, which nobody has begun. Never blocks, and raises nothing: who has an error to tell gives a call.
         """
         ...
 

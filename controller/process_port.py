@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pengserve.controller.ports import Discovery
+from pengserve.controller.ports import Discovery, StatusCall
 from pengserve.planners.types import errors
 from pengserve.planners.types.codec import from_data, to_data
 from pengserve.planners.types.config import InstanceConfig
@@ -120,6 +120,10 @@ class ProcessPort:
     async def status(self, key: InstanceKey) -> InstanceSnapshot:
         """See `ReplicaPort`."""
         return from_data(InstanceSnapshot, await self._call(key, "status"))
+
+    def statuses(self, keys: Sequence[InstanceKey]) -> list[StatusCall]:
+        """See `ReplicaPort`. What an instance says comes from its process, each in its own time."""
+        return [self.status(key) for key in keys]
 
     async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
         """See `ReplicaPort`."""

@@ -17,7 +17,7 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import ray
@@ -38,7 +38,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from pengserve.controller.collector import spare_the_loop
 from pengserve.controller.events import EventLog
 from pengserve.controller.loop import Controller
-from pengserve.controller.ports import Discovery
+from pengserve.controller.ports import Discovery, StatusCall
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, PengServeError
@@ -109,6 +109,10 @@ class RayPort:
         handle = await self._handle(key)
         answer: InstanceSnapshot = await _answer(handle.status.remote())
         return answer
+
+    def statuses(self, keys: Sequence[InstanceKey]) -> list[StatusCall]:
+        """See `ReplicaPort`. What an instance says comes from its process, each in its own time."""
+        return [self.status(key) for key in keys]
 
     async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
         """See `ReplicaPort`."""

@@ -25,13 +25,6 @@ from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, Inst
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
-    """It answered a status call."""
-
-    snapshot: InstanceSnapshot
-
-
-@dataclass(frozen=True, slots=True)
 class Gone:
     """It could not be created, or its process has ended."""
 
@@ -50,9 +43,12 @@ class Killed:
     """It is ended and its resources are free."""
 
 
-Observation = Answered | Gone | Drained | Killed
+Observation = InstanceSnapshot | Gone | Drained | Killed  # the first: its answer to a status call
 
 _NOWHERE, _NEVER = DeviceInfo(), Epoch(0)
+
+# All that an answer says but its load and its process's memory.
+face_of = attrgetter(*(f.name for f in fields(InstanceSnapshot) if f.name not in ("key", "stats", "rss_bytes")))
 
 # The slot -------------------------------------------------------------------------------------------------------------
 
@@ -82,12 +78,14 @@ class Slot:
     ready: InstanceSnapshot | None = field(init=False, compare=False)
     # What it says it runs, "dp" or "tp2@(0,1)"; empty where it is not READY, or silent since its last switch.
     lane: str = field(init=False, compare=False)
+    face: tuple[Any, ...] = field(init=False, compare=False, repr=False)  # of its snapshot; empty where it has none
 
     def __post_init__(self) -> None:
         ready = self.snapshot if self.state is InstanceState.READY else None
         object.__setattr__(self, "alive", self.state is not InstanceState.DEAD)
         object.__setattr__(self, "ready", ready)
         object.__setattr__(self, "lane", "" if ready is None or ready.epoch < self.switched else ready.lane)
+        object.__setattr__(self, "face", () if self.snapshot is None else face_of(self.snapshot))
 
     @property
     def answered(self) -> bool:
@@ -132,7 +130,7 @@ def take_in(
         else:
             changes.append(Change(kind=EventKind.INSTANCE_DRAIN_ERROR, span=span(key), why="requests still ran"))
         return ended(slot, "drained", now_s)
-    return _answered(slot, seen.snapshot, config, now_s, changes)
+    return _answered(slot, seen, config, now_s, changes)
 
 
 def _answered(
@@ -155,13 +153,9 @@ def _answered(
     return slot
 
 
-# All that an answer says but its load and its process's memory.
-face_of = attrgetter(*(f.name for f in fields(InstanceSnapshot) if f.name not in ("key", "stats", "rss_bytes")))
-
-
 def says_the_same(slot: Slot, answer: InstanceSnapshot) -> bool:
     """Whether an answer of the slot's life differs from those before in its loads alone: the slot stays as it is."""
-    return slot.snapshot is not None and bool(face_of(answer) == face_of(slot.snapshot))
+    return bool(face_of(answer) == slot.face)
 
 
 def overdue(slot: Slot, seen_s: float, config: ControllerConfig, now_s: float, changes: list[Change]) -> Slot:

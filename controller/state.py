@@ -20,7 +20,7 @@ from pengserve.controller import slots as lives
 from pengserve.controller.directory import Wiring
 from pengserve.controller.events import Change
 from pengserve.controller.routes import Part
-from pengserve.controller.slots import Answered, Killed, Observation, Slot, span
+from pengserve.controller.slots import Killed, Observation, Slot, span
 from pengserve.planners.replace import Vacancy, plan_replacements
 from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.config import ControllerConfig
@@ -96,13 +96,13 @@ def observe(state: ClusterState, seen: Sequence[tuple[InstanceKey, Observation]]
     answers, seen_s = list(state.answers), list(state.seen_s)
     for key, observation in seen:
         at = key.instance_id
+        slot = slots[at] if at < len(slots) else None
         if isinstance(observation, Killed) and key in strays:
             strays = tuple(k for k in strays if k != key)
-        elif at < len(slots):
-            slot = slots[at]
-            if isinstance(observation, Answered) and (key is slot.key or key == slot.key) and slot.alive:
-                answers[at], seen_s[at] = observation.snapshot, now_s
-                if lives.says_the_same(slot, observation.snapshot):
+        elif slot is not None:
+            if isinstance(observation, InstanceSnapshot) and slot.alive and (key is slot.key or key == slot.key):
+                answers[at], seen_s[at] = observation, now_s
+                if lives.says_the_same(slot, observation):
                     continue
             slots[at] = lives.take_in(slot, key, observation, state.config, now_s, changes)
     for i, slot in enumerate(slots):

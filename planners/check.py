@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from pengserve.planners.load import fits_alone, lane_capacity
+from pengserve.planners.load import fits_alone, formable_groups, lane_capacity
 from pengserve.planners.stages import nests
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind, Layout
@@ -23,7 +23,7 @@ def check_switch(plan: SwitchPlan, snapshot: ClusterSnapshot) -> tuple[str, ...]
     found: list[str] = []
     if plan.epoch != snapshot.epoch:
         found.append(f"the plan is for epoch {plan.epoch}, the layout is at {snapshot.epoch}: plan again")
-    by_id = {i.instance_id: i for i in snapshot.instances if i.instance_id in plan.group.members}
+    by_id = {i.key.instance_id: i for i in snapshot.instances if i.key.instance_id in plan.group.members}
     for key in plan.members:
         found += _check_member(key, by_id.get(key.instance_id))
     if len(set(plan.members)) != len(plan.members):
@@ -54,7 +54,7 @@ def _check_member(key: InstanceKey, instance: InstanceSnapshot | None) -> list[s
 
 def _check_merge(plan: SwitchPlan, snapshot: ClusterSnapshot, by_id: dict[InstanceId, InstanceSnapshot]) -> list[str]:
     found: list[str] = []
-    if plan.group not in snapshot.groups:
+    if plan.group not in formable_groups(snapshot.groups):
         found.append(f"{plan.group} cannot be formed now: its communicators are not ready")
     current = _groups_by_member(snapshot, plan.group)
     for member in plan.group.members:
@@ -86,7 +86,7 @@ def _check_split(plan: SwitchPlan, snapshot: ClusterSnapshot, by_id: dict[Instan
     longest = 0 if leader is None else leader.stats.longest_tokens
     found = _check_parts(plan) if plan.group.kind is GroupKind.PP else []
     for part in plan.parts:
-        if part.kind is not GroupKind.DP and part not in snapshot.groups:
+        if part.kind is not GroupKind.DP and part not in formable_groups(snapshot.groups):
             found.append(f"{part} cannot be formed now: its communicators are not ready")
         for member in part.members:
             lane = lane_capacity(by_id.get(member), part.shape)

@@ -3,18 +3,19 @@
 What follows from a layout alone is made once for each layout, since it stays the same object from look to look.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from operator import attrgetter, itemgetter
-from typing import Generic, TypeVar
+from functools import lru_cache, partial
+from itertools import chain
+from operator import attrgetter, eq, itemgetter
+from typing import Generic, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.snapshot import InstanceSnapshot, KvCapacity
+from pengserve.planners.types.snapshot import InstanceSnapshot, InstanceState, KvCapacity, LaneInfo
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -22,6 +23,8 @@ Bools = NDArray[np.bool_]
 
 S = TypeVar("S")
 V = TypeVar("V")
+N = TypeVar("N", bound=tuple[object, ...])
+A = TypeVar("A", np.int64, np.float64, np.bool_)
 
 
 class Kept(Generic[S, V]):
@@ -39,13 +42,23 @@ class Kept(Generic[S, V]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Alike:
+    """The groups of a layout that have one shape."""
+
+    shape: str
+    kind: GroupKind
+    at: Ints  # positions of the groups
+    members: Ints  # [group, place]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GroupTable:
     """What follows from the groups of a layout alone. A position is that of a group in `groups`."""
 
     groups: tuple[Group, ...]
     leaders: list[InstanceId]
     shapes: list[str]
-    wide: list[int]  # positions of groups with more than one member
+    wide: tuple[Alike, ...]  # those with more than one member
     members: frozenset[InstanceId]
     size: int  # above all members
     position_of: Mapping[InstanceId, int]  # of each member's group
@@ -56,21 +69,33 @@ class GroupTable:
 
     @classmethod
     def of(cls, groups: tuple[Group, ...]) -> "GroupTable":
-        """The table of `groups`, which are disjoint."""
-        leaders = [group.members[0] for group in groups]
-        position_of = {member: at for at, group in enumerate(groups) for member in group.members}
+        """The table of `groups`, which are disjoint. Each switch calls for a new one, so it is made without loops."""
+        members_of = list(map(_MEMBERS, groups))
+        degrees = np.fromiter(map(len, members_of), dtype=np.int64, count=len(groups))
+        members = list(chain.from_iterable(members_of))
+        positions = np.repeat(np.arange(len(groups)), degrees).tolist()
+        leaders = list(map(itemgetter(0), members_of))
+        is_dp = degrees == 1
+        shapes = [str(GroupKind.DP)] * len(groups)
+        by_shape: dict[str, list[int]] = {}
+        for at in np.flatnonzero(~is_dp).tolist():
+            shapes[at] = groups[at].shape
+            by_shape.setdefault(shapes[at], []).append(at)
         return cls(
             groups=groups,
             leaders=leaders,
-            shapes=[group.shape for group in groups],
-            wide=[at for at, group in enumerate(groups) if len(group.members) > 1],
-            members=frozenset(position_of),
-            size=max(position_of, default=-1) + 1,
-            position_of=position_of,
-            group_of={member: groups[at] for member, at in position_of.items()},
+            shapes=shapes,
+            wide=tuple(
+                Alike(shape=shape, kind=groups[at[0]].kind, at=ints(at), members=np.array([members_of[i] for i in at]))
+                for shape, at in by_shape.items()
+            ),
+            members=frozenset(members),
+            size=max(members, default=-1) + 1,
+            position_of=dict(zip(members, positions, strict=True)),
+            group_of=dict(zip(members, map(groups.__getitem__, positions), strict=True)),
             leader_set=frozenset(leaders),
             leader_ids=ints(leaders),
-            is_dp=np.array([group.kind is GroupKind.DP for group in groups], dtype=np.bool_),
+            is_dp=is_dp,
         )
 
 
@@ -89,6 +114,86 @@ def whole_groups(groups: tuple[Group, ...], instances: Mapping[InstanceId, Insta
     if table.members <= instances.keys():
         return table
     return _without(table, table.members.difference(instances))
+
+
+class Ready(dict[InstanceId, InstanceSnapshot]):
+    """The READY instances of one look, and their numbers in columns by instance id: 0 for an id that is not READY.
+
+    A column is made when the first planner asks for it; the others of the same look find it.
+    """
+
+    def __init__(self, instances: tuple[InstanceSnapshot, ...]) -> None:
+        known = [i for i in instances if i.state is InstanceState.READY]
+        super().__init__(zip(map(_ID, known), known, strict=True))
+        self.ids = ints(self)
+        self.size = max(map(_ID, instances), default=-1) + 1
+        self._stats = list(map(_STATS, known))
+        lanes = list(map(_LANES, known))
+        self._common_lanes: tuple[LaneInfo, ...] = ()  # where all have the same, as in most clusters
+        if lanes and lanes.count(lanes[0]) == len(lanes):
+            self._common_lanes = lanes[0]
+        self._columns: dict[str, Ints] = {}
+        self._lanes: dict[str, Lanes] = {}
+
+    def stat(self, name: str) -> Ints:
+        """The whole numbers that their stats have by that name."""
+        if name not in self._columns:
+            self._columns[name] = spread(self.ids, column(self._stats, name), self.size)
+        return self._columns[name]
+
+    def lanes(self, shape: str) -> "Lanes":
+        """What they can hold in `shape`."""
+        if shape not in self._lanes:
+            self._lanes[shape] = Lanes(self, shape)
+        return self._lanes[shape]
+
+    def common_lane(self, shape: str) -> KvCapacity | None:
+        """What each of them can hold in `shape`; None where they differ, or cannot run it."""
+        return next((lane.capacity for lane in self._common_lanes if lane.shape == shape), None)
+
+    def runs(self, ids: Iterable[InstanceId], shapes: Iterable[str]) -> Bools:
+        """Whether each of `ids`, which are READY, says that it runs the shape in the same place of `shapes`."""
+        said = map(_RUN_SHAPE, map(self.__getitem__, ids))
+        return np.fromiter(map(eq, said, shapes), dtype=np.bool_)
+
+
+class Lanes:
+    """What the instances of a look can hold in one shape, in columns by instance id: 0 where one cannot run it."""
+
+    def __init__(self, ready: Ready, shape: str) -> None:
+        common, self._size = ready.common_lane(shape), ready.size
+        if common is not None:
+            self._ids, self._known = ready.ids, [common]
+        else:
+            found = capacities(list(ready.values()), shape)
+            self._ids = ready.ids[np.array([lane is not None for lane in found], dtype=np.bool_)]
+            self._known = [lane for lane in found if lane is not None]  # of each of `_ids`, or one of all of them
+        self.exists = spread(self._ids, np.array([True]), ready.size)
+        self._columns: dict[str, Ints] = {}
+
+    def __getitem__(self, name: str) -> Ints:
+        """The column of one field of `KvCapacity`."""
+        if name not in self._columns:
+            self._columns[name] = spread(self._ids, column(self._known, name), self._size)
+        return self._columns[name]
+
+
+ready_instances = Kept(Ready)
+
+
+def spread(ids: Ints, values: NDArray[A], size: int) -> NDArray[A]:
+    """The column by instance id of the `values` of `ids`; 0 where nothing is known."""
+    found = np.zeros(size, dtype=values.dtype)
+    found[ids] = values
+    return found
+
+
+def rows(make: type[N], *columns: Iterable[object]) -> Iterator[N]:
+    """A named tuple of each row of `columns`, which are its fields in their order.
+
+    As `map(make, *columns)`, but without the `__new__` in Python that a look at a thousand would wait for.
+    """
+    return map(cast(Callable[[tuple[object, ...]], N], partial(tuple.__new__, make)), zip(*columns, strict=True))
 
 
 def ints(values: Iterable[int]) -> Ints:
@@ -127,3 +232,5 @@ def capacities(instances: Sequence[InstanceSnapshot], shape: str) -> list[KvCapa
 
 
 _LANES, _SHAPE, _CAPACITY = attrgetter("lanes"), attrgetter("shape"), attrgetter("capacity")
+_MEMBERS, _STATS, _RUN_SHAPE = attrgetter("members"), attrgetter("stats"), attrgetter("stats.shape")
+_ID = attrgetter("key.instance_id")

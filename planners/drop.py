@@ -9,19 +9,18 @@ of ranks of such a length: two halves merge into it. So it is one pass over what
 all pipelines of one length at once.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import compress
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
-from pengserve.planners.columns import Bools, Ints, Kept, capacities, ints
+from pengserve.planners.columns import Bools, Ints, Kept, rows
 from pengserve.planners.overload import MemoryDemand
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot
+from pengserve.planners.types.snapshot import ClusterSnapshot
 
 _SHOWN_GROUPS = 4
 
@@ -101,14 +100,10 @@ class Verdict:
 class Bucket:
     """Pipelines of one length that share no member, so that their order does not matter."""
 
-    groups: tuple[Group, ...]
+    shape: str
+    start: int  # of these among all pipelines
     members: Ints  # [group, place]
     size: int  # above all members
-
-    @property
-    def shape(self) -> str:
-        """Of all of them."""
-        return self.groups[0].shape
 
 
 class _Search:
@@ -117,9 +112,7 @@ class _Search:
     A part is a group of the layout, or a pipeline that is planned in place of some.
     """
 
-    def __init__(
-        self, demand: MemoryDemand, config: DropConfig, claimed: Collection[InstanceId], can_grow: bool, size: int
-    ) -> None:
+    def __init__(self, demand: MemoryDemand, config: DropConfig, claimed: Collection[InstanceId], size: int) -> None:
         self.demand, self.config = demand, config
         self.leader = np.full(size, -1)  # the part's first member; -1: a member that must not become a part
         self.place = np.zeros(size, dtype=np.int64)  # in the part
@@ -130,19 +123,19 @@ class _Search:
         self.is_short = np.zeros(size, dtype=np.bool_)  # and should go on merging
         self.present_blocks = np.zeros(size, dtype=np.int64)  # of the demand, those that are not predicted
         self.has_room = np.zeros(size, dtype=np.bool_)  # a pipeline of the layout that is not short
-        # Pipelines by first member: bucket and place in it. Some were merged into wider ones since.
-        self.planned = np.full((size, 2), -1)
-        self._fill(claimed, can_grow)
+        # Pipelines by first member, as their place among all. Some were merged into wider ones since.
+        self.planned = np.full(size, -1)
+        self._fill(claimed)
 
-    def _fill(self, claimed: Collection[InstanceId], can_grow: bool) -> None:
+    def _fill(self, claimed: Collection[InstanceId]) -> None:
         """The groups of the layout that may become parts."""
         table, columns = self.demand.by_member.table, self.demand.by_member.columns
         is_fit = columns.is_known & (columns.num_paused == 0)
         self._put(np.flatnonzero(is_fit & table.is_dp), table.leader_ids[is_fit & table.is_dp][:, None])
-        if can_grow:
-            for at in table.wide:
-                if is_fit[at] and table.groups[at].kind is GroupKind.PP:
-                    self._put(np.array([at]), np.array([table.groups[at].members]))
+        for alike in table.wide:
+            if alike.kind is GroupKind.PP:
+                fit = is_fit[alike.at]
+                self._put(alike.at[fit], alike.members[fit])
         for member in claimed:
             if member in table.position_of:
                 self.leader[list(table.groups[table.position_of[member]].members)] = -1
@@ -169,7 +162,7 @@ class _Search:
         self.is_short[members] = is_short[:, None]
         self.has_room[members] = False
 
-    def try_merge(self, number: int, bucket: Bucket) -> None:
+    def try_merge(self, bucket: Bucket) -> None:
         """Plans each group of `bucket` in place of its parts, where one of them is short and it frees memory."""
         members = bucket.members
         at = np.flatnonzero(self._is_due(members) & self._is_union(members))
@@ -186,7 +179,7 @@ class _Search:
         is_short = demand_blocks > self.config.target * capacity_blocks
         columns = (members, demand_blocks, present_blocks, held_blocks, capacity_blocks, is_short)
         self._set(*(values[frees] for values in columns))
-        self.planned[members[frees, 0]] = np.column_stack([np.full(frees.sum(), number), at[frees]])
+        self.planned[members[frees, 0]] = bucket.start + at[frees]
 
     def _is_due(self, members: Ints) -> Bools:
         """Whether memory is short in each row of `members`; where it would draw in a pipeline that has room, now."""
@@ -210,29 +203,26 @@ class _Search:
 
     def _pipeline_blocks(self, members: Ints, shape: str) -> Ints:
         """Blocks that each row would hold, which is what its narrowest member can; 0 where one has no such lane."""
-        instance_of = cast(Mapping[int, InstanceSnapshot], self.demand.instances)
-        instances = [instance_of[i] for i in members.ravel().tolist()]
-        blocks = ints([0 if lane is None else lane.num_blocks for lane in capacities(instances, shape)])
-        narrowest: Ints = blocks.reshape(members.shape).min(axis=1)
+        narrowest: Ints = self.demand.instances.lanes(shape)["num_blocks"][members].min(axis=1)
         return narrowest
 
-    def pipelines(self, buckets: Sequence[Bucket]) -> tuple[Pipeline, ...]:
-        """What is planned, the one whose members are shortest of memory first."""
+    def pipelines(self, groups: Sequence[Group]) -> tuple[Pipeline, ...]:
+        """What is planned of `groups`, the one whose members are shortest of memory first."""
         is_first = self.leader == np.arange(len(self.leader))
-        firsts = np.flatnonzero((self.planned[:, 0] >= 0) & is_first & (self.capacity_blocks > self.held_blocks))
+        firsts = np.flatnonzero((self.planned >= 0) & is_first & (self.capacity_blocks > self.held_blocks))
         shares = self.demand_blocks[firsts] / self.held_blocks[firsts].clip(1)
         firsts = firsts[np.lexsort((firsts, -shares))]
-        groups = [buckets[number].groups[at] for number, at in self.planned[firsts].tolist()]
+        planned = map(groups.__getitem__, self.planned[firsts].tolist())
         columns = (self.demand_blocks, self.held_blocks, self.capacity_blocks)
-        return tuple(map(Pipeline, groups, *(column[firsts].tolist() for column in columns)))
+        return tuple(rows(Pipeline, planned, *(column[firsts].tolist() for column in columns)))
 
     def short(self) -> tuple[Group, ...]:
         """The overloaded groups of the layout that are still overloaded after all that is planned."""
-        groups = [part.group for part in self.demand.overloaded]
-        leaders = ints([group.members[0] for group in groups])
+        at, table = self.demand.overloaded_at, self.demand.by_member.table
+        leaders = table.leader_ids[at]
         is_over = self.demand_blocks[leaders] > self.config.drop_above * self.capacity_blocks[leaders]
         is_short = (self.leader[leaders] < 0) | is_over
-        return tuple(compress(groups, is_short.tolist()))
+        return tuple(map(table.groups.__getitem__, at[is_short].tolist()))
 
 
 def plan_drop(
@@ -241,32 +231,32 @@ def plan_drop(
     config: DropConfig,
     *,
     claimed: Collection[InstanceId] = (),
-    can_grow: bool = False,
 ) -> Verdict:
     """The pipelines that make room for the overloaded groups.
 
     An overloaded group merges with its buddy, and the two with theirs, until the demand is at most the share `target`
     of what there is, or `max_stages` are reached. Only groups of the layout merge that are wholly READY, known, and not
-    `claimed`; tp groups never do, and pipelines that stand do where the mechanism `can_grow` them: one that has room
-    itself only where memory is short now, not in a moment, for it becomes slower for all that it serves. Where even the
-    widest pipeline is not enough it is planned all the same: it runs more at once than its members can alone.
+    `claimed`; tp groups never do, and pipelines that stand grow: one that has room itself only where memory is short
+    now, not in a moment, for it becomes slower for all that it serves. Where even the widest pipeline is not enough it
+    is planned all the same: it runs more at once than its members can alone.
     """
-    if not demand.overloaded:
+    if not demand.is_short:
         return Verdict(why="no group is short of memory")
-    buckets = [bucket for bucket in _buckets(snapshot.groups) if bucket.members.shape[1] <= config.max_stages]
+    groups, all_buckets = _buckets(snapshot.groups)
+    buckets = [bucket for bucket in all_buckets if bucket.members.shape[1] <= config.max_stages]
     size = max([demand.by_member.table.size, *(bucket.size for bucket in buckets)])
-    search = _Search(demand, config, claimed, can_grow, size)
-    for number, bucket in enumerate(buckets):
-        search.try_merge(number, bucket)
-    short, pipelines = search.short(), search.pipelines(buckets)
+    search = _Search(demand, config, claimed, size)
+    for bucket in buckets:
+        search.try_merge(bucket)
+    short, pipelines = search.short(), search.pipelines(groups)
     if not pipelines:
         return Verdict(short=short, why=f"{_names(short)} are short of memory, and no pipeline can be formed of them")
     why = f"{_names(short)} stay short of memory" if short else ""
     return Verdict(plan=DropPlan(pipelines=pipelines), short=short, why=why)
 
 
-def _make_buckets(groups: tuple[Group, ...]) -> tuple[Bucket, ...]:
-    """The pipelines among `groups`, the narrowest first.
+def _make_buckets(groups: tuple[Group, ...]) -> tuple[tuple[Group, ...], tuple[Bucket, ...]]:
+    """The pipelines among `groups`, the narrowest first, all and in buckets.
 
     Those of one length are disjoint as long as no rank has shifted under a pipeline that stands; one that overlaps
     others comes after those of lower rank.
@@ -279,14 +269,14 @@ def _make_buckets(groups: tuple[Group, ...]) -> tuple[Bucket, ...]:
         round_ = 1 + max(newest.get((length, member), -1) for member in group.members)
         newest.update(((length, member), round_) for member in group.members)
         rounds.setdefault((length, round_), []).append(group)
-    return tuple(
-        Bucket(
-            groups=tuple(found),
-            members=np.array([g.members for g in found], dtype=np.int64),
-            size=1 + max(member for g in found for member in g.members),
-        )
-        for _, found in sorted(rounds.items(), key=lambda item: item[0])
-    )
+    found: list[Group] = []
+    buckets = []
+    for _, bucket in sorted(rounds.items(), key=lambda item: item[0]):
+        members = np.array([g.members for g in bucket], dtype=np.int64)
+        shape, size = bucket[0].shape, 1 + int(members.max())
+        buckets.append(Bucket(shape=shape, start=len(found), members=members, size=size))
+        found += bucket
+    return tuple(found), tuple(buckets)
 
 
 _buckets = Kept(_make_buckets)

@@ -7,14 +7,13 @@ split by the load that it has. So a merge cannot by itself call for the split th
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pengserve.planners.columns import GroupTable, Kept, whole_groups
+from pengserve.planners.columns import GroupTable, Kept, Ready, ready_instances, whole_groups
 from pengserve.planners.columns import lane_capacity as lane_capacity
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.snapshot import (
     ClusterSnapshot,
     InstanceSnapshot,
-    InstanceState,
     KvCapacity,
 )
 from pengserve.planners.types.units import blocks_for
@@ -45,19 +44,19 @@ class ClusterView:
     """A snapshot, indexed: what the planner asks again and again."""
 
     snapshot: ClusterSnapshot
-    instances: Mapping[InstanceId, InstanceSnapshot]  # READY ones
+    instances: Ready
     table: GroupTable  # of the layout's groups whose members are all READY
     group_of: Mapping[InstanceId, Group]  # of instances in groups whose members are all READY
     loads: "Loads"  # of those groups, by leader
     tp_groups: tuple[Group, ...]  # that could be formed now, and those that stand
-    formable: Mapping[GroupKind, frozenset[tuple[InstanceId, ...]]]  # members of such groups of each kind
+    formable: "Formable"
     busy_requests: int
 
     @classmethod
     def of(cls, snapshot: ClusterSnapshot, busy_requests: int, queues: Iterable[InstanceId] = ()) -> "ClusterView":
         """The view of `snapshot`; `queues` are leaders whose queue has stood for long enough to count."""
-        instances = {i.key.instance_id: i for i in snapshot.instances if i.state is InstanceState.READY}
-        table, formable = whole_groups(snapshot.layout.groups, instances), _formable(snapshot.groups)
+        instances = ready_instances(snapshot.instances)
+        table, formable = whole_groups(snapshot.layout.groups, instances), formable_groups(snapshot.groups)
         return cls(
             snapshot=snapshot,
             instances=instances,
@@ -65,13 +64,13 @@ class ClusterView:
             group_of=table.group_of,
             loads=Loads(table, instances, busy_requests, frozenset(queues)),
             tp_groups=formable.tp_groups,
-            formable=formable.members,
+            formable=formable,
             busy_requests=max(1, busy_requests),
         )
 
     def can_form(self, group: Group) -> bool:
         """Whether the lanes and communicators for `group` are ready."""
-        return group.members in self.formable[group.kind]
+        return group in self.formable
 
     def load(self, group: Group) -> GroupLoad:
         """Load of a group that is in the layout, with all members READY."""
@@ -207,20 +206,24 @@ class Loads(Mapping[InstanceId, GroupLoad]):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Formable:
+class Formable:
     """The groups that could be formed now, sorted out."""
 
     tp_groups: tuple[Group, ...]
     members: Mapping[GroupKind, frozenset[tuple[InstanceId, ...]]]
 
+    def __contains__(self, group: Group) -> bool:
+        return group.members in self.members.get(group.kind, ())
+
     @classmethod
-    def of(cls, groups: tuple[Group, ...]) -> "_Formable":
+    def of(cls, groups: tuple[Group, ...]) -> "Formable":
+        """The tp and pp groups among `groups`."""
         by_kind = {k: tuple(g for g in groups if g.kind is k) for k in (GroupKind.TP, GroupKind.PP)}
         members = {kind: frozenset(g.members for g in found) for kind, found in by_kind.items()}
         return cls(tp_groups=by_kind[GroupKind.TP], members=members)
 
 
-_formable = Kept(_Formable.of)
+formable_groups = Kept(Formable.of)
 
 
 def _load(leader: InstanceSnapshot, group: Group, busy_requests: int, is_queue: bool) -> GroupLoad:

@@ -157,9 +157,8 @@ def propose(snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory
 
 def _queues(snapshot: ClusterSnapshot, history: LoadHistory) -> dict[InstanceId, float]:
     before = history.queue_since_s
-    return {
-        i.instance_id: before.get(i.instance_id, snapshot.time_s) for i in snapshot.instances if i.stats.num_waiting
-    }
+    waiting = [i.key.instance_id for i in snapshot.instances if i.stats.num_waiting]
+    return {instance_id: before.get(instance_id, snapshot.time_s) for instance_id in waiting}
 
 
 def _observe(view: ClusterView, config: MergeConfig, history: LoadHistory) -> LoadHistory:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pengserve.planners.columns import Bools, GroupTable, Ints, capacities, column, whole_groups
+from pengserve.planners.columns import Bools, GroupTable, Ints, Ready, ready_instances, rows, whole_groups
 from pengserve.planners.load import lane_capacity
 from pengserve.planners.trails import MIN_GAP_S as MIN_GAP_S
 from pengserve.planners.trails import Trail as Trail
@@ -24,13 +24,7 @@ from pengserve.planners.trails import Trails
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.snapshot import (
-    ClusterSnapshot,
-    InstanceSnapshot,
-    InstanceState,
-    InstanceStats,
-    KvCapacity,
-)
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot
 from pengserve.planners.types.units import blocks_for
 
 
@@ -96,7 +90,7 @@ class GroupDemands(Mapping[InstanceId, GroupDemand]):
             numbers = (*blocks, c.num_running, c.num_waiting, c.num_paused, c.bytes_per_block, c.is_known)
             groups = [self.table.groups[at] for at in new.tolist()]
             # In the order of the fields.
-            made.update(zip(new.tolist(), map(GroupDemand, groups, *(n[new].tolist() for n in numbers)), strict=True))
+            made.update(zip(new.tolist(), rows(GroupDemand, groups, *(n[new].tolist() for n in numbers)), strict=True))
         return tuple([made[at] for at in places])
 
 
@@ -124,9 +118,19 @@ class _Columns:
 class MemoryDemand:
     """The cluster's groups whose members are all READY, indexed for the planners of drops and restores."""
 
-    instances: Mapping[InstanceId, InstanceSnapshot]  # READY ones
+    instances: Ready
     by_member: GroupDemands
-    overloaded: tuple[GroupDemand, ...] = ()  # above `drop_above`, in the order of the layout
+    overloaded_at: Ints = field(compare=False)  # positions of the groups above `drop_above`
+
+    @property
+    def is_short(self) -> bool:
+        """Whether memory is short anywhere."""
+        return len(self.overloaded_at) > 0
+
+    @property
+    def overloaded(self) -> tuple[GroupDemand, ...]:
+        """The groups above `drop_above`, in the order of the layout."""
+        return self.by_member.many(self.overloaded_at)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +147,7 @@ def predict_demand(
 
     Where a leader's stats are of another shape, its group's demand is unknown: it is neither overloaded nor quiet.
     """
-    instances = {i.key.instance_id: i for i in snapshot.instances if i.state is InstanceState.READY}
+    instances = ready_instances(snapshot.instances)
     table = whole_groups(snapshot.layout.groups, instances)
     columns = _columns(table, instances)
     blocks = columns.resident_blocks + columns.queued_blocks
@@ -153,8 +157,8 @@ def predict_demand(
     _add_ingresses(snapshot, columns)
     is_short = columns.is_known & (columns.demand_blocks > config.drop_above * columns.capacity_blocks)
     by_member = GroupDemands(table, columns)
-    overloaded = by_member.many(np.flatnonzero(is_short))
-    return MemoryDemand(instances=instances, by_member=by_member, overloaded=overloaded), DemandHistory(trails=trails)
+    found = MemoryDemand(instances=instances, by_member=by_member, overloaded_at=np.flatnonzero(is_short))
+    return found, DemandHistory(trails=trails)
 
 
 def group_demand(group: Group, instances: Mapping[InstanceId, InstanceSnapshot]) -> GroupDemand:
@@ -183,64 +187,40 @@ def group_demand(group: Group, instances: Mapping[InstanceId, InstanceSnapshot])
     )
 
 
-_NO_LANE = KvCapacity(num_blocks=0, block_size=0, bytes_per_block=0, max_model_len=0, max_num_seqs=0, weight_bytes=0)
-
-
-def _columns(table: GroupTable, instances: Mapping[InstanceId, InstanceSnapshot]) -> _Columns:
-    """`group_demand` of all groups of `table`."""
-    leaders = [instances[leader] for leader in table.leaders]
-    stats = [leader.stats for leader in leaders]
-    alone = capacities(leaders, GroupKind.DP)
-    lanes = list(alone)
-    for at in table.wide:
-        lanes[at] = lane_capacity(leaders[at], table.shapes[at])
-    known = [
-        s.shape == shape and lane is not None and dp is not None and not s.is_follower
-        for s, shape, lane, dp in zip(stats, table.shapes, lanes, alone, strict=True)
-    ]
-    return _filled(
-        stats,
-        [lane or _NO_LANE for lane in lanes],
-        [lane or _NO_LANE for lane in alone],
-        num_paused=_num_paused(table, instances, stats),
-        is_known=np.array(known, dtype=np.bool_),
-    )
-
-
-def _filled(
-    stats: list[InstanceStats], lanes: list[KvCapacity], alone: list[KvCapacity], *, num_paused: Ints, is_known: Bools
-) -> _Columns:
-    """The arithmetic of `group_demand`, a group an entry."""
-    own, num_blocks = column(stats, "block_size"), column(stats, "kv_blocks_total")
-    block_size = np.where(own, own, column(lanes, "block_size")).clip(1)
-    num_blocks = np.where(num_blocks, num_blocks, column(lanes, "num_blocks"))
-    num_running, num_waiting = column(stats, "num_running"), column(stats, "num_waiting")
-    width = (block_size // column(alone, "block_size").clip(1)).clip(1)
-    queued_blocks = -(-column(stats, "queued_tokens") // block_size) * width
-    free_slots = (column(lanes, "max_num_seqs") - num_running).clip(0)
+def _columns(table: GroupTable, instances: Ready) -> _Columns:
+    """`group_demand` of all groups of `table`, a group an entry."""
+    leaders, alone = table.leader_ids, instances.lanes(GroupKind.DP)
+    lane = {name: alone[name][leaders] for name in ("num_blocks", "block_size", "max_num_seqs")}
+    is_known = instances.runs(table.leaders, table.shapes) & alone.exists[leaders]
+    is_known &= instances.stat("is_follower")[leaders] == 0
+    paused = instances.stat("num_paused")
+    num_paused = paused[leaders]
+    for alike in table.wide:
+        lanes, first = instances.lanes(alike.shape), alike.members[:, 0]
+        for name, values in lane.items():
+            values[alike.at] = lanes[name][first]
+        is_known[alike.at] &= lanes.exists[first]
+        num_paused[alike.at] = paused[alike.members].sum(axis=1)
+    own, num_blocks = instances.stat("block_size")[leaders], instances.stat("kv_blocks_total")[leaders]
+    block_size = np.where(own, own, lane["block_size"]).clip(1)
+    num_blocks = np.where(num_blocks, num_blocks, lane["num_blocks"])
+    num_running, num_waiting = instances.stat("num_running")[leaders], instances.stat("num_waiting")[leaders]
+    width = (block_size // alone["block_size"][leaders].clip(1)).clip(1)
+    queued_blocks = -(-instances.stat("queued_tokens")[leaders] // block_size) * width
+    free_slots = (lane["max_num_seqs"] - num_running).clip(0)
     is_queue = num_waiting > 0
     head_blocks = queued_blocks * np.minimum(free_slots, num_waiting) // np.where(is_queue, num_waiting, 1)
     return _Columns(
         capacity_blocks=num_blocks * width * is_known,
-        resident_blocks=column(stats, "kv_blocks_used") * width * is_known,
+        resident_blocks=instances.stat("kv_blocks_used")[leaders] * width * is_known,
         queued_blocks=np.where(is_queue, head_blocks, queued_blocks) * is_known,
         growth_blocks=np.zeros_like(width),
         num_running=num_running * is_known,
         num_waiting=num_waiting * is_known,
         num_paused=num_paused,
-        bytes_per_block=column(alone, "bytes_per_block") * is_known,
+        bytes_per_block=alone["bytes_per_block"][leaders] * is_known,
         is_known=is_known,
     )
-
-
-def _num_paused(
-    table: GroupTable, instances: Mapping[InstanceId, InstanceSnapshot], stats: list[InstanceStats]
-) -> Ints:
-    """Requests that are paused at any member of each group."""
-    num_paused = column(stats, "num_paused")
-    for at in table.wide:
-        num_paused[at] = sum(instances[member].stats.num_paused for member in table.groups[at].members)
-    return num_paused
 
 
 def _add_ingresses(snapshot: ClusterSnapshot, columns: _Columns) -> None:

@@ -52,8 +52,7 @@ class Prices:
     def drop_s(self, pipeline: Pipeline) -> float:
         """Of a drop: as `switch_s`, and fewer wait, since its members have more memory."""
         parts = self._parts(pipeline.group)
-        leaders = {part.group.members[0] for part in parts}
-        before_s = sum(self._waiting_alone_s(part) for part in self.overloaded if part.group.members[0] in leaders)
+        before_s = sum(self._waiting_alone_s(part) for part in parts)  # none waits in one that is not overloaded
         return self.switch_s(pipeline.group) - before_s + self._waiting_s(parts, pipeline.capacity_blocks)
 
     def _parts(self, group: Group) -> list[GroupDemand]:

@@ -8,11 +8,15 @@ what it would end in for `quiet_s`; and its requests fit in there so, whatever t
 again.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
-from pengserve.planners.load import fits_alone, lane_capacity, part_capacity
+import numpy as np
+
+from pengserve.planners.columns import Alike, Ints, Kept
+from pengserve.planners.load import fits_alone, formable_groups, lane_capacity, part_capacity
 from pengserve.planners.overload import GroupDemand, MemoryDemand
 from pengserve.planners.steps import halves_of
 from pengserve.planners.types.config import DropConfig
@@ -74,7 +78,7 @@ def plan_restore(
     Cheapest is what moves the fewest bytes; ties go to the lowest rank. None ends while memory is short anywhere, while
     a request waits or runs that is too long for one of its members, and none with a member that is `claimed`.
     """
-    pipelines = [g for g in snapshot.layout.groups if g.kind is GroupKind.PP]
+    pipelines = _pipelines(snapshot.layout.groups)
     now_s, seen_s = snapshot.time_s, history.seen_s
     since = snapshot.layout_since_s or now_s
     # After a gap nobody knows what was in between; looks may be further apart than `quiet_s`.
@@ -82,18 +86,17 @@ def plan_restore(
     low_before = {} if is_gap else history.low_since_s
     low_since_s = {
         way: low_before.get(way, now_s)
-        for group in pipelines
-        for way in _ways(group, snapshot)
-        if _is_quiet(demand, way, config, way in low_before)
+        for way, is_known in _quiet_ways(demand, config, snapshot)
+        if is_known or way in low_before  # where stats are stale, what was known stands
     }
     history = RestoreHistory(
         since_s={g: history.since_s.get(g, since) for g in pipelines}, low_since_s=low_since_s, seen_s=now_s
     )
-    if demand.overloaded:
+    if demand.is_short:
         return None, history
     longest_waiting = max((d.longest_waiting_tokens for d in snapshot.demands), default=0)
     able = []
-    for group in pipelines:
+    for group in dict.fromkeys(way.group for way in low_since_s):
         if now_s - history.since_s[group] < config.min_dwell_s or any(m in claimed for m in group.members):
             continue
         for way in _ways(group, snapshot):
@@ -106,11 +109,25 @@ def plan_restore(
     return min(able, key=lambda plan: (plan.moved_bytes, plan.group.members), default=None), history
 
 
+def _only_pipelines(groups: tuple[Group, ...]) -> list[Group]:
+    return [g for g in groups if g.kind is GroupKind.PP]
+
+
+_pipelines = Kept(_only_pipelines)
+
+
 def _ways(group: Group, snapshot: ClusterSnapshot) -> tuple[Way, ...]:
     """What a pipeline can end in, the way that brings most parameters back first."""
+    whole, halved = _all_ways(group)
+    formable = formable_groups(snapshot.groups)
+    return (whole, halved) if halved and all(half in formable for half in halved.parts) else (whole,)
+
+
+@lru_cache(maxsize=1 << 12)
+def _all_ways(group: Group) -> tuple[Way, Way | None]:
+    """As its members alone, and as its halves if it has any. Kept, since a pipeline stands for many looks."""
     halves = halves_of(group)
-    can_halve = halves and all(half in snapshot.groups for half in halves)
-    return (Way(group, alone(group.members)), *([Way(group, halves)] if can_halve else []))
+    return Way(group, alone(group.members)), Way(group, halves) if halves else None
 
 
 def can_restore(demand: MemoryDemand, way: Way, fill: float, longest_waiting_tokens: int = 0) -> bool:
@@ -130,14 +147,33 @@ def can_restore(demand: MemoryDemand, way: Way, fill: float, longest_waiting_tok
     )
 
 
-def _is_quiet(demand: MemoryDemand, way: Way, config: DropConfig, was_quiet: bool) -> bool:
-    """Whether what it ends in holds the demand with ease. Where stats are stale, what was known stands."""
-    here = demand.by_member.get(way.group.leader)
-    if here is None:
-        return False
-    if not here.is_known:
-        return was_quiet
-    return here.demand_blocks < config.restore_below * sum(lane.num_blocks for lane in _lanes(demand, way))
+def _quiet_ways(demand: MemoryDemand, config: DropConfig, snapshot: ClusterSnapshot) -> Iterator[tuple[Way, bool]]:
+    """The ways to end in what holds the demand with ease, and whether the demand is known; all ways where it is not."""
+    columns = demand.by_member.columns
+    for alike in demand.by_member.table.wide:
+        if alike.kind is not GroupKind.PP:
+            continue
+        is_known, blocks = columns.is_known[alike.at], columns.demand_blocks[alike.at]
+        in_members, in_halves = _room_blocks(demand, alike)
+        is_low = blocks < config.restore_below * in_members, blocks < config.restore_below * in_halves
+        for i in np.flatnonzero(~is_known | is_low[0] | is_low[1]).tolist():
+            for way in _ways(demand.by_member.table.groups[alike.at[i]], snapshot):
+                if not is_known[i] or is_low[0 if way.is_alone else 1][i]:
+                    yield way, bool(is_known[i])
+
+
+def _room_blocks(demand: MemoryDemand, alike: Alike) -> tuple[Ints, Ints]:
+    """Blocks that the members of each group have, alone and as halves; 0 where one cannot run so."""
+    members, degree = alike.members, alike.members.shape[1]
+    lanes = demand.instances.lanes(GroupKind.DP)
+    alone_blocks: Ints = lanes["num_blocks"][members].sum(axis=1) * lanes.exists[members].all(axis=1)
+    middle, rest = divmod(degree, 2)
+    if rest or middle < 2:
+        return alone_blocks, np.zeros_like(alone_blocks)
+    lanes = demand.instances.lanes(f"{GroupKind.PP}{middle}")
+    halves = lanes["num_blocks"][members].reshape(-1, 2, middle).min(axis=2)  # what its narrowest member can
+    halved_blocks: Ints = halves.sum(axis=1) * lanes.exists[members].all(axis=1)
+    return alone_blocks, halved_blocks
 
 
 def _plan(demand: MemoryDemand, way: Way, low_s: float) -> RestorePlan:

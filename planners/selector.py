@@ -18,6 +18,8 @@ what else was possible, and what it would have cost.
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+import numpy as np
+
 from pengserve.planners.drop import Verdict, plan_drop
 from pengserve.planners.merge import LoadHistory, Proposal, Reason, propose
 from pengserve.planners.overload import DemandHistory, MemoryDemand, predict_demand
@@ -102,7 +104,7 @@ def select(
     if drop.max_stages <= 1 and not any(g.kind is GroupKind.PP for g in snapshot.layout.groups):
         return proposal.plan, SelectorHistory(load=proposal.followed), _decide_alone(snapshot, drop, proposal.plan)
     demand, demand_history = predict_demand(snapshot, drop, history.demand)
-    verdict = plan_drop(snapshot, demand, drop, claimed=proposal.claimed, can_grow=True) if drop.is_auto else Verdict()
+    verdict = plan_drop(snapshot, demand, drop, claimed=proposal.claimed) if drop.is_auto else Verdict()
     restore, restore_history = plan_restore(snapshot, demand, drop, history.restore, claimed=proposal.claimed)
     plan = None if is_backing_off(snapshot) else _first(snapshot, demand, proposal, verdict, restore)
     is_followed = plan is not None and plan is proposal.plan
@@ -152,7 +154,9 @@ def _first(
 
 def _is_short(demand: MemoryDemand, group: Group) -> bool:
     """Whether memory is short in a group that has any of the members of `group`."""
-    return any(member in group.members for part in demand.overloaded for member in part.group.members)
+    table = demand.by_member.table
+    position_of, at = table.position_of, demand.overloaded_at
+    return bool(np.isin([position_of[member] for member in group.members if member in position_of], at).any())
 
 
 def _decide(options: tuple[Option, ...], plan: SwitchPlan | None, verdict: Verdict | None = None) -> Decision:

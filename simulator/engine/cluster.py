@@ -98,10 +98,14 @@ class SimCluster:
         Raises:
             EngineError: it is over.
         """
-        instance = self.instances.get(key)
-        if instance is None or not instance.is_alive:
+        if not self.lives(key):
             raise EngineError(f"instance {key} has ended")
-        return instance
+        return self.instances[key]
+
+    def lives(self, key: InstanceKey) -> bool:
+        """Whether that life of an instance goes on."""
+        instance = self.instances.get(key)
+        return instance is not None and instance.is_alive
 
     def die(self, key: InstanceKey) -> None:
         """The process of an instance ends at once. Its group ends, and its requests are resumed elsewhere."""

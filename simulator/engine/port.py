@@ -1,6 +1,8 @@
 """The controller's port to a simulated cluster: `controller.ports.ReplicaPort` in virtual time."""
 
-from pengserve.controller.ports import Discovery
+from collections.abc import Sequence
+
+from pengserve.controller.ports import Discovery, StatusCall
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
@@ -23,10 +25,11 @@ class SimPort:
 
     async def status(self, key: InstanceKey) -> InstanceSnapshot:
         """See `ReplicaPort`."""
-        instance = self._cluster.find(key)
-        if len(self._cluster.instances) <= MOST_EXACT:
-            instance.current.catch_up()
-        return instance.snapshot()
+        return self._said(key)
+
+    def statuses(self, keys: Sequence[InstanceKey]) -> list[InstanceSnapshot | StatusCall]:
+        """See `ReplicaPort`."""
+        return [self._said(key) if self._cluster.lives(key) else self.status(key) for key in keys]
 
     async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
         """See `ReplicaPort`. Nobody drains a simulation: it ends when its requests have."""
@@ -57,3 +60,9 @@ class SimPort:
     async def discover(self) -> Discovery:
         """See `ReplicaPort`. A simulation begins with nothing."""
         return Discovery()
+
+    def _said(self, key: InstanceKey) -> InstanceSnapshot:
+        instance = self._cluster.find(key)
+        if len(self._cluster.instances) <= MOST_EXACT:
+            instance.current.catch_up()
+        return instance.snapshot()

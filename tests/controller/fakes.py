@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from pengserve.controller.ports import Discovery
+from pengserve.controller.ports import Discovery, StatusCall
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, FenceError, StepError
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
@@ -98,6 +98,7 @@ class FakePort:
         self.starts_ready = True
         self.created: list[InstanceKey] = []  # the newest life of each slot is known to the cluster for ever
         self.silence = asyncio.Event()  # never set
+        self.answer_at_once = False
         self.calls: list[tuple[str, InstanceKey, str]] = []  # of switches: the call, whom, which plan
         self.may_prepare = asyncio.Event()
         self.may_prepare.set()
@@ -121,6 +122,15 @@ class FakePort:
         if instance.silent:
             await self.silence.wait()
         return instance.said
+
+    def statuses(self, keys: Sequence[InstanceKey]) -> list[InstanceSnapshot | StatusCall]:
+        """All calls; or, where they `answer_at_once`, what those of the living say that are not silent."""
+        found: list[InstanceSnapshot | StatusCall] = []
+        for key in keys:
+            instance = self.instances.get(key)
+            is_here = self.answer_at_once and instance is not None and not instance.silent
+            found.append(self._instance(key).said if is_here else self.status(key))
+        return found
 
     async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
         instance = self._instance(key)

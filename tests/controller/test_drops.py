@@ -7,7 +7,7 @@ import pytest
 
 from pengserve.controller import state as transitions
 from pengserve.controller.events import EventLog
-from pengserve.controller.slots import Answered, Gone, Killed
+from pengserve.controller.slots import Gone, Killed
 from pengserve.controller.steering import SHORTAGE_PERIOD_S, Steering, decided
 from pengserve.planners.selector import AT_REST, select
 from pengserve.planners.types.codec import from_data, to_data
@@ -218,7 +218,7 @@ def started(config: ControllerConfig, nodes: list[str] | None = None) -> transit
     ]
     if nodes is not None:
         said = [replace(s, device=DeviceInfo(node_id=n, device="cuda:0")) for s, n in zip(said, nodes, strict=True)]
-    return transitions.observe(state, [(s.key, Answered(s)) for s in said], 0).state
+    return transitions.observe(state, [(s.key, s) for s in said], 0).state
 
 
 def test_pipelines_span_nodes_and_tp_groups_do_not() -> None:
@@ -237,11 +237,11 @@ def test_a_pipeline_in_use_keeps_its_communicators_where_ranks_shift() -> None:
     state = transitions.begin_switch(state, plan).state
     report = transitions.SwitchReport(plan_id="d", epoch=Epoch(2))
     state = transitions.end_switch(state, plan, report, {}, 1).state
-    state = transitions.observe(state, [(s.key, Answered(s)) for s in said], 1).state
+    state = transitions.observe(state, [(s.key, s) for s in said], 1).state
     state = transitions.observe(state, [(life(3), Gone("SIGKILL")), (life(3), Killed())], 2).state
     state = transitions.create(state, [InstanceId(3)], "again", 2).state
     moved = replace(answer(life(3, 2), InstanceState.READY, max_stages=4), device=DeviceInfo(node_id="m"))
-    state = transitions.observe(state, [(life(3, 2), Answered(moved))], 2).state
+    state = transitions.observe(state, [(life(3, 2), moved)], 2).state
     assert state.wiring.topology.ranks == (3, 0, 1, 2)
     names = {str(spec.group) for spec in state.wiring.directory.groups}
     assert names == {"pp2@(3,0)", "pp2@(1,2)", "pp4@(3,0,1,2)", "pp2@(0,1)"}

@@ -11,7 +11,7 @@ from pengserve.controller import directory as wirings
 from pengserve.controller import layout as layouts
 from pengserve.controller import routes
 from pengserve.controller import state as transitions
-from pengserve.controller.slots import Answered, Gone, Killed, Observation
+from pengserve.controller.slots import Gone, Killed, Observation
 from pengserve.planners.types.config import ControllerConfig, DropConfig
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, InstanceStats
@@ -52,11 +52,9 @@ def observations(draw: st.DrawFn, state: transitions.ClusterState) -> list[tuple
             found.append((slot.key, Gone("it has ended")))
         elif kind == "same" and slot.snapshot is not None:
             stats = InstanceStats(num_running=draw(st.integers(0, 9)))
-            found.append(
-                (slot.key, Answered(pickle.loads(pickle.dumps(dataclasses.replace(slot.snapshot, stats=stats)))))
-            )
+            found.append((slot.key, pickle.loads(pickle.dumps(dataclasses.replace(slot.snapshot, stats=stats)))))
         elif kind != "silent":
-            found.append((slot.key, Answered(draw(answers(slot.key, mine)))))
+            found.append((slot.key, draw(answers(slot.key, mine))))
     return found
 
 
@@ -96,16 +94,16 @@ def test_the_newest_answer_of_each_life_is_shown(data: st.DataObject) -> None:
         shown = {i.key: i for i in transitions.snapshot(state, time_s=now_s, started_s=0).instances}
         for key, observation in seen:
             slot = state.slots[key.instance_id]
-            if isinstance(observation, Answered) and slot.key == key and slot.alive:
-                assert shown[key] == dataclasses.replace(observation.snapshot, state=slot.state, failure=slot.failure)
+            if isinstance(observation, InstanceSnapshot) and slot.key == key and slot.alive:
+                assert shown[key] == dataclasses.replace(observation, state=slot.state, failure=slot.failure)
 
 
 def test_other_loads_leave_a_slot_the_same_object() -> None:
     ready = answer(life(0), InstanceState.READY)
     state = transitions.create(transitions.empty(CONFIG, version=1, epoch=Epoch(0)), [InstanceId(0)], "begin", 0).state
-    state = transitions.observe(state, [(life(0), Answered(ready))], 1).state
+    state = transitions.observe(state, [(life(0), ready)], 1).state
     busy = dataclasses.replace(ready, stats=InstanceStats(num_running=3), rss_bytes=7)
-    after = transitions.observe(state, [(life(0), Answered(pickle.loads(pickle.dumps(busy))))], 2).state
+    after = transitions.observe(state, [(life(0), pickle.loads(pickle.dumps(busy)))], 2).state
     assert after.slots is state.slots
     others: dict[str, Any] = {
         "lane": "tp2@(0,1)",
@@ -119,5 +117,5 @@ def test_other_loads_leave_a_slot_the_same_object() -> None:
     }
     for name, other in others.items():
         told = dataclasses.replace(ready, **{name: other})
-        news = transitions.observe(state, [(life(0), Answered(told))], 2).state
+        news = transitions.observe(state, [(life(0), told)], 2).state
         assert getattr(news.slots[0].snapshot, name) == getattr(told, name)

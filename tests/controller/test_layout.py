@@ -13,7 +13,7 @@ from pengserve.controller import directory, recovery
 from pengserve.controller import layout as layouts
 from pengserve.controller import state as transitions
 from pengserve.controller.events import Change
-from pengserve.controller.slots import Answered, Drained, Gone, Killed, Observation, Slot
+from pengserve.controller.slots import Drained, Gone, Killed, Observation, Slot
 from pengserve.controller.state import ClusterState, Transition
 from pengserve.planners.check import check_layout
 from pengserve.planners.types.config import ControllerConfig
@@ -65,7 +65,7 @@ class LayoutLaws(RuleBasedStateMachine):
 
     def hear_all(self) -> None:
         """Every instance answers now."""
-        self.observe(*((key, Answered(said)) for key, said in self.world.items()))
+        self.observe(*((key, said) for key, said in self.world.items()))
 
     def is_together(self, group: Group) -> bool:
         """Whether all the members run `group`."""
@@ -86,7 +86,7 @@ class LayoutLaws(RuleBasedStateMachine):
         kept = {group for group in before if self.is_together(group)}
         if switch is not None and all(self.state.slots[i].ready is not None for i in switch.group.members):
             kept |= {group for group in before if set(group.members) & set(switch.group.members)}
-        self.observe(*((key, Answered(said)) for key, said in newest.items()))
+        self.observe(*((key, said) for key, said in newest.items()))
         if all(slot.ready is not None for slot in self.state.slots):
             assert kept <= set(self.state.layout.groups), "late words end no group that runs, nor a switch"
 
@@ -241,7 +241,7 @@ def started(config: ControllerConfig, place: str = "") -> ClusterState:
         i = slot.key.instance_id
         device = DeviceInfo(node_id=place[i] if place else "n", device=f"cuda:{i}")
         said = answer(slot.key, InstanceState.READY, degrees=config.degrees)
-        seen.append((slot.key, Answered(replace(said, device=device))))
+        seen.append((slot.key, replace(said, device=device)))
     return transitions.observe(state, seen, 0).state
 
 
@@ -257,7 +257,7 @@ def connected(state: ClusterState, broken: frozenset[str] = frozenset()) -> list
             ready = tuple(name for name in names[slot.key] if name not in broken)
             failed = tuple(name for name in names[slot.key] if name in broken)
             said = replace(slot.snapshot, groups_ready=ready, groups_failed=failed)
-            seen.append((slot.key, Answered(said)))
+            seen.append((slot.key, said))
     return seen
 
 
@@ -329,7 +329,7 @@ def test_a_group_that_runs_keeps_its_communicators_where_ranks_shift_under_it() 
     elsewhere = replace(answer(life(1, 2), InstanceState.READY, degrees=CONFIG.degrees), device=DeviceInfo(node_id="z"))
     state = transitions.observe(state, [(life(1), Gone("SIGKILL")), (life(1), Killed())], 2).state
     state = transitions.create(state, [InstanceId(1)], "again", 2).state
-    state = transitions.observe(state, [(life(1, 2), Answered(elsewhere))], 2).state
+    state = transitions.observe(state, [(life(1, 2), elsewhere)], 2).state
     assert state.wiring.topology.ranks == (0, 2, 3, 1)
     assert [str(spec.group) for spec in state.wiring.directory.groups] == ["tp2@(0,2)", "tp2@(2,3)"]
 
@@ -347,7 +347,7 @@ def test_no_groups_before_all_slots_have_a_place_but_not_for_ever() -> None:
     state = transitions.empty(CONFIG, version=1, epoch=Epoch(1))
     state = transitions.create(state, [InstanceId(i) for i in range(4)], "begin", 0).state
     three: list[tuple[InstanceKey, Observation]] = [
-        (life(i), Answered(answer(life(i), InstanceState.READY, degrees=CONFIG.degrees))) for i in (0, 1, 3)
+        (life(i), answer(life(i), InstanceState.READY, degrees=CONFIG.degrees)) for i in (0, 1, 3)
     ]
     state = transitions.observe(state, three, 1).state
     assert len(state.wiring.directory.peers) == 3 and state.wiring.directory.groups == ()
@@ -421,7 +421,7 @@ def test_a_report_of_a_switch_whose_member_died_meanwhile_changes_no_layout(is_f
         state = transitions.observe(state, [(life(1), Killed())], 1).state
         state = transitions.create(state, [InstanceId(1)], "again", 1).state
         again = answer(life(1, 2), InstanceState.READY, degrees=CONFIG.degrees)
-        state = transitions.observe(state, [(life(1, 2), Answered(again))], 1).state
+        state = transitions.observe(state, [(life(1, 2), again)], 1).state
     report = SwitchReport(plan_id="1", epoch=Epoch(plan.epoch + 1))
     ended = transitions.end_switch(state, plan, report, {}, 2)
     assert changes_of(ended) == [] and len(ended.state.layout.groups) == 4
@@ -443,7 +443,7 @@ def merged(state: ClusterState, group: Group) -> ClusterState:
 def words(state: ClusterState, group: Group, lane: str, epoch: Epoch) -> list[tuple[InstanceKey, Observation]]:
     """The members of `group` say that they run `lane`."""
     said = [answer(state.slots[i].key, InstanceState.READY, degrees=CONFIG.degrees) for i in group.members]
-    return [(a.key, Answered(replace(a, lane=lane, epoch=epoch))) for a in said]
+    return [(a.key, replace(a, lane=lane, epoch=epoch)) for a in said]
 
 
 def test_a_follower_stays_until_its_leader_has_finished() -> None:

@@ -104,8 +104,10 @@ async def test_a_crash_is_seen_without_any_report() -> None:
         assert port.reserved == set(port.instances), "the dead one's resources are freed"
 
 
-async def test_a_silent_instance_is_killed_and_replaced() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_silent_instance_is_killed_and_replaced(at_once: bool) -> None:
     port = FakePort()
+    port.answer_at_once = at_once
     async with running(port) as controller:
         await routed(controller, routes(life(0), life(1)))
         port.instances[life(1)].silent = True
@@ -114,8 +116,10 @@ async def test_a_silent_instance_is_killed_and_replaced() -> None:
         assert "silent" in next(e.why for e in controller.events(limit=99) if e.kind is EventKind.INSTANCE_LOST)
 
 
-async def test_one_short_silence_is_forgiven() -> None:
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_one_short_silence_is_forgiven(at_once: bool) -> None:
     port = FakePort()
+    port.answer_at_once = at_once
     async with running(port) as controller:
         await routed(controller, routes(life(0), life(1)))
         port.instances[life(1)].silent = True

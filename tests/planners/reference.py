@@ -6,12 +6,14 @@ from itertools import combinations
 from typing import NamedTuple
 
 from pengserve.planners.drop import DropPlan, Pipeline, Verdict, _names
-from pengserve.planners.load import lane_capacity
+from pengserve.planners.load import lane_capacity, part_capacity
 from pengserve.planners.overload import GroupDemand, group_demand
+from pengserve.planners.restore import Way
+from pengserve.planners.steps import halves_of
 from pengserve.planners.trails import MIN_GAP_S, MIN_LOOKS, WINDOW_S, Trail
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
-from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState
 
 
@@ -109,7 +111,6 @@ class _Search:
     demand: MemoryDemand
     config: DropConfig
     claimed: Collection[InstanceId]
-    can_grow: bool
     parts: dict[InstanceId, _Part] = field(default_factory=dict)
 
     def try_merge(self, group: Group) -> None:
@@ -141,8 +142,7 @@ class _Search:
         if known is None or not known.is_known or known.num_paused:
             return None
         group, blocks = known.group, known.demand_blocks
-        is_fit = group.kind is GroupKind.DP or (group.kind is GroupKind.PP and self.can_grow)
-        if not is_fit or (self.claimed and any(m in self.claimed for m in group.members)):
+        if group.kind is GroupKind.TP or (self.claimed and any(m in self.claimed for m in group.members)):
             return None
         is_short = blocks > self.config.drop_above * known.capacity_blocks
         part = _Part(group, blocks, known.capacity_blocks, known.capacity_blocks, is_short)
@@ -178,18 +178,17 @@ def plan_drop(
     config: DropConfig,
     *,
     claimed: Collection[InstanceId] = (),
-    can_grow: bool = False,
 ) -> Verdict:
     """The pipelines that make room for the overloaded groups.
 
     An overloaded group merges with its buddy, and the two with theirs, until the demand is at most the share `target`
     of what there is, or `max_stages` are reached. Only groups of the layout merge that are wholly READY, known, and not
-    `claimed`; tp groups never do, and pipelines that stand do where the mechanism `can_grow` them. Where even the
-    widest pipeline is not enough it is planned all the same: it runs more at once than its members can alone.
+    `claimed`; tp groups never do, and pipelines that stand grow. Where even the widest pipeline is not enough it
+    is planned all the same: it runs more at once than its members can alone.
     """
     if not demand.overloaded:
         return Verdict(why="no group is short of memory")
-    search = _Search(demand=demand, config=config, claimed=claimed, can_grow=can_grow)
+    search = _Search(demand=demand, config=config, claimed=claimed)
     needy = {member for part in demand.overloaded for member in part.group.members}
     for group in _formable(snapshot, config.max_stages, needy):
         search.try_merge(group)
@@ -212,3 +211,22 @@ def _formable(snapshot: ClusterSnapshot, max_stages: int, needy: set[InstanceId]
     """Pipelines of `needy` and others that could run now, the narrowest first."""
     possible = [g for g in snapshot.groups if g.kind is GroupKind.PP and not needy.isdisjoint(g.members)]
     return sorted((g for g in possible if len(g.members) <= max_stages), key=lambda g: (len(g.members), g.members))
+
+
+def low_ways(seen: ClusterSnapshot, demand: MemoryDemand, config: DropConfig, before: Collection[Way]) -> set[Way]:
+    """What each pipeline of the layout could end in that holds its demand with ease.
+
+    Where stats are stale, what was known stands.
+    """
+    found: set[Way] = set()
+    for group in (g for g in seen.layout.groups if g.kind is GroupKind.PP):
+        here, halves = demand.by_member.get(group.leader), halves_of(group)
+        ways = [Way(group, alone(group.members))]
+        if halves and all(half in seen.groups for half in halves):
+            ways.append(Way(group, halves))
+        for way in ways if here is not None else ():
+            lanes = [part_capacity(demand.instances, part) for part in way.parts]
+            room_blocks = sum(lane.num_blocks for lane in lanes if lane is not None) if None not in lanes else 0
+            if here.demand_blocks < config.restore_below * room_blocks if here.is_known else way in before:
+                found.add(way)
+    return found

@@ -12,6 +12,7 @@ from pengserve.planners.load import ClusterView
 from pengserve.planners.overload import DemandHistory, predict_demand
 from pengserve.planners.prices import Prices
 from pengserve.planners.projection import projected_loads
+from pengserve.planners.restore import RestoreHistory, plan_restore
 from pengserve.planners.trails import Trail
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
@@ -31,6 +32,7 @@ LAYOUTS = [
     "pp2@(0,1) pp2@(2,3)",
     "pp2@(3,4)",  # ranks have shifted under it
     "pp4@(2..5)",
+    "pp8@(0..7)",
 ]
 
 
@@ -95,15 +97,27 @@ def assert_same_trails(found: Mapping[InstanceId, Trail], expected: Mapping[Inst
 
 
 @settings(deadline=None, max_examples=600)
-@given(clusters(), st.sampled_from([1, 2, 4, 8]), st.booleans(), st.sets(st.integers(0, 7), max_size=2))
-def test_a_drop_is_that_of_the_reference(
-    seen: ClusterSnapshot, max_stages: int, can_grow: bool, taken: set[int]
-) -> None:
+@given(clusters(), st.sampled_from([1, 2, 4, 8]), st.sets(st.integers(0, 7), max_size=2))
+def test_a_drop_is_that_of_the_reference(seen: ClusterSnapshot, max_stages: int, taken: set[int]) -> None:
     config, claimed = replace(CONFIG, max_stages=max_stages), frozenset(map(InstanceId, taken))
     demand, _ = predict_demand(seen, config, DemandHistory())
     expected_demand, _ = reference.predict_demand(seen, config, {})
-    found = plan_drop(seen, demand, config, claimed=claimed, can_grow=can_grow)
-    assert found == reference.plan_drop(seen, expected_demand, config, claimed=claimed, can_grow=can_grow)
+    found = plan_drop(seen, demand, config, claimed=claimed)
+    assert found == reference.plan_drop(seen, expected_demand, config, claimed=claimed)
+
+
+@settings(deadline=None, max_examples=300)
+@given(clusters(), clusters(), st.sampled_from([0.2, 0.5, 1.0]))
+def test_pipelines_that_memory_does_not_need_are_those_of_the_reference(
+    seen: ClusterSnapshot, after: ClusterSnapshot, restore_below: float
+) -> None:
+    config, history = replace(CONFIG, restore_below=restore_below), RestoreHistory()
+    for look in (seen, replace(after, time_s=T0_S + 0.5)):
+        demand, _ = predict_demand(look, config, DemandHistory())
+        expected_demand, _ = reference.predict_demand(look, config, {})
+        expected = reference.low_ways(look, expected_demand, config, history.low_since_s)
+        _, history = plan_restore(look, demand, config, history)
+        assert set(history.low_since_s) == expected
 
 
 @settings(deadline=None, max_examples=300)

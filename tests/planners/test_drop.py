@@ -68,14 +68,14 @@ def clusters(draw: st.DrawFn) -> ClusterSnapshot:
 
 
 @settings(deadline=None, max_examples=300)
-@given(clusters(), st.sampled_from([1, 2, 4, 8]), st.booleans(), st.sets(st.integers(0, 7), max_size=2))
+@given(clusters(), st.sampled_from([1, 2, 4, 8]), st.sets(st.integers(0, 7), max_size=2))
 def test_a_plan_is_of_disjoint_pipelines_that_free_memory_where_it_is_short(
-    seen: ClusterSnapshot, max_stages: int, can_grow: bool, taken: set[int]
+    seen: ClusterSnapshot, max_stages: int, taken: set[int]
 ) -> None:
     config, claimed = replace(CONFIG, max_stages=max_stages), frozenset(map(InstanceId, taken))
     demand = demand_of(seen, config)
-    found = plan_drop(seen, demand, config, claimed=claimed, can_grow=can_grow)
-    assert found == plan_drop(seen, demand, config, claimed=claimed, can_grow=can_grow)
+    found = plan_drop(seen, demand, config, claimed=claimed)
+    assert found == plan_drop(seen, demand, config, claimed=claimed)
     if found.plan is None:
         assert found.why and found.needs_instances == bool(demand.overloaded)
         return
@@ -88,11 +88,10 @@ def test_a_plan_is_of_disjoint_pipelines_that_free_memory_where_it_is_short(
         assert needy & set(group.members), "only where memory is short"
         assert pipeline.freed_blocks > 0
         parts = {demand.by_member[m].group for m in group.members}
-        assert all(part.kind is GroupKind.DP or (can_grow and part.kind is GroupKind.PP) for part in parts)
+        assert all(part.kind is not GroupKind.TP for part in parts)
         assert pipeline.demand_blocks == sum(demand.by_member[part.leader].demand_blocks for part in parts)
-        if not can_grow:
-            plan = make_plan(seen, demand.instances, group, True, SwitchStrategy.CARRY, pipeline.why)
-            assert check_switch(plan, seen) == ()
+        plan = make_plan(seen, demand.instances, group, True, SwitchStrategy.CARRY, pipeline.why)
+        assert check_switch(plan, seen) == ()
 
 
 @settings(deadline=None, max_examples=300)
@@ -213,26 +212,19 @@ def test_a_pipeline_that_frees_nothing_is_not_formed() -> None:
     assert verdict(same).plan is None
 
 
-@pytest.mark.parametrize(
-    ("layout", "load"),
-    [
-        ("tp2@(0,1)", stats("tp2", 9, 0, 64)),
-        ("pp2@(0,1)", stats("pp2", 9, 0, 160)),
-    ],
-)
-def test_tp_groups_and_pipelines_that_stand_are_left_alone(layout: str, load: object) -> None:
-    found = verdict(snapshot(4, layout, {0: load}, max_stages=4))  # type: ignore[dict-item]
-    assert found.plan is None and [str(g) for g in found.short] == [layout]
+def test_tp_groups_are_left_alone() -> None:
+    found = verdict(snapshot(4, "tp2@(0,1)", {0: stats("tp2", 9, 0, 64)}, max_stages=4))
+    assert found.plan is None and [str(g) for g in found.short] == ["tp2@(0,1)"]
 
 
-def test_pipelines_grow_where_the_mechanism_can() -> None:
+def test_pipelines_grow() -> None:
     full = {0: stats("pp2", 9, 0, 160)}
     pairs = snapshot(4, "pp2@(0,1) pp2@(2,3)", full, max_stages=4)
-    assert groups(verdict(pairs, can_grow=True)) == "pp4@(0,1,2,3)"
+    assert groups(verdict(pairs)) == "pp4@(0,1,2,3)"
     mixed = snapshot(4, "pp2@(0,1)", full, max_stages=4)
-    assert groups(verdict(mixed, can_grow=True)) == "pp4@(0,1,2,3)"
+    assert groups(verdict(mixed)) == "pp4@(0,1,2,3)"
     beside_tp = snapshot(4, "pp2@(0,1) tp2@(2,3)", full, max_stages=4)
-    assert verdict(beside_tp, can_grow=True).plan is None
+    assert verdict(beside_tp).plan is None
 
 
 def test_a_pipeline_with_room_is_drawn_in_only_where_memory_is_short_without_it() -> None:
@@ -240,10 +232,10 @@ def test_a_pipeline_with_room_is_drawn_in_only_where_memory_is_short_without_it(
     both = {2: stats("dp", 4, 0, NUM_BLOCKS), 3: stats("dp", 4, 0, NUM_BLOCKS)}
     config = replace(CONFIG, target=0.5)
     seen = snapshot(4, "pp2@(0,1)", {0: stats("pp2", 4, 0, 20), **both}, max_stages=4)
-    assert groups(verdict(seen, config, can_grow=True)) == "pp2@(2,3)"
+    assert groups(verdict(seen, config)) == "pp2@(2,3)"
     queued = stats("dp", 4, 4, NUM_BLOCKS, queued_tokens=2 * NUM_BLOCKS * BLOCK_SIZE)
     short = snapshot(4, "pp2@(0,1)", {0: stats("pp2", 4, 0, 20), 2: queued, 3: queued}, max_stages=4)
-    assert groups(verdict(short, config, can_grow=True)) == "pp4@(0,1,2,3)"
+    assert groups(verdict(short, config)) == "pp4@(0,1,2,3)"
 
 
 def test_a_buddy_that_nobody_knows_of_is_waited_for() -> None:
@@ -257,12 +249,12 @@ def test_a_pipeline_that_reaches_beyond_is_no_part() -> None:
     seen = snapshot(6, "pp2@(3,4)", {0: load, 3: stats("pp2")}, max_stages=4)
     wide = LaneInfo(shape="pp4", capacity=replace(pipeline_capacity(4), num_blocks=999))
     seen = replace(seen, instances=tuple(replace(i, lanes=(wide, *i.lanes)) for i in seen.instances))
-    assert groups(verdict(seen, can_grow=True)) == "pp2@(0,1)"
+    assert groups(verdict(seen)) == "pp2@(0,1)"
 
 
 def test_a_wide_pipeline_never_shrinks_into_a_narrow_one() -> None:
     wide = snapshot(4, "pp4@(0..3)", {0: stats("pp4", 9, 0, 352)}, max_stages=4)
-    assert verdict(wide, can_grow=True).plan is None
+    assert verdict(wide).plan is None
 
 
 def test_nobody_is_taken_who_is_claimed_or_has_paused_requests() -> None:
@@ -289,4 +281,4 @@ def test_a_thousand_instances_plan_in_a_millisecond() -> None:
 def test_a_pipeline_that_is_no_half_of_a_wider_one_is_no_part_of_it() -> None:
     """Ranks have shifted: its members would have to take layers on."""
     seen = snapshot(4, "pp2@(1,2)", {1: stats("pp2", 9, 0, 160)}, max_stages=4)
-    assert verdict(seen, can_grow=True).plan is None
+    assert verdict(seen).plan is None

@@ -188,3 +188,17 @@ def test_the_same_looks_plan_the_same_and_never_within_the_dwell(blocks: list[in
     found = when(blocks)
     assert found == when(blocks)
     assert all(at_s >= CONFIG.min_dwell_s for at_s in found)
+
+
+def test_a_half_holds_what_its_narrowest_member_can() -> None:
+    """The four alone hold 256 blocks, the halves 320, or less where one member of theirs has a narrower lane."""
+    used = int(CONFIG.restore_below * 290)
+    seen = snapshot(4, "pp4@(0..3)", {0: stats("pp4", 4, 0, used)}, max_stages=4)
+    assert {way.is_alone for way in plan(seen)[1].low_since_s} == {False}
+    narrow = tuple(
+        replace(lane, capacity=replace(lane.capacity, num_blocks=70)) if lane.shape == "pp2" and lane.capacity else lane
+        for lane in seen.instances[1].lanes
+    )
+    few = replace(seen.instances[1], lanes=narrow)
+    seen = replace(seen, instances=(seen.instances[0], few, *seen.instances[2:]))
+    assert plan(seen)[1].low_since_s == {}
