@@ -96,6 +96,17 @@ class ControlLines:
         raise ValueError(f"there is no call {name!r}")
 
 
+def begin_with(environment: Mapping[str, str]) -> None:
+    """Starts this process again, as itself, unless it began with these variables.
+
+    OpenMP may read its own before Python runs: vLLM preloads it in the processes that its children inherit from. Two
+    threads of each instance would then spin for the same cores.
+    """
+    if any(os.environ.get(name) != value for name, value in environment.items()):
+        os.environ.update(environment)
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
 def main() -> int:
     """Runs one instance until SIGTERM or SIGINT."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -104,12 +115,12 @@ def main() -> int:
     parser.add_argument("--incarnation", type=int, default=0)
     parser.add_argument("--control", action="store_true", help="take a controller's calls on standard input")
     arguments = parser.parse_args()
+    config = from_data(InstanceConfig, json.loads(arguments.config.read_text()))
+    begin_with(process_environment(config))
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     # vLLM logs to standard output, which here carries one line for whoever started the process.
     announcement = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    config = from_data(InstanceConfig, json.loads(arguments.config.read_text()))
-    os.environ.update(process_environment(config))
     key = InstanceKey(instance_id=InstanceId(arguments.instance_id), incarnation=arguments.incarnation)
     instance = Instance(config, key)
     ended = threading.Event()

@@ -3,6 +3,9 @@
 import io
 import json
 import logging
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,3 +39,17 @@ def test_a_fault_is_answered_and_logged_with_its_traceback(caplog: pytest.LogCap
     with caplog.at_level(logging.ERROR):
         assert answer(KeyError("x"))["error"]["type"] == "KeyError"
     assert [record.exc_info is not None for record in caplog.records] == [True]
+
+
+def test_a_process_starts_again_with_the_variables_that_it_needs_from_its_start() -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from pengserve.replicas.host import begin_with;"
+        "began = Path('/proc/self/environ').read_bytes();"
+        "sys.stdout.write('.'); sys.stdout.flush();"
+        "begin_with({'OMP_NUM_THREADS': '3'});"
+        "print(b'OMP_NUM_THREADS=3' in began.split(bytes(1)), sys.argv[1])"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", code, "an argument"]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    assert found.stdout == "..True an argument\n"
