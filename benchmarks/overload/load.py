@@ -49,7 +49,7 @@ class Plan:
     memory_bytes: int = 213 * MIB  # of an instance, for weights and KV
     chunk_bytes: int = 2 * MIB  # as in a deployment, where pages can be huge; 64 KiB make steps 15 % slower
     low_share: float = 0.25
-    over_share: float = 0.5
+    over_share: float = 0.8
     headroom: float = 2.1
     burst_lives: float = 1.0  # so that requests still come when memory is full
     least_calm_s: float = 14.0  # so that the layout can come back
