@@ -20,6 +20,8 @@ from pengserve.planners.types.events import Event
 from pengserve.planners.types.snapshot import ClusterSnapshot, LayoutView, RoutingTable
 
 DEFAULT_URL = "http://127.0.0.1:8000"
+# Servers close a connection that is idle for 5 s, as httpx would: one that is used again just then is reset.
+LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=2.0)
 DRAIN_MARGIN_S = 15.0  # the server answers a drain when it is over: the client must outwait it
 
 LAYOUT_PERIOD_S = 0.05  # a switch takes some ten milliseconds
@@ -192,7 +194,7 @@ class Endpoint:
         # A proxy configured for the way out must not stand between a client and its own machine.
         is_loopback = urlsplit(self.url).hostname in ("127.0.0.1", "localhost", "::1")
         check = ssl.create_default_context(cafile=verify) if isinstance(verify, str) else verify
-        return {"timeout": self.timeout_s, "trust_env": not is_loopback, "verify": check}
+        return {"timeout": self.timeout_s, "trust_env": not is_loopback, "verify": check, "limits": LIMITS}
 
     def request(self, call: Call[Any]) -> httpx.Request:
         """The request to send."""

@@ -39,7 +39,9 @@ class Traffic:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="traffic", daemon=True)
         self._thread.start()
-        self._http = httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=256), timeout=TIMEOUT_S)
+        # Servers close a connection that is idle for 5 s; one that is used again just then is reset.
+        limits = httpx.Limits(max_connections=256, keepalive_expiry=2.0)
+        self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=TIMEOUT_S)
 
     def __enter__(self) -> "Traffic":
         return self
