@@ -6,6 +6,7 @@ whose `_ONEDNN_MIN_ROWS` comes from here); packed where they lie they are an ins
 """
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -51,7 +52,7 @@ WEIGHTS = (
 )
 WAYS = ("linear", "oneDNN", "packed")
 Times = Mapping[int, tuple[float, ...]]
-"""Rows -> median seconds of a call, by way."""
+"""Rows -> median seconds of a call, by way; NaN where there is no such way."""
 Product = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -76,31 +77,25 @@ def measure(weight: Weight, rows: Sequence[int] = ROWS, min_s: float = MIN_S) ->
     found = {}
     for num_rows in rows:
         x = torch.randn(num_rows, weight.num_inputs)
-        times: dict[str, list[float]] = {name: [] for name in WAYS}
+        times: dict[str, list[float]] = {name: [] for name in by_way}
         for ways in by_way.values():
             ways[0](x)  # what is made once for a shape is made here
         # The ways take turns, so that drifts of the machine meet all.
         while any(len(taken) < MIN_CALLS or sum(taken) < min_s for taken in times.values()):
             for name, ways in by_way.items():
                 times[name] += [_seconds(product, x) for product in ways]
-        found[num_rows] = tuple(statistics.median(times[name]) for name in WAYS)
+        found[num_rows] = tuple(statistics.median(times[name]) if name in times else math.nan for name in WAYS)
     return found
 
 
 def products(copies: Sequence[torch.Tensor]) -> dict[str, list[Product]]:
-    """Each way's product with each of the weights.
-
-    Raises:
-        RuntimeError: this CPU packs weights into another size.
-    """
-    packed = [pack_in_place(copy.clone()) for copy in copies]
-    if None in packed:
-        raise RuntimeError("this CPU's oneDNN packs weights into another size")
-    return {
+    """Each way's product with each of the weights; without "packed" where they cannot be packed where they lie."""
+    found: dict[str, list[Product]] = {
         "linear": [partial(_linear, copy) for copy in copies],
         "oneDNN": [partial(_onednn, copy) for copy in copies],
-        "packed": [product for product in packed if product is not None],
     }
+    packed = [product for copy in copies if (product := pack_in_place(copy.clone())) is not None]
+    return found | {"packed": list(packed)} if len(packed) == len(copies) else found
 
 
 def _linear(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +161,7 @@ def _row(name: str, shape: str, times: Times) -> list[str]:
 
 
 def _us(seconds: float) -> str:
-    return f"{1e6 * seconds:.{1 if seconds < 100e-6 else 0}f}"
+    return "-" if math.isnan(seconds) else f"{1e6 * seconds:.{1 if seconds < 100e-6 else 0}f}"
 
 
 if __name__ == "__main__":

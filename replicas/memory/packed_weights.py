@@ -1,8 +1,9 @@
 """Linear weights in the order that oneDNN's kernels read, packed where they lie.
 
-A product with few rows reads all of its weights; with packed ones it takes about half as long on a CPU. vLLM packs into
-memory of its own, which could not change hands. Here a weight keeps its address and its size: only the order of its
-numbers changes, so that its bytes can be dropped, sent to a member that packs alike, and put back.
+A product with some rows takes half to two thirds of the time on a CPU when its weight is packed
+(`benchmarks/results/gemm.md`). vLLM packs into memory of its own, which could not change hands. Here a weight keeps its
+address and its size: only the order of its numbers changes, so that its bytes can be dropped, sent to a member that
+packs alike, and put back.
 
 PyTorch packs for its compiler (`_reorder_linear_weight`), and its stable C interface makes a tensor of packed bytes at
 any address; both are private names of PyTorch 2.13, used here alone.
@@ -45,7 +46,7 @@ def pack_in_place(weight: torch.Tensor) -> PackedLinear | None:
         return None
     try:
         with torch.inference_mode(mode=False):
-            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach().clone(), NUM_ROWS)
+            packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), NUM_ROWS)
             if not packed.is_mkldnn or torch.ops.mkldnn._nbytes(packed) != weight.nbytes:
                 return None
             layout = torch.ops.mkldnn._get_mkldnn_serialized_md(packed)

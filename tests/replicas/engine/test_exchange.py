@@ -1,11 +1,8 @@
 """Laws of drops, of pipelines that grow, and of weights that come back: real memory, members heard at random."""
 
-import queue
 import random
-from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +13,6 @@ pytest.importorskip("vllm")
 
 from pengserve.planners.stages import Parts, stage_layers, stage_of
 from pengserve.planners.types.errors import EngineError, StepError
-from pengserve.replicas.comm.communicator import Move
 from pengserve.replicas.engine import exchange as exchange_module
 from pengserve.replicas.engine.exchange import DropExchange
 from pengserve.replicas.engine.restore import LayerRestore
@@ -24,6 +20,7 @@ from pengserve.replicas.engine.weights_return import WeightsReturn
 from pengserve.replicas.memory.arena.open import open_arena
 from pengserve.replicas.memory.layers import LayerMemory, LayerSizes
 from pengserve.replicas.memory.ledger import BlockTable
+from tests.support.thread_exchange import ThreadExchange
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -241,12 +238,9 @@ def test_after_a_restore_every_member_has_what_its_part_needs(members: list[Memb
     for index, traveller in enumerate(wave):
         part = index % len(sizes)
         traveller.rank, traveller.part_ids = parts.start(part), [next(blocks[part]) for _ in range(4)]
-    hear: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
+    group = ThreadExchange()
     with ThreadPoolExecutor(len(members)) as pool:
-        restores = [
-            LayerRestore(m.lanes, m.lane, parts, SimpleNamespace(exchange=partial(exchange, m.rank, hear)))
-            for m in members
-        ]
+        restores = [LayerRestore(m.lanes, m.lane, parts, group.communicator(m.rank)) for m in members]
         list(pool.map(lambda restore: restore.run(wave), restores))
     for member in members:
         layers = parts.layers(member.rank)
@@ -269,16 +263,6 @@ def bring_back(members: list[Member], wave: list[Any], parts: Parts) -> None:
     for returning in returns:
         returning.begin(free[: members[0].lane.capacity.num_blocks - left])
     assert run(returns, seed=3) == list(range(len(members)))
-
-
-def exchange(rank: int, hear: dict[tuple[int, int], Any], moves: list[Move]) -> None:
-    """As the communicators do it, between threads."""
-    for move in moves:
-        if move.src == rank:
-            hear[rank, move.dst].put(move.tensor.clone())
-    for move in moves:
-        if move.dst == rank:
-            move.tensor.copy_(hear[move.src, rank].get(timeout=10))
 
 
 def test_weights_without_room_are_refused_and_nothing_has_changed(members: list[Member]) -> None:

@@ -1,11 +1,8 @@
 """Laws of a merge's waves over real memory: members that have no block to spare still keep all KV."""
 
-import queue
 import random
-from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,12 +12,12 @@ import torch
 pytest.importorskip("vllm")
 
 from pengserve.planners.waves import Mover, next_wave
-from pengserve.replicas.comm.communicator import Move
 from pengserve.replicas.engine import reshard as reshard_module
 from pengserve.replicas.engine.reshard import Resharder, Traveller
 from pengserve.replicas.memory.kv_views import KvView, block_layout
 from pengserve.replicas.memory.ledger import BlockLedger, BlockTable
 from pengserve.replicas.memory.weight_views import Shard
+from tests.support.thread_exchange import ThreadExchange
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -82,16 +79,6 @@ class Member:
         resharder.place(wave, collected)
 
 
-def exchange(rank: int, hear: dict[tuple[int, int], Any], moves: list[Move]) -> None:
-    """As the communicators do it, between threads."""
-    for move in moves:
-        if move.src == rank:
-            hear[rank, move.dst].put(move.tensor.clone())
-    for move in moves:
-        if move.dst == rank:
-            move.tensor.copy_(hear[move.src, rank].get(timeout=10))
-
-
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("seed", range(4))
 def test_members_without_a_free_block_merge_and_keep_all_kv(
@@ -105,9 +92,8 @@ def test_members_without_a_free_block_merge_and_keep_all_kv(
     counts = [source.randrange(2, 5) * wide - source.randrange(1, BLOCK) for _ in range(5)]
     lengths = [{f"r{rank}.{i}": count for i, count in enumerate(counts)} for rank in range(size)]
     members = [Member(rank, size, mine, source) for rank, mine in enumerate(lengths)]
-    hear: dict[tuple[int, int], Any] = defaultdict(queue.SimpleQueue)
-    communicators: list[Any] = [SimpleNamespace(members=(), exchange=partial(exchange, r, hear)) for r in range(size)]
-    resharders = [Resharder(m.lanes, m.lane, c) for m, c in zip(members, communicators, strict=True)]
+    group = ThreadExchange()
+    resharders = [Resharder(m.lanes, m.lane, group.communicator(rank)) for rank, m in enumerate(members)]
     all_lengths = {request_id: count for mine in lengths for request_id, count in mine.items()}
     left = tuple(
         Mover(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from pengserve.replicas.memory.packed_weights import pack_in_place
+from pengserve.replicas.memory.packed_weights import PackedLinear, pack_in_place
 
 DTYPES = [torch.float32, torch.bfloat16]
 CLOSE = {  # sums of hundreds of products of magnitude 1, rounded in another order
@@ -13,7 +13,7 @@ CLOSE = {  # sums of hundreds of products of magnitude 1, rounded in another ord
 }
 
 
-def packed_or_skip(weight: torch.Tensor) -> object:
+def packed_or_skip(weight: torch.Tensor) -> PackedLinear:
     """The product with `weight`, which is packed now; skips on CPUs whose oneDNN packs into another size."""
     product = pack_in_place(weight)
     if product is None:
@@ -34,7 +34,7 @@ def test_the_product_is_that_of_the_plain_weight(
     expected = functional.linear(x, weight, bias)
     product = packed_or_skip(weight)
     with torch.inference_mode():
-        found = product(x, weight, bias)  # type: ignore[operator]
+        found = product(x, weight, bias)
     torch.testing.assert_close(found, expected, **CLOSE[dtype])
 
 
@@ -42,9 +42,9 @@ def test_a_row_does_not_depend_on_its_neighbours() -> None:
     torch.manual_seed(2)
     weight, x = torch.randn(256, 128), torch.randn(48, 128)
     product = packed_or_skip(weight)
-    whole = product(x, weight, None)  # type: ignore[operator]
+    whole = product(x, weight, None)
     for first in range(0, 48, 16):
-        part = product(x[first : first + 16].contiguous(), weight, None)  # type: ignore[operator]
+        part = product(x[first : first + 16].contiguous(), weight, None)
         torch.testing.assert_close(part, whole[first : first + 16], **CLOSE[torch.float32])
 
 
@@ -57,12 +57,12 @@ def test_bytes_may_be_dropped_and_come_back(dtype: torch.dtype) -> None:
     home.copy_(source)
     x = torch.randn(4, 128).to(dtype)
     product = packed_or_skip(home)
-    before = product(x, home, None)  # type: ignore[operator]
+    before = product(x, home, None)
     copy = home.clone()
     home.zero_()
-    assert not product(x, home, None).any()  # type: ignore[operator]
+    assert not product(x, home, None).any()
     home.copy_(copy)
-    assert torch.equal(product(x, home, None), before)  # type: ignore[operator]
+    assert torch.equal(product(x, home, None), before)
     assert not arena[:4096].any() and not arena[4096 + source.nbytes :].any()
 
 

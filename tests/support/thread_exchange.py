@@ -1,0 +1,32 @@
+"""What members send each other in one process: each is a thread, and a queue stands for each direction."""
+
+import queue
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from pengserve.replicas.comm.communicator import Move
+
+TIMEOUT_S = 10.0
+
+
+class ThreadExchange:
+    """The communicators of one group, of which only `exchange` is asked for."""
+
+    def __init__(self) -> None:
+        self._sent: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
+
+    def communicator(self, rank: int) -> Any:
+        """The member's own."""
+        return SimpleNamespace(members=(), exchange=lambda moves: self._exchange(rank, moves))
+
+    def _exchange(self, rank: int, moves: list[Move]) -> None:
+        """As the communicators do it."""
+        for move in moves:
+            if move.src == rank:
+                self._sent[rank, move.dst].put(move.tensor.clone())
+        for move in moves:
+            if move.dst == rank:
+                move.tensor.copy_(self._sent[move.src, rank].get(timeout=TIMEOUT_S))
