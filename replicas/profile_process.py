@@ -105,10 +105,7 @@ def profile_engine(
             words.seek(0)
             last = next((line.strip() for line in reversed(words.readlines()) if line.strip()), "it said nothing")
             raise EngineError(f"the engine ended with status {process.returncode} after {len(found)} batches: {last}")
-    return facts, [
-        Sample(chunks=same[0].chunks, seconds=min(sample.seconds for sample in same))
-        for _, same in sorted(found.items())
-    ]
+    return facts, [min(same, key=lambda sample: sample.seconds) for _, same in sorted(found.items())]
 
 
 def main() -> None:

@@ -46,6 +46,7 @@ class Fitted:
     num_samples: int  # that it was fitted on
     error: float
     errors: Mapping[str, float]
+    host_s: float = 0.0  # of a step: what is no work of layers
 
 
 def run_profile(wishes: Wishes) -> None:
@@ -124,6 +125,7 @@ def fit_held_back(samples: Sequence[Sample], seed: int) -> Fitted:
         num_samples=len(used),
         error=float(np.mean(relative_errors(costs, tested))),
         errors={kind: float(np.mean(relative_errors(costs, some))) for kind, some in by_kind.items() if some},
+        host_s=float(np.median([sample.host_s for sample in samples])),
     )
 
 
@@ -148,6 +150,7 @@ def profile_row(
             "experts": facts.experts,
         },
         "cost_model": asdict(fitted.costs),
+        "host_s": round(fitted.host_s, 6),
         "held_back_error": round(fitted.error, 4),
         "num_samples": fitted.num_samples,
         "max_num_batched_tokens": facts.max_num_batched_tokens,

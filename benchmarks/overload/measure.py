@@ -17,6 +17,7 @@ from benchmarks.overload.timeline import Timeline
 from benchmarks.sse import Answer
 
 T = TypeVar("T")
+SIMULATED = ("vllm-dp", "dp", "drop")  # their runs are compared with simulations
 SYSTEMS = ("vllm-dp", "vllm-pp", "dp", "pp", "drop")
 """vLLM's servers, data and pipeline parallel; PengServe pinned to dp, pinned to a pipeline, and with drops."""
 
@@ -43,6 +44,7 @@ class Run:
     demand_peak: float
     timeline: Timeline
     requests: tuple[Record, ...] = ()
+    levels: tuple[tuple[Record, ...], ...] = ()  # `measure_levels` just before it: how fast the machine was then
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +55,11 @@ class Size:
     weight_bytes: int  # of an instance
     calibration: Calibration
     course: Course
-    levels: tuple[tuple[Record, ...], ...] = ()  # the requests of both levels of the calibration
     profiles: tuple[Profile, ...] = ()  # how long steps take, where all instances make them
+
+    def tokens_per_word(self, plan: Plan) -> float:
+        """Of prompts."""
+        return self.calibration.prompt_tokens / ((plan.min_words + plan.max_words) / 2)
 
 
 def measure(
@@ -103,23 +108,23 @@ def calibrate(plan: Plan, num_instances: int, system: PengServe) -> Size:
     resident = prompt_tokens + plan.mean_output(num_instances) / 2 + alone.block_size / 2
     full = max(2, int(0.9 * dp_tokens / resident))  # nobody waits or is preempted
     few = max(1, int(plan.low_share * full))
-    (few_level, few_records), (full_level, full_records) = (
-        _level(plan, num_instances, system, in_flight) for in_flight in (few, full)
-    )
     found = Calibration(
-        prompt_tokens=prompt_tokens, dp_tokens=dp_tokens, pp_tokens=wide.num_tokens, few=few_level, full=full_level
+        prompt_tokens=prompt_tokens,
+        dp_tokens=dp_tokens,
+        pp_tokens=wide.num_tokens,
+        few=_level(plan, num_instances, system, few),
+        full=_level(plan, num_instances, system, full),
     )
     return Size(
         num_instances=num_instances,
         weight_bytes=alone.weight_bytes,
         calibration=found,
         course=make_course(plan, num_instances, found),
-        levels=(few_records, full_records),
     )
 
 
-def _level(plan: Plan, num_instances: int, system: PengServe, in_flight: int) -> tuple[Level, tuple[Record, ...]]:
-    """So many in flight for about `calibrate_s`. Ramps at both ends do not count. The level, and its requests."""
+def _level(plan: Plan, num_instances: int, system: PengServe, in_flight: int) -> Level:
+    """So many in flight for about `calibrate_s`. Ramps at both ends do not count."""
     name = f"{in_flight}"
     first = plan.calibration(num_instances, in_flight, f"{name}/first")
     start_s = time.perf_counter()
@@ -131,8 +136,18 @@ def _level(plan: Plan, num_instances: int, system: PengServe, in_flight: int) ->
     # Until the last is sent, so many are in flight; the first of them end together.
     stop_s = max(answer.sent_s for answer in answers)
     begin_s = min(answer.sent_s for answer in answers)
-    level = Level(in_flight=in_flight, requests_per_s=sum(end <= stop_s for end in ends_s) / (stop_s - begin_s))
-    return level, records(answers, begin_s)
+    return Level(in_flight=in_flight, requests_per_s=sum(end <= stop_s for end in ends_s) / (stop_s - begin_s))
+
+
+def measure_levels(plan: Plan, size: Size, name: str, system: System) -> tuple[tuple[Record, ...], ...]:
+    """Few and many requests at once, each time none after them, and many in pipelines where `name` may form some."""
+    found = []
+    few, full = size.calibration.few.in_flight, size.calibration.full.in_flight
+    for layout, in_flight in (("dp", few), ("dp", full), ("pp", full))[: 3 if name == "drop" else 2]:
+        requests = plan.calibration(size.num_instances, in_flight, f"{name}/{layout}/{in_flight}")
+        served = system.serve(layout, with_tokens([(Phase.LOW, r) for r in requests], size.tokens_per_word(plan)))
+        found.append(records(_good(served.answers), served.start_s))
+    return tuple(found)
 
 
 def _good(answers: list[Answer]) -> list[Answer]:
@@ -146,8 +161,8 @@ def run(plan: Plan, size: Size, name: str, round_index: int, system: System) -> 
     """One load on one system."""
     calibration, course = size.calibration, size.course
     pairs = plan.requests(size.num_instances, course, name, round_index)
-    mean_words = (plan.min_words + plan.max_words) / 2
-    served = system.serve(name, with_tokens(pairs, calibration.prompt_tokens / mean_words))
+    levels = measure_levels(plan, size, name, system) if plan.has_profiles and name in SIMULATED else ()
+    served = system.serve(name, with_tokens(pairs, size.tokens_per_word(plan)))
     line = make_timeline(served, course, system, int(plan.engine["block_size"]))
     good = complete(served.answers)
     bad = [answer for answer in served.answers if answer.error]
@@ -172,6 +187,7 @@ def run(plan: Plan, size: Size, name: str, round_index: int, system: System) -> 
         demand_peak=max(line.demand, default=0.0) / calibration.dp_tokens,
         timeline=line,
         requests=records(served.answers, served.start_s),
+        levels=levels,
     )
 
 

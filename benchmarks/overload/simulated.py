@@ -1,8 +1,10 @@
 """Simulations of this benchmark's own runs: `python -m benchmarks.overload.simulated RESULT.json`.
 
 A result has all that a simulation needs: steps timed with all instances busy, memory, drop settings, and each request.
-What it has not is what ingress, client and controller take of the same cores. That is one number, fitted on the two
-levels of the calibration and on no run: seconds a token, seconds a step, or a factor, whichever fits the levels best.
+What it has not is what ingress, client and controller take of the same cores, and how fast the machine was then. That
+is one number, fitted on two levels that were measured just before each run, and on no run: seconds a token, seconds a
+step, or a factor, whichever fits the levels best. What stages of a pipeline do besides their layers is a second one,
+fitted on a third level.
 """
 
 import argparse
@@ -10,7 +12,7 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,8 @@ from pengserve.simulator.result import Result
 from pengserve.simulator.run import simulate
 from tests.support.models import DEEP, TINY, WIDE
 
-SYSTEMS = {"vllm-dp": "vllm", "dp": "pengserve", "drop": "pengserve"}  # -> whose steps were profiled
+SYSTEMS = ("vllm-dp", "dp", "drop")
+PROFILED = {"vllm-dp": "vllm", "dp": "pengserve", "drop": "pengserve", "pp": "pengserve"}  # whose steps they make
 BARS = {"P50": 0.15, "P99": 0.25}
 SHAPES: Mapping[str, LlamaShape] = {"tiny": TINY, "wide": WIDE, "deep": DEEP}
 BYTES = 4  # float32
@@ -42,6 +45,7 @@ class Host:
     kind: str  # of `KINDS`
     value: float
     misfit: float = math.nan  # mean |log(simulated / real)| of P50 TTFT and TPOT of both levels
+    stage_s: float = 0.0  # what every stage of a pipeline does besides its layers
 
     def added(self, model: CostModel) -> CostModel:
         """The cost model with it."""
@@ -58,6 +62,8 @@ KINDS: Mapping[str, Callable[[CostModel, float], CostModel]] = {
     "share of a step": _scaled,
 }
 MOST = {"seconds a token": 0.02, "seconds a step": 0.1, "share of a step": 4.0}
+LEAST = {"seconds a token": 0.0, "seconds a step": 0.0, "share of a step": -0.5}
+MOST_STAGE_S = 0.1
 
 
 class RecordedSize:
@@ -70,7 +76,6 @@ class RecordedSize:
         self.runs = [
             run for run in data["runs"] if run["num_instances"] == self.num_instances and run["system"] in SYSTEMS
         ]
-        self.levels = [tuple(Record(**record) for record in level) for level in size["levels"]]
         self.profiles = {profile["system"]: CostModel(**profile["model"]) for profile in size["profiles"]}
 
     def replay(self, system: str, records: Sequence[Record], host: Host) -> Result:
@@ -81,34 +86,38 @@ class RecordedSize:
             config = SimulationConfig.parse({**self._config(system), "folder": folder})
             return simulate(config, arrivals_of(records))
 
-    def fit_host(self) -> Host:
-        """The host's share that makes the mean TPOT of the levels right; of the kinds, the one that fits them best."""
-        found = [self._fitted(kind) for kind in KINDS]
-        return min(found, key=lambda host: host.misfit)
+    def fit_host(self, run: Mapping[str, Any]) -> Host:
+        """The host's share that makes the mean TPOT of a run's levels right; of the kinds, the one that fits them best.
 
-    def _fitted(self, kind: str) -> Host:
-        low, high = -0.5 if kind == "share of a step" else 0.0, MOST[kind]
-        for _ in range(ROUNDS):
-            middle = (low + high) / 2
-            bias = sum(tpot for _, tpot in self._level_errors(Host(kind, middle)))
-            low, high = (middle, high) if bias < 0 else (low, middle)
-            if high - low < 1e-3 * MOST[kind]:
-                break
-        host = Host(kind, (low + high) / 2)
-        errors = [abs(error) for pair in self._level_errors(host) for error in pair]
-        return replace(host, misfit=sum(errors) / len(errors))
+        And where it may form pipelines, what makes the TPOT of the third level right.
+        """
+        system = "vllm-dp" if run["system"] == "vllm-dp" else "dp"
+        few, full, *pipelined = (tuple(Record(**record) for record in level) for level in run["levels"])
+        host = min((self._fitted(kind, system, (few, full)) for kind in KINDS), key=lambda found: found.misfit)
+        if not pipelined:
+            return host
 
-    def _level_errors(self, host: Host) -> Iterator[tuple[float, float]]:
-        """log(simulated / real) of the P50 of TTFT and of TPOT, of each level."""
-        for level in self.levels:
-            ttft, tpot = (
-                figure.simulated / figure.real
-                for figure in compare(level, self.replay("dp", level, host))
-                if "P50" in figure.what
-            )
-            yield math.log(ttft), math.log(tpot)
+        def bias(stage_s: float) -> float:
+            return self._errors("pp", pipelined[0], replace(host, stage_s=stage_s))[1]
+
+        return replace(host, stage_s=_zero_of(bias, 0.0, MOST_STAGE_S))
+
+    def _fitted(self, kind: str, system: str, levels: Sequence[Sequence[Record]]) -> Host:
+        def errors(value: float) -> list[tuple[float, float]]:
+            return [self._errors(system, level, Host(kind, value)) for level in levels]
+
+        value = _zero_of(lambda value: sum(tpot for _, tpot in errors(value)), LEAST[kind], MOST[kind])
+        found = [abs(error) for pair in errors(value) for error in pair]
+        return Host(kind, value, sum(found) / len(found))
+
+    def _errors(self, system: str, level: Sequence[Record], host: Host) -> tuple[float, float]:
+        """log(simulated / real) of the P50 of TTFT and of TPOT of one level."""
+        found = compare(level, self.replay(system, level, host))
+        ttft, tpot = (math.log(figure.simulated / figure.real) for figure in found if "P50" in figure.what)
+        return ttft, tpot
 
     def _catalog(self, system: str, host: Host) -> dict[str, Any]:
+        """A catalog of the machine as it was timed."""
         name, engine = str(self._plan["model"]), self._plan["engine"]
         shape = SHAPES[name.partition("-")[0]]
         params = int(self._size["weight_bytes"]) // BYTES
@@ -126,7 +135,8 @@ class RecordedSize:
                 "bytes_per_param": BYTES,
                 "bytes_per_kv_value": BYTES,
             },
-            "cost_model": asdict(host.added(self.profiles[SYSTEMS[system]])),
+            "cost_model": asdict(host.added(self.profiles[PROFILED[system]])),
+            "host_s": host.stage_s,
             "held_back_error": 0.0,
             "num_samples": 1,
             "max_num_batched_tokens": int(engine["max_num_batched_tokens"]),
@@ -150,6 +160,9 @@ class RecordedSize:
             "prefix_caching": self._scheduler == "vllm" and bool(engine["enable_prefix_caching"]),
         }
         policy: dict[str, Any] = {"name": "vllm_dp"}
+        if system == "pp":
+            cluster["max_stages"] = self._plan["stages"]
+            policy = {"name": "vllm_pp", "options": {"stages": self._plan["stages"]}}
         if system == "drop":
             cluster["max_stages"] = self.num_instances
             drop = {"restore_below": self._plan["restore_below"], "quiet_s": 0.5}
@@ -164,8 +177,8 @@ class RecordedSize:
 
 def recorded_sizes(data: Mapping[str, Any], *, scheduler: str = "vllm") -> list[RecordedSize]:
     """Of a result that has its requests; empty where it has none."""
-    has_requests = any(run.get("requests") for run in data["runs"])
-    sizes = [size for size in data["sizes"] if size.get("profiles") and size.get("levels")]
+    has_requests = any(run.get("requests") and run.get("levels") for run in data["runs"])
+    sizes = [size for size in data["sizes"] if size.get("profiles")]
     return [RecordedSize(data, size, scheduler=scheduler) for size in sizes] if has_requests else []
 
 
@@ -203,28 +216,43 @@ def compare(records: Sequence[Record], result: Result) -> list[Figure]:
 
 
 def compare_all(data: Mapping[str, Any], *, scheduler: str = "vllm") -> tuple[list[Figure], list[str]]:
-    """All runs of a result, all rounds of a system together; and what was fitted, a sentence a size."""
+    """All runs of a result, all rounds of a system together; and what was fitted, a sentence a run."""
     figures, notes = [], []
     for size in recorded_sizes(data, scheduler=scheduler):
-        host = size.fit_host()
-        notes.append(
-            f"{size.num_instances} instances: {host.value:.4g} {host.kind} for ingress, client and controller, fitted"
-            f" on the two levels of the calibration (P50 off by {host.misfit:.1%} there, in the mean)."
-        )
         for system in SYSTEMS:
             records: list[Record] = []
             outcomes: list[Any] = []
             result = None
             for run in (run for run in size.runs if run["system"] == system):
+                host = size.fit_host(run)
                 own = [Record(**record) for record in run["requests"]]
                 result = size.replay(system, own, host)
                 records += own
                 outcomes += result.outcomes
+                notes.append(_note(size.num_instances, run, host))
             if result is not None:
                 whole = replace(result, outcomes=tuple(outcomes))
                 prefix = f"{size.num_instances} instances, {system}: "
                 figures += [replace(figure, what=prefix + figure.what) for figure in compare(records, whole)]
     return figures, notes
+
+
+def _note(num_instances: int, run: Mapping[str, Any], host: Host) -> str:
+    """What was fitted for one run."""
+    text = f"{num_instances} instances, {run['system']}, round {run['round_index'] + 1}: {host.value:.4g} {host.kind}"
+    text += f" for ingress, client and controller (P50 of the levels off by {host.misfit:.1%}, in the mean)"
+    return text + (f", {1e3 * host.stage_s:.1f} ms a stage besides layers." if host.stage_s else ".")
+
+
+def _zero_of(function: Callable[[float], float], low: float, high: float) -> float:
+    """Where a function that rises passes 0; the nearer end where it does not."""
+    least = 1e-3 * (high - low)
+    for _ in range(ROUNDS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if function(middle) < 0 else (low, middle)
+        if high - low < least:
+            break
+    return (low + high) / 2
 
 
 def main() -> int:

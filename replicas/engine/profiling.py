@@ -8,6 +8,7 @@ import random
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import count, cycle, islice
 from typing import Any
 
@@ -64,7 +65,7 @@ def describe(lane: DpLane) -> dict[str, Any]:
     }
 
 
-def profile(lane: Lane, batches: Sequence[Sequence[Chunk]], repetitions: int = 5) -> Iterator[Sample]:
+def profile(lane: DpLane, batches: Sequence[Sequence[Chunk]], repetitions: int = 5) -> Iterator[Sample]:
     """Times each batch: the median of `repetitions` steps, after one that is not counted.
 
     Decodes go on from step to step, as they do in service, and the sample tells their middle length; prefill chunks
@@ -75,23 +76,48 @@ def profile(lane: Lane, batches: Sequence[Sequence[Chunk]], repetitions: int = 5
     """
     if lane.has_work():
         raise EngineError("steps are timed on an idle lane; this one has requests")
-    for chunks in batches:
-        yield _time(lane, chunks, repetitions)
+    with _forward_times(lane.worker.model_runner.model) as forward_s:
+        for chunks in batches:
+            yield _time(lane, chunks, repetitions, forward_s)
 
 
-def _time(lane: Lane, chunks: Sequence[Chunk], repetitions: int) -> Sample:
+@contextmanager
+def _forward_times(model: torch.nn.Module) -> Iterator[list[float]]:
+    """Seconds that the model takes, forward by forward. On a GPU that is until its kernels are launched."""
+    found: list[float] = []
+    begun_s = 0.0
+
+    def begin(*_: object) -> None:
+        nonlocal begun_s
+        begun_s = time.perf_counter()
+
+    def end(*_: object) -> None:
+        found.append(time.perf_counter() - begun_s)
+
+    hooks = model.register_forward_pre_hook(begin), model.register_forward_hook(end)
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _time(lane: Lane, chunks: Sequence[Chunk], repetitions: int, forward_s: list[float]) -> Sample:
     decodes = [chunk for chunk in chunks if chunk.num_tokens == 1]
     prefill = [chunk for chunk in chunks if chunk.num_tokens > 1]
     took_s: list[float] = []
+    host_s: list[float] = []
     running: list[Request] = []
     entered: list[Request] = []
     try:
         running.extend(_enter(lane, chunk) for chunk in decodes)
         for repetition in range(repetitions + 1):
             entered.extend(_enter(lane, chunk) for chunk in prefill)
+            forward_s.clear()
             started_s = time.perf_counter()
             lane.step()
             took_s.append(time.perf_counter() - started_s)
+            host_s.append(took_s[-1] - sum(forward_s))
             _check(running, decodes, repetition)
             _check(entered, prefill, 0)
             lane.release([request.request_id for request in entered])
@@ -100,7 +126,8 @@ def _time(lane: Lane, chunks: Sequence[Chunk], repetitions: int) -> Sample:
         lane.release([request.request_id for request in (*running, *entered)])
     middle = (repetitions + 1) // 2
     grown = [Chunk(prefix_tokens=chunk.prefix_tokens + middle, num_tokens=1) for chunk in decodes]
-    return Sample(chunks=(*grown, *prefill), seconds=statistics.median(took_s[1:]))
+    seconds, beside_s = statistics.median(took_s[1:]), statistics.median(host_s[1:])
+    return Sample(chunks=(*grown, *prefill), seconds=seconds, host_s=beside_s)
 
 
 def _enter(lane: Lane, chunk: Chunk) -> Request:

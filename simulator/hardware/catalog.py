@@ -142,6 +142,7 @@ class Profile:
     kv_tokens: Count  # that the engine had room for
     block_size: Count
     engine: Mapping[str, Any] = field(default_factory=dict)  # vLLM's settings
+    host_s: AtLeastZero = 0.0  # of a step: what is no work of layers, and whole in every stage of a pipeline
     aliases: tuple[str, ...] = ()
     source: str
 

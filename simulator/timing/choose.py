@@ -39,7 +39,7 @@ def profile_times(profile: Profile) -> Timing:
     notes: tuple[str, ...] = ()
     if profile.held_back_error > NOT_OFF:
         notes = (f"The profile {profile.name} is off by {profile.held_back_error:.0%} on batches held back from it.",)
-    return Timing(CostModelTimes(profile.cost_model), notes)
+    return Timing(CostModelTimes(profile.cost_model, host_s=profile.host_s), notes)
 
 
 def host(*, is_hidden: bool = False) -> Host:
