@@ -282,4 +282,5 @@ def test_a_small_run_answers_everything_on_every_system(tmp_path: Path) -> None:
     assert all(record.at_s < record.first_s <= record.end_s for r in runs for record in r.requests)
     assert [found.system for found in sizes[0].profiles] == ["vllm", "pengserve"]
     assert all(0 < found.model.batch_s([]) + found.model.tokens_s(100, 1) < 1 for found in sizes[0].profiles)
-    assert all(len(level) > 0 for level in sizes[0].levels)
+    assert {r.system: len(r.levels) for r in runs} == {"vllm-dp": 2, "vllm-pp": 0, "dp": 2, "drop": 3}
+    assert all(len(level) > 0 for r in runs for level in r.levels)

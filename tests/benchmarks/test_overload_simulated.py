@@ -17,7 +17,7 @@ from pengserve.simulator.result import Result
 STEPS = CostModel(
     prefix_attention_s=5e-8, self_attention_s=2e-8, kv_read_s=4e-7, ffn_s=1.2e-4, other_s=1e-4, load_s=5e-3
 )
-HIDDEN = Host("seconds a token", 7e-4)  # what the simulation has to find out
+HIDDEN = Host("seconds a token", 7e-4, stage_s=4e-3)  # what the simulation has to find out
 
 
 def loads(count: int, per_s: float, seed: int) -> tuple[Record, ...]:
@@ -46,33 +46,38 @@ def data() -> dict[str, Any]:
         "num_instances": 2,
         "weight_bytes": 25_179_648,
         "calibration": {"dp_tokens": 8704},
-        "levels": [[asdict(record) for record in level] for level in (few, full)],
         "profiles": [{"system": system, "model": asdict(STEPS)} for system in ("vllm", "pengserve")],
     }
-    plan = {"model": "wide-0", "restore_below": 0.75, "engine": engine_flags(max_num_seqs=128)}
+    plan = {"model": "wide-0", "restore_below": 0.75, "stages": 2, "engine": engine_flags(max_num_seqs=128)}
     data: dict[str, Any] = {"date": "2026-11-21", "plan": plan, "sizes": [size], "runs": []}
     load = loads(60, 4.0, 3)
     data["runs"] = [
-        {"system": system, "num_instances": 2, "requests": [asdict(record) for record in load]}
+        {"system": system, "num_instances": 2, "round_index": 0, "requests": [{}], "levels": [[{}]]}
         for system in ("vllm-dp", "dp", "drop")
     ]
     (recorded,) = recorded_sizes(data, scheduler="fast")
-    size["levels"] = [answered(level, recorded.replay("dp", level, HIDDEN)) for level in (few, full)]
     for run in data["runs"]:
-        run["requests"] = answered(load, recorded.replay(run["system"], load, HIDDEN))
+        system = "vllm-dp" if run["system"] == "vllm-dp" else "dp"
+        levels = [answered(level, recorded.replay(system, level, HIDDEN)) for level in (few, full)]
+        staged = [answered(full, recorded.replay("pp", full, HIDDEN))] if run["system"] == "drop" else []
+        answers = answered(load, recorded.replay(run["system"], load, HIDDEN))
+        run |= {"levels": [*levels, *staged], "requests": answers}
     return json.loads(json.dumps(data))
 
 
-def test_what_the_host_takes_is_found_out_from_the_calibration_alone(data: dict[str, Any]) -> None:
-    (size,) = recorded_sizes(data | {"runs": data["runs"][:1]}, scheduler="fast")
-    host = size.fit_host()
-    assert host.kind == HIDDEN.kind
-    assert host.value == pytest.approx(HIDDEN.value, rel=0.05)
+def test_what_host_and_stages_take_is_found_out_from_the_levels_alone(data: dict[str, Any]) -> None:
+    runs = [run | {"requests": [{}]} for run in data["runs"]]
+    (size,) = recorded_sizes(data | {"runs": runs}, scheduler="fast")
+    for run in runs:
+        host = size.fit_host(run)
+        assert host.kind == HIDDEN.kind
+        assert host.value == pytest.approx(HIDDEN.value, rel=0.05)
+        assert host.stage_s == pytest.approx(HIDDEN.stage_s if run["system"] == "drop" else 0.0, rel=0.1)
 
 
 def test_runs_of_the_simulation_itself_are_within_the_bars(data: dict[str, Any]) -> None:
     figures, notes = compare_all(data, scheduler="fast")
-    assert len(figures) == 12 and len(notes) == 1
+    assert len(figures) == 12 and len(notes) == 3
     assert [f"{figure.what}: {figure.error:+.1%}" for figure in figures if not figure.is_met] == []
 
 

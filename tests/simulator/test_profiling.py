@@ -32,14 +32,16 @@ FACTS = EngineFacts(
 
 
 def test_a_written_profile_is_read_as_it_was_fitted(tmp_path):
-    fitted = fit_held_back(samples(), seed=0)
+    fitted = fit_held_back([replace(sample, host_s=2e-3) for sample in samples()], seed=0)
     write(tmp_path / "mine.yaml", profile_row(WISHES, "cpu", {"dtype": "float32"}, FACTS, fitted), "mine")
     found = load_catalog(tmp_path / "mine.yaml").profile("mine")
     assert found.cost_model == fitted.costs
     assert found.model.weight_bytes == FACTS.capacity.weight_bytes
     assert found.kv_tokens == 3200
-    chunks = [Chunk(prefix_tokens=99, num_tokens=1)] * 4
-    assert profile_times(found).times.step_s(Batch(4, 400)) == pytest.approx(TRUE.batch_s(chunks))
+    whole_s = TRUE.batch_s([Chunk(prefix_tokens=99, num_tokens=1)] * 4)
+    times = profile_times(found).times
+    assert times.step_s(Batch(4, 400)) == pytest.approx(whole_s)
+    assert times.stage(2).step_s(Batch(4, 400)) == pytest.approx(2e-3 + (whole_s - 2e-3) / 2)
 
 
 def test_the_error_is_that_of_samples_that_the_fit_has_not_seen():
