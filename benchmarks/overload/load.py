@@ -49,9 +49,9 @@ class Plan:
     memory_bytes: int = 195 * MIB  # of an instance, for weights and KV
     chunk_bytes: int = 2 * MIB  # as in a deployment, where pages can be huge; 64 KiB make steps 15 % slower
     low_share: float = 0.25
-    over_share: float = 0.7
+    over_share: float = 0.75
     headroom: float = 2.1
-    burst_lives: float = 0.3  # more memory takes in a burst; it lets no more requests be answered a second
+    burst_lives: float = 0.8  # long enough that requests still come when memory is full
     least_calm_s: float = 14.0  # so that the layout can come back
     min_words: int = 40
     max_words: int = 80

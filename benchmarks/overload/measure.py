@@ -11,13 +11,12 @@ from benchmarks.figures import complete, mean, percentile, tpots_s, ttfts_s
 from benchmarks.overload import timeline
 from benchmarks.overload.load import Calibration, Course, Level, Phase, Plan, make_course, with_tokens
 from benchmarks.overload.profiles import Profile, profile
-from benchmarks.overload.record import Record, records
+from benchmarks.overload.record import SIMULATED, Record, records
 from benchmarks.overload.systems import PengServe, Served, System, Vllm
 from benchmarks.overload.timeline import Timeline
 from benchmarks.sse import Answer
 
 T = TypeVar("T")
-SIMULATED = ("vllm-dp", "dp", "drop")  # their runs are compared with simulations
 SYSTEMS = ("vllm-dp", "vllm-pp", "dp", "pp", "drop")
 """vLLM's servers, data and pipeline parallel; PengServe pinned to dp, pinned to a pipeline, and with drops."""
 
@@ -106,7 +105,7 @@ def calibrate(plan: Plan, num_instances: int, system: PengServe) -> Size:
     probe = system.client.send(plan.calibration(num_instances, num_instances, "probe")).result()
     prompt_tokens = mean([answer.prompt_tokens for answer in complete(probe)])
     resident = prompt_tokens + plan.mean_output(num_instances) / 2 + alone.block_size / 2
-    full = max(2, int(0.9 * dp_tokens / resident))  # nobody waits or is preempted
+    full = max(2, int(0.7 * dp_tokens / resident))  # nobody is preempted, though all are as old
     few = max(1, int(plan.low_share * full))
     found = Calibration(
         prompt_tokens=prompt_tokens,

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from benchmarks.figures import complete
 from benchmarks.sse import Answer
 
+SIMULATED = ("vllm-dp", "dp", "drop")  # systems whose runs are compared with simulations of them
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:

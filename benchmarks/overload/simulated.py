@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 
 from benchmarks.harness import RESULTS
-from benchmarks.overload.record import Record
+from benchmarks.overload.record import SIMULATED, Record
 from benchmarks.validation.figures import Figure, figure_table, spread
 from pengserve.cluster.demo.checkpoint import LlamaShape
 from pengserve.planners.cost_model import CostModel
@@ -30,7 +30,6 @@ from pengserve.simulator.result import Result
 from pengserve.simulator.run import simulate
 from tests.support.models import DEEP, TINY, WIDE
 
-SYSTEMS = ("vllm-dp", "dp", "drop")
 PROFILED = {"vllm-dp": "vllm", "dp": "pengserve", "drop": "pengserve", "pp": "pengserve"}  # whose steps they make
 BARS = {"P50": 0.15, "P99": 0.25}
 SHAPES: Mapping[str, LlamaShape] = {"tiny": TINY, "wide": WIDE, "deep": DEEP}
@@ -74,8 +73,10 @@ class RecordedSize:
         self._plan, self._size, self._scheduler = data["plan"], size, scheduler
         self.num_instances = int(size["num_instances"])
         self.runs = [
-            run for run in data["runs"] if run["num_instances"] == self.num_instances and run["system"] in SYSTEMS
+            run for run in data["runs"] if run["num_instances"] == self.num_instances and run["system"] in SIMULATED
         ]
+        # Systems that share instances hold the same; vLLM holds a little more, as it rounds to no chunks.
+        self._held = {run["system"]: int(run["timeline"]["capacity"][0][1]) for run in self.runs if "timeline" in run}
         self.profiles = {profile["system"]: CostModel(**profile["model"]) for profile in size["profiles"]}
 
     def replay(self, system: str, records: Sequence[Record], host: Host) -> Result:
@@ -140,11 +141,16 @@ class RecordedSize:
             "held_back_error": 0.0,
             "num_samples": 1,
             "max_num_batched_tokens": int(engine["max_num_batched_tokens"]),
-            "kv_tokens": int(self._size["calibration"]["dp_tokens"]) // self.num_instances,
+            "kv_tokens": self._held_by(system) // self.num_instances,
             "block_size": int(engine["block_size"]),
             "source": "bench-overload",
         }
         return {"profiles": {"measured": profile}}
+
+    def _held_by(self, system: str) -> int:
+        """Tokens of KV that all instances hold in dp."""
+        dp_tokens = int(self._size["calibration"]["dp_tokens"])
+        return self._held.get(system, dp_tokens) if system == "vllm-dp" else dp_tokens
 
     def _config(self, system: str) -> dict[str, Any]:
         engine = self._plan["engine"]
@@ -219,7 +225,7 @@ def compare_all(data: Mapping[str, Any], *, scheduler: str = "vllm") -> tuple[li
     """All runs of a result, all rounds of a system together; and what was fitted, a sentence a run."""
     figures, notes = [], []
     for size in recorded_sizes(data, scheduler=scheduler):
-        for system in SYSTEMS:
+        for system in SIMULATED:
             records: list[Record] = []
             outcomes: list[Any] = []
             result = None
