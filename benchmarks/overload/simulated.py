@@ -121,7 +121,7 @@ class RecordedSize:
         """A catalog of the machine as it was timed."""
         name, engine = str(self._plan["model"]), self._plan["engine"]
         shape = SHAPES[name.partition("-")[0]]
-        params = int(self._size["weight_bytes"]) // BYTES
+        embedding_params = 2 * shape.vocab_size * shape.hidden_size
         profile = {
             "gpu": "cpu",
             "model": {
@@ -130,8 +130,8 @@ class RecordedSize:
                 "heads": shape.num_heads,
                 "kv_heads": shape.num_kv_heads,
                 "head_dim": shape.head_dim,
-                "params": params,
-                "embedding_params": 2 * shape.vocab_size * shape.hidden_size,
+                "params": embedding_params + self._droppable_params(shape),
+                "embedding_params": embedding_params,
                 "max_model_len": int(engine["max_model_len"]),
                 "bytes_per_param": BYTES,
                 "bytes_per_kv_value": BYTES,
@@ -151,6 +151,13 @@ class RecordedSize:
         """Tokens of KV that all instances hold in dp."""
         dp_tokens = int(self._size["calibration"]["dp_tokens"])
         return self._held.get(system, dp_tokens) if system == "vllm-dp" else dp_tokens
+
+    def _droppable_params(self, shape: LlamaShape) -> int:
+        """Of an instance: as many as free what a pipeline of all instances was seen to hold more, rounding and all."""
+        found, n = self._size["calibration"], self.num_instances
+        more_tokens = int(found["pp_tokens"]) - int(found["dp_tokens"])
+        token_bytes = 2 * shape.num_kv_heads * shape.head_dim * shape.num_layers * BYTES
+        return more_tokens * token_bytes // BYTES // (n - 1)  # each of n keeps 1/n
 
     def _config(self, system: str) -> dict[str, Any]:
         engine = self._plan["engine"]
@@ -252,7 +259,7 @@ def _note(num_instances: int, run: Mapping[str, Any], host: Host) -> str:
 
 def _zero_of(function: Callable[[float], float], low: float, high: float) -> float:
     """Where a function that rises passes 0; the nearer end where it does not."""
-    least = 1e-3 * (high - low)
+    least = 1e-4 * (high - low)
     for _ in range(ROUNDS):
         middle = (low + high) / 2
         low, high = (middle, high) if function(middle) < 0 else (low, middle)
