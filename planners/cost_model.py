@@ -42,7 +42,7 @@ class Sample:
 
     chunks: tuple[Chunk, ...]
     seconds: float
-    host_s: float = 0.0  # of them: what is no work of the model's layers, and whole in every stage of a pipeline
+    host_s: float = 0.0  # of them: what is no work of the model's layers, and whole in every stage; 0: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,15 +76,19 @@ def profile(lane: DpLane, batches: Sequence[Sequence[Chunk]], repetitions: int =
     """
     if lane.has_work():
         raise EngineError("steps are timed on an idle lane; this one has requests")
-    with _forward_times(lane.worker.model_runner.model) as forward_s:
+    with _forward_times(lane.worker) as forward_s:
         for chunks in batches:
             yield _time(lane, chunks, repetitions, forward_s)
 
 
 @contextmanager
-def _forward_times(model: torch.nn.Module) -> Iterator[list[float]]:
-    """Seconds that the model takes, forward by forward. On a GPU that is until its kernels are launched."""
+def _forward_times(worker: Any) -> Iterator[list[float]]:
+    """Seconds that the model takes, forward by forward. None on a GPU: its kernels run on, and graphs call no hooks."""
     found: list[float] = []
+    if worker.device.type != "cpu":
+        yield found
+        return
+    model: torch.nn.Module = worker.model_runner.model
     begun_s = 0.0
 
     def begin(*_: object) -> None:
@@ -117,7 +121,7 @@ def _time(lane: Lane, chunks: Sequence[Chunk], repetitions: int, forward_s: list
             started_s = time.perf_counter()
             lane.step()
             took_s.append(time.perf_counter() - started_s)
-            host_s.append(took_s[-1] - sum(forward_s))
+            host_s.append(took_s[-1] - sum(forward_s) if forward_s else 0.0)
             _check(running, decodes, repetition)
             _check(entered, prefill, 0)
             lane.release([request.request_id for request in entered])
