@@ -75,8 +75,6 @@ class RecordedSize:
         self.runs = [
             run for run in data["runs"] if run["num_instances"] == self.num_instances and run["system"] in SIMULATED
         ]
-        # Systems that share instances hold the same; vLLM holds a little more, as it rounds to no chunks.
-        self._held = {run["system"]: int(run["timeline"]["capacity"][0][1]) for run in self.runs if "timeline" in run}
         self.profiles = {profile["system"]: CostModel(**profile["model"]) for profile in size["profiles"]}
 
     def replay(self, system: str, records: Sequence[Record], host: Host) -> Result:
@@ -148,9 +146,10 @@ class RecordedSize:
         return {"profiles": {"measured": profile}}
 
     def _held_by(self, system: str) -> int:
-        """Tokens of KV that all instances hold in dp."""
+        """Tokens of KV that all instances hold in dp. vLLM's hold a little more: it rounds to no chunks."""
         dp_tokens = int(self._size["calibration"]["dp_tokens"])
-        return self._held.get(system, dp_tokens) if system == "vllm-dp" else dp_tokens
+        seen = (int(run["timeline"]["capacity"][0][1]) for run in self.runs if run["system"] == system == "vllm-dp")
+        return next(seen, dp_tokens)
 
     def _droppable_params(self, shape: LlamaShape) -> int:
         """Of an instance: as many as free what a pipeline of all instances was seen to hold more, rounding and all."""

@@ -52,10 +52,9 @@ def data() -> dict[str, Any]:
     plan = {"model": "wide-0", "restore_below": 0.75, "stages": 2, "engine": engine_flags(max_num_seqs=128)}
     data: dict[str, Any] = {"date": "2026-11-21", "plan": plan, "sizes": [size], "runs": []}
     load = loads(60, 4.0, 3)
-    data["runs"] = [
-        {"system": system, "num_instances": 2, "round_index": 0, "requests": [{}], "levels": [[{}]]}
-        for system in ("vllm-dp", "dp", "drop")
-    ]
+    run_of = {"num_instances": 2, "round_index": 0, "requests": [{}], "levels": [[{}]]}
+    held = {"capacity": [[0.0, 8704.0]]}
+    data["runs"] = [{"system": system, **run_of, "timeline": held} for system in ("vllm-dp", "dp", "drop")]
     (recorded,) = recorded_sizes(data, scheduler="fast")
     for run in data["runs"]:
         system = "vllm-dp" if run["system"] == "vllm-dp" else "dp"
