@@ -62,6 +62,11 @@ class _Stream(asyncio.Protocol):
         if ended:
             self._finish("")
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether no byte of the answer has come."""
+        return self._in_head and not self._buffer
+
     def connection_lost(self, error: Exception | None) -> None:
         """A connection that ends in mid-answer is an error."""
         self._finish(f"connection lost: {error}")
@@ -150,13 +155,14 @@ class Connection:
         )
         try:
             async with asyncio.timeout(timeout_s):
-                if self._transport is None or self._transport.is_closing():
-                    await self._connect()
-                assert self._transport is not None
+                is_old = await self._is_open_still()
                 answer = Answer(sent_s=time.perf_counter())
-                done = self._stream.expect(answer)
-                self._transport.write(head.encode() + payload)
-                await done
+                await self._send(answer, head.encode() + payload)
+                if answer.error and is_old and self._stream.is_silent:
+                    # Servers close connections that were idle: this one met the request on its way.
+                    await self._connect()
+                    answer.error = ""
+                    await self._send(answer, head.encode() + payload)
         except TimeoutError:
             answer = Answer(sent_s=time.perf_counter(), error=f"no complete answer within {timeout_s:.0f} s")
         except OSError as error:
@@ -175,6 +181,19 @@ class Connection:
         if self._transport is not None:
             self._transport.close()
             self._transport = None
+
+    async def _is_open_still(self) -> bool:
+        """Whether the connection has served before; opens a new one where it has not."""
+        if self._transport is not None and not self._transport.is_closing():
+            return True
+        await self._connect()
+        return False
+
+    async def _send(self, answer: Answer, request: bytes) -> None:
+        assert self._transport is not None
+        done = self._stream.expect(answer)
+        self._transport.write(request)
+        await done
 
     async def _connect(self) -> None:
         loop = asyncio.get_running_loop()

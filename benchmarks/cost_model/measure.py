@@ -61,8 +61,8 @@ class Plan:
     model: Path
     num_batches: int = 150
     repetitions: int = 3  # steps of a batch in one round
-    rounds: int = 4
-    held_back: float = 0.3
+    rounds: int = 8
+    folds: int = 5  # each is held back once, and predicted by a model fitted on the others
     stages: tuple[int, ...] = (2, 4)
     load: Load = field(default_factory=Load)
     seed: int = 7
@@ -89,7 +89,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Errors:
-    """Relative errors of one model on held-back batches of one kind."""
+    """Relative errors of one model on batches of one kind, each held back from its fit."""
 
     model: str
     kind: str
@@ -114,8 +114,8 @@ class Result:
     """What was found."""
 
     samples: tuple[Sample, ...]
-    held_back: tuple[int, ...]  # indices of samples that no model was fitted on
-    ours: CostModel
+    folds: tuple[int, ...]  # by sample: which it was held back with
+    ours: CostModel  # fitted on all, as below
     tokens_only: CostModel
     errors: tuple[Errors, ...]
     formations: tuple[Formation, ...]
@@ -138,23 +138,24 @@ def measure(plan: Plan, on_step: Callable[[], None]) -> list[Sample]:
 
 def evaluate(plan: Plan, samples: Sequence[Sample]) -> Result:
     """Fits, compares and simulates."""
-    order = list(range(len(samples)))
-    random.Random(plan.seed).shuffle(order)
-    held_back = sorted(order[: round(plan.held_back * len(order))])
-    fitted = [samples[index] for index in sorted(set(order) - set(held_back))]
-    ours, tokens_only = fit(fitted), fit_token_count(fitted)
-    tested = [samples[index] for index in held_back]
+    folds = [index % plan.folds for index in range(len(samples))]
+    random.Random(plan.seed).shuffle(folds)
+    kinds = [kind_of(sample) for sample in samples]
+    found = {
+        name: held_back_errors(fit_one, samples, folds)
+        for name, fit_one in (("with attention", fit), ("tokens alone", fit_token_count))
+    }
     errors = [
-        _errors(name, kind, model, [s for s in tested if kind in ("all", kind_of(s))])
-        for kind in ("all", *KINDS)
-        for name, model in (("with attention", ours), ("tokens alone", tokens_only))
-        if kind == "all" or any(kind_of(s) == kind for s in tested)
+        _errors(name, kind, [e for e, own in zip(each, kinds, strict=True) if kind in ("all", own)])
+        for kind in ("all", *(kind for kind in KINDS if kind in kinds))
+        for name, each in found.items()
     ]
+    ours, tokens_only = fit(samples), fit_token_count(samples)
     formations = [formation for stages in plan.stages for formation in formations_of(plan, ours, stages)]
     plan_next_s, plan_all_s, num_planned = planning(plan, ours)
     return Result(
         samples=tuple(samples),
-        held_back=tuple(held_back),
+        folds=tuple(folds),
         ours=ours,
         tokens_only=tokens_only,
         errors=tuple(errors),
@@ -163,6 +164,19 @@ def evaluate(plan: Plan, samples: Sequence[Sample]) -> Result:
         plan_all_s=plan_all_s,
         num_planned=num_planned,
     )
+
+
+def held_back_errors(
+    fit_one: Callable[[Sequence[Sample]], CostModel], samples: Sequence[Sample], folds: Sequence[int]
+) -> list[float]:
+    """The relative error of each sample, as a model predicts it that was fitted on the other folds."""
+    errors = [0.0] * len(samples)
+    for fold in set(folds):
+        held_back = [index for index, own in enumerate(folds) if own == fold]
+        model = fit_one([sample for sample, own in zip(samples, folds, strict=True) if own != fold])
+        for index, error in zip(held_back, relative_errors(model, [samples[i] for i in held_back]), strict=True):
+            errors[index] = float(error)
+    return errors
 
 
 def formations_of(plan: Plan, model: CostModel, stages: int) -> list[Formation]:
@@ -218,6 +232,5 @@ def as_data(result: Result) -> dict[str, Any]:
     return data
 
 
-def _errors(name: str, kind: str, model: CostModel, samples: Sequence[Sample]) -> Errors:
-    errors = relative_errors(model, samples)
-    return Errors(model=name, kind=kind, count=len(samples), mean=float(errors.mean()), worst=float(errors.max()))
+def _errors(name: str, kind: str, errors: Sequence[float]) -> Errors:
+    return Errors(model=name, kind=kind, count=len(errors), mean=statistics.fmean(errors), worst=max(errors))

@@ -62,13 +62,13 @@ def is_met(result: Result) -> bool:
 def markdown(plan: Plan, result: Result, date: str) -> str:
     """The result for readers."""
     load = plan.load
-    fitted = len(result.samples) - len(result.held_back)
     lines = [
         f"# Cost model and lookahead, {date}",
         "",
         f"`make bench-cost-model`: model {plan.model.name}, one engine, {len(result.samples)} batches of random "
         f"prefixes, new tokens and decodes. A batch's time is the median of {plan.repetitions} steps, in the "
-        f"fastest of {plan.rounds} rounds. Fitted on {fitted} batches, tested on the {len(result.held_back)} others.",
+        f"fastest of {plan.rounds} rounds. Each batch is held back once, with 1/{plan.folds} of all, and predicted by "
+        "a model fitted on the others; coefficients and bubbles are of a model fitted on all.",
         f"Engine flags: `{json.dumps(dict(plan.engine))}`.",
         "",
         facts_line(),

@@ -38,12 +38,12 @@ class Run:
     tpot_p50_s: float
     tpot_p99_s: float
     preemptions: int
-    failed_switches: int
+    switch_errors: tuple[str, ...]  # why each switch that failed did
     demand_mean: float  # while the load was sent
     demand_peak: float
     timeline: Timeline
     requests: tuple[Record, ...] = ()
-    levels: tuple[tuple[Record, ...], ...] = ()  # `measure_levels` just before it: how fast the machine was then
+    levels: tuple[tuple[tuple[Record, ...], ...], ...] = ()  # `measure_levels` just before it and just after it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,9 +98,9 @@ def calibrate(plan: Plan, num_instances: int, system: PengServe) -> Size:
     """Measures both levels on static dp, and makes the course."""
     system.cluster.set_layout("dp")
     lanes = {lane.shape: lane.capacity for lane in system.cluster.snapshot().instances[0].lanes}
-    alone, wide = lanes["dp"], lanes[f"pp{num_instances}"]
+    alone, wide = lanes["dp"], lanes[f"pp{plan.stages}"]
     if alone is None or wide is None:
-        raise RuntimeError("this model cannot run as a pipeline of so many instances")
+        raise RuntimeError("this model cannot run in pipelines of so many stages")
     dp_tokens = alone.num_tokens * num_instances
     probe = system.client.send(plan.calibration(num_instances, num_instances, "probe")).result()
     prompt_tokens = mean([answer.prompt_tokens for answer in complete(probe)])
@@ -110,7 +110,7 @@ def calibrate(plan: Plan, num_instances: int, system: PengServe) -> Size:
     found = Calibration(
         prompt_tokens=prompt_tokens,
         dp_tokens=dp_tokens,
-        pp_tokens=wide.num_tokens,
+        pp_tokens=wide.num_tokens * (num_instances // plan.stages),
         few=_level(plan, num_instances, system, few),
         full=_level(plan, num_instances, system, full),
     )
@@ -138,12 +138,15 @@ def _level(plan: Plan, num_instances: int, system: PengServe, in_flight: int) ->
     return Level(in_flight=in_flight, requests_per_s=sum(end <= stop_s for end in ends_s) / (stop_s - begin_s))
 
 
-def measure_levels(plan: Plan, size: Size, name: str, system: System) -> tuple[tuple[Record, ...], ...]:
-    """Few and many requests at once, each time none after them, and many in pipelines where `name` may form some."""
+def measure_levels(plan: Plan, size: Size, name: str, system: System, when: str) -> tuple[tuple[Record, ...], ...]:
+    """How fast the machine is then: few and many requests at once, each time none after them.
+
+    And many in pipelines where `name` may form some.
+    """
     found = []
     few, full = size.calibration.few.in_flight, size.calibration.full.in_flight
     for layout, in_flight in (("dp", few), ("dp", full), ("pp", full))[: 3 if name == "drop" else 2]:
-        requests = plan.calibration(size.num_instances, in_flight, f"{name}/{layout}/{in_flight}")
+        requests = plan.calibration(size.num_instances, in_flight, f"{name}/{when}/{layout}/{in_flight}")
         served = system.serve(layout, with_tokens([(Phase.LOW, r) for r in requests], size.tokens_per_word(plan)))
         found.append(records(_good(served.answers), served.start_s))
     return tuple(found)
@@ -160,9 +163,13 @@ def run(plan: Plan, size: Size, name: str, round_index: int, system: System) -> 
     """One load on one system."""
     calibration, course = size.calibration, size.course
     pairs = plan.requests(size.num_instances, course, name, round_index)
-    levels = measure_levels(plan, size, name, system) if plan.has_profiles and name in SIMULATED else ()
+    levels = []
+    if is_simulated := plan.has_profiles and name in SIMULATED:
+        levels.append(measure_levels(plan, size, name, system, "before"))
     served = system.serve(name, with_tokens(pairs, size.tokens_per_word(plan)))
     line = make_timeline(served, course, system, int(plan.engine["block_size"]))
+    if is_simulated:
+        levels.append(measure_levels(plan, size, name, system, "after"))
     good = complete(served.answers)
     bad = [answer for answer in served.answers if answer.error]
     in_burst = [a for (phase, _), a in zip(pairs, served.answers, strict=True) if phase is Phase.BURST]
@@ -181,12 +188,12 @@ def run(plan: Plan, size: Size, name: str, round_index: int, system: System) -> 
         tpot_p50_s=percentile(tpot_s, 50),
         tpot_p99_s=percentile(tpot_s, 99),
         preemptions=served.preemptions,
-        failed_switches=served.failed_switches,
+        switch_errors=served.switch_errors,
         demand_mean=timeline.mean_until(line.demand, course.end_s) / calibration.dp_tokens,
         demand_peak=max(line.demand, default=0.0) / calibration.dp_tokens,
         timeline=line,
         requests=records(served.answers, served.start_s),
-        levels=levels,
+        levels=tuple(levels),
     )
 
 

@@ -43,7 +43,7 @@ def profile(plan: Plan, system: str, num_instances: int, weight_bytes: int) -> P
             engine=engine,
             memory_bytes=plan.memory_bytes,
             chunk_bytes=plan.chunk_bytes,
-            max_stages=num_instances,
+            max_stages=plan.stages,
         )
     with ThreadPoolExecutor(num_instances) as engines:
         runs = [engines.submit(profile_engine, config, BATCHES, lambda: None) for _ in range(num_instances)]

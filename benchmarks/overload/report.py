@@ -122,9 +122,10 @@ def failures(runs: Iterable[Run]) -> list[str]:
     """One sentence for every run in which something failed."""
     return [
         f"{NAMES[r.system]}, {r.num_instances} instances, round {r.round_index}: {r.failed} requests and "
-        f"{r.failed_switches} switches failed" + (f" ({r.first_error})" if r.first_error else "")
+        f"{len(r.switch_errors)} switches failed"
+        + "".join(f" ({why})" for why in (r.first_error, *r.switch_errors) if why)
         for r in runs
-        if r.failed or r.failed_switches
+        if r.failed or r.switch_errors
     ]
 
 
@@ -142,8 +143,8 @@ def load_line(plan: Plan, size: Size) -> str:
     least, most = plan.outputs(size.num_instances)
     return (
         f"Weights {size.weight_bytes / MIB:.0f} MiB of {plan.memory_bytes / MIB:.0f} MiB an instance "
-        f"({size.weight_bytes / plan.memory_bytes:.0%}); dp holds {found.dp_tokens} tokens of KV in all, a pipeline of "
-        f"all instances {found.gain:.0%} more. A request has {found.prompt_tokens:.0f} prompt tokens on average and "
+        f"({size.weight_bytes / plan.memory_bytes:.0%}); dp holds {found.dp_tokens} tokens of KV in all, pipelines "
+        f"of {plan.stages} {found.gain:.0%} more. A request has {found.prompt_tokens:.0f} prompt tokens on average and "
         f"{least} to {most} output tokens, and lives {found.few.life_s:.1f} s among {found.few.in_flight}, "
         f"{found.full.life_s:.1f} s among {found.full.in_flight} (measured on static dp). So: "
         f"{course.low_per_s:.2f} requests/s, and {course.num_bursts} bursts of {course.burst_requests} more within "
@@ -158,8 +159,8 @@ def markdown(plan: Plan, sizes: Sequence[Size], runs: Sequence[Run], date: str, 
         "",
         f"`make bench-overload`: model {plan.model.name}, {plan.rounds} rounds, one system at a time, in turn. Every "
         "system of a round gets requests of the same lengths at the same times.",
-        f"Demand is what all requests in flight would hold. Its mean is planned as 1/{plan.headroom:g} of what dp has, "
-        f"its peak as {plan.peak_share:g} times what it has; `benchmarks/overload/load.py` says how.",
+        f"Demand is what all requests in flight would hold. Its mean is planned as 1/{plan.headroom:g} of what dp has; "
+        "`benchmarks/overload/load.py` says how, and how its peak is.",
         "Medians over the rounds; (x…) behind a figure: PengServe's with drop over this one, median of the rounds' "
         "ratios. TTFT from sending a request to its first text. A burst ends when its last request is sent.",
         "All instances, the ingress, the controller and the client share the cores of one machine.",

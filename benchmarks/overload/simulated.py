@@ -2,9 +2,9 @@
 
 A result has all that a simulation needs: steps timed with all instances busy, memory, drop settings, and each request.
 What it has not is what ingress, client and controller take of the same cores, and how fast the machine was then. That
-is one number, fitted on two levels that were measured just before each run, and on no run: seconds a token, seconds a
-step, or a factor, whichever fits the levels best. What stages of a pipeline do besides their layers is a second one,
-fitted on a third level.
+is one number, fitted on two levels that were measured just before each run and again just after it, and on no run:
+seconds a token, seconds a step, or a factor, whichever fits the levels best. What stages of a pipeline do besides their
+layers is a second one, fitted on a third level.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Host:
 
     kind: str  # of `KINDS`
     value: float
-    misfit: float = math.nan  # mean |log(simulated / real)| of P50 TTFT and TPOT of both levels
+    misfit: float = math.nan  # mean |log(simulated / real)| of P50 TTFT and TPOT of the levels
     stage_s: float = 0.0  # what every stage of a pipeline does besides its layers
 
     def added(self, model: CostModel) -> CostModel:
@@ -88,16 +88,18 @@ class RecordedSize:
     def fit_host(self, run: Mapping[str, Any]) -> Host:
         """The host's share that makes the mean TPOT of a run's levels right; of the kinds, the one that fits them best.
 
-        And where it may form pipelines, what makes the TPOT of the third level right.
+        And where it may form pipelines, what makes the TPOT of the levels in pipelines right.
         """
         system = "vllm-dp" if run["system"] == "vllm-dp" else "dp"
-        few, full, *pipelined = (tuple(Record(**record) for record in level) for level in run["levels"])
-        host = min((self._fitted(kind, system, (few, full)) for kind in KINDS), key=lambda found: found.misfit)
+        sweeps = [[tuple(Record(**record) for record in level) for level in sweep] for sweep in run["levels"]]
+        in_dp = [level for few, full, *_ in sweeps for level in (few, full)]
+        pipelined = [level for _, _, *more in sweeps for level in more]
+        host = min((self._fitted(kind, system, in_dp) for kind in KINDS), key=lambda found: found.misfit)
         if not pipelined:
             return host
 
         def bias(stage_s: float) -> float:
-            return self._errors("pp", pipelined[0], replace(host, stage_s=stage_s))[1]
+            return sum(self._errors("pp", level, replace(host, stage_s=stage_s))[1] for level in pipelined)
 
         return replace(host, stage_s=_zero_of(bias, 0.0, MOST_STAGE_S))
 
@@ -152,11 +154,12 @@ class RecordedSize:
         return next(seen, dp_tokens)
 
     def _droppable_params(self, shape: LlamaShape) -> int:
-        """Of an instance: as many as free what a pipeline of all instances was seen to hold more, rounding and all."""
-        found, n = self._size["calibration"], self.num_instances
+        """Of an instance: as many as free what pipelines were seen to hold more, rounding and all."""
+        found, stages = self._size["calibration"], int(self._plan["stages"])
         more_tokens = int(found["pp_tokens"]) - int(found["dp_tokens"])
         token_bytes = 2 * shape.num_kv_heads * shape.head_dim * shape.num_layers * BYTES
-        return more_tokens * token_bytes // BYTES // (n - 1)  # each of n keeps 1/n
+        instance_bytes = more_tokens * token_bytes // self.num_instances
+        return instance_bytes // BYTES * stages // (stages - 1)  # each keeps one part of so many
 
     def _config(self, system: str) -> dict[str, Any]:
         engine = self._plan["engine"]
@@ -172,11 +175,11 @@ class RecordedSize:
             "prefix_caching": self._scheduler == "vllm" and bool(engine["enable_prefix_caching"]),
         }
         policy: dict[str, Any] = {"name": "vllm_dp"}
-        if system == "pp":
+        if system in ("pp", "drop"):
             cluster["max_stages"] = self._plan["stages"]
+        if system == "pp":
             policy = {"name": "vllm_pp", "options": {"stages": self._plan["stages"]}}
         if system == "drop":
-            cluster["max_stages"] = self.num_instances
             drop = {"restore_below": self._plan["restore_below"], "quiet_s": 0.5}
             policy = {"name": "pengserve", "options": {"drop": drop}}
         return {

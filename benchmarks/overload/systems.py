@@ -44,7 +44,7 @@ class Served:
     answers: list[Answer]
     preemptions: int
     layouts: tuple[LayoutChange, ...]  # the first as of the begin; times since then
-    failed_switches: int = 0
+    switch_errors: tuple[str, ...] = ()  # why each that failed did
 
 
 class System(Protocol):
@@ -79,7 +79,7 @@ class PengServe:
             degrees=(),
             engine=plan.engine,
             drop=DropConfig(is_auto=True, restore_below=plan.restore_below, quiet_s=0.5),
-            max_stages=self._num_instances,
+            max_stages=plan.stages,
             memory_bytes=plan.memory_bytes,
             chunk_bytes=plan.chunk_bytes,
         )
@@ -92,7 +92,7 @@ class PengServe:
             url = stack.enter_context(cluster.ingress())
             self.cluster, self.client = cluster, stack.enter_context(Client(url, MODEL_NAME))
             warm = self._plan.calibration(self._num_instances, WARM_REQUESTS * self._num_instances, "warm")
-            for layout in dict.fromkeys((f"pp{self._num_instances}", f"pp{plan.stages}", "dp")):
+            for layout in (f"pp{plan.stages}", "dp"):
                 cluster.set_layout(layout)
                 self.client.send([replace(request, max_tokens=WARM_TOKENS) for request in warm]).result()
             self._stack = stack.pop_all()
@@ -119,7 +119,7 @@ class PengServe:
             answers=answers,
             preemptions=self._preemptions() - before,
             layouts=(LayoutChange(time_s=0.0, groups=layout.groups), *layout_changes(events, wall_s)),
-            failed_switches=sum(event.kind is EventKind.TRANSITION_ERROR for event in events),
+            switch_errors=tuple(event.why for event in events if event.kind is EventKind.TRANSITION_ERROR),
         )
 
     def tokens_of(self, group: Group) -> int:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cost_model import report
-from benchmarks.cost_model.measure import Load, Plan, Result, evaluate, measure
+from benchmarks.cost_model.measure import Load, Plan, Result, evaluate, held_back_errors, measure
+from pengserve.planners.cost_model import fit
 from pengserve.simulator.profiling import kind_of
 from tests.support.models import tiny_model
 from tests.support.timed_steps import samples
@@ -21,18 +22,20 @@ def result() -> Result:
 
 
 def test_errors_are_those_of_batches_that_were_held_back(result: Result) -> None:
-    assert len(result.held_back) == 18
-    tested = [kind_of(result.samples[index]) for index in result.held_back]
+    kinds = [kind_of(sample) for sample in result.samples]
     counts = {(e.kind, e.model): e.count for e in result.errors}
-    assert all(counts[kind, "with attention"] == tested.count(kind) for kind in set(tested))
-    assert counts["all", "tokens alone"] == 18
-    # A wrong time in a batch that was held back changes no model.
+    assert all(counts[kind, "with attention"] == kinds.count(kind) for kind in set(kinds))
+    assert counts["all", "tokens alone"] == 60
+    assert sorted(result.folds) == sorted(12 * list(range(5)))
+    # Only the model that is not asked for a batch knows its time.
     spoiled = list(result.samples)
-    index = result.held_back[0]
-    spoiled[index] = replace(spoiled[index], seconds=9.0)
-    again = evaluate(replace(PLAN, stages=()), spoiled)
-    assert again.ours == result.ours
-    assert again.errors[0].mean > result.errors[0].mean
+    spoiled[0] = replace(spoiled[0], seconds=9.0)
+    before, after = (held_back_errors(fit, each, result.folds) for each in (result.samples, spoiled))
+    own = [index for index, fold in enumerate(result.folds) if fold == result.folds[0]]
+    others = [index for index in range(60) if index not in own]
+    assert all(after[index] == before[index] for index in own[1:])
+    assert after[0] > 0.9
+    assert all(after[index] > before[index] for index in others)
 
 
 def test_ours_is_exact_where_the_model_is_true_and_tokens_alone_are_not(result: Result) -> None:
@@ -53,7 +56,7 @@ def test_aims_are_judged_by_all_figures(result: Result) -> None:
 def test_a_result_is_written_with_all_that_was_measured(result: Result, tmp_path: Path) -> None:
     json_path, text_path = report.write(tmp_path, PLAN, result, "2000-01-01")
     record = json.loads(json_path.read_text())["result"]
-    assert len(record["samples"]) == 60 and record["held_back"] == list(result.held_back)
+    assert len(record["samples"]) == 60 and record["folds"] == list(result.folds)
     chunk = result.samples[0].chunks[0]
     assert record["samples"][0]["chunks"][0] == [chunk.prefix_tokens, chunk.num_tokens]
     text = text_path.read_text()

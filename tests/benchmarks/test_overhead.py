@@ -91,16 +91,19 @@ def test_an_incomplete_answer_is_an_error(wire: bytes) -> None:
 
 
 @asynccontextmanager
-async def server(num_answers: int | None = None) -> AsyncIterator[str]:
-    """An HTTP server that streams BODY; each connection breaks after `num_answers`."""
+async def server(num_answers: int | None = None, *, last_words: bytes = b"") -> AsyncIterator[str]:
+    """An HTTP server that streams BODY; each connection takes one request more than `num_answers`, and breaks."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         left = num_answers
         try:
-            while left is None or left > 0:
+            while True:
                 head = await reader.readuntil(b"\r\n\r\n")
                 length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
                 assert json.loads(await reader.readexactly(length))["stream"]
+                if left == 0:
+                    writer.write(last_words)
+                    break
                 writer.write(HEAD + chunk(BODY) + b"0\r\n\r\n")
                 await writer.drain()
                 left = None if left is None else left - 1
@@ -121,12 +124,22 @@ async def test_every_prompt_is_sent_once_and_counted() -> None:
     assert figures.prompt_tokens_mean == 11
 
 
-async def test_a_broken_connection_counts_as_failures_and_is_opened_again() -> None:
+async def test_a_connection_that_the_server_closes_as_a_request_comes_is_opened_again() -> None:
     async with server(num_answers=2) as url:
         connection = Connection(url)
         answers = [await connection.chat({"stream": True}, 5.0) for _ in range(6)]
         connection.close()
-    assert sum(not answer.error for answer in answers) >= 4
+    assert [answer.error for answer in answers] == 6 * [""]
+    assert all(len(answer.event_times_s) == len(TEXTS) for answer in answers)
+
+
+@pytest.mark.parametrize(("num_answers", "last_words"), [(2, HEAD), (0, b"")], ids=["in mid-answer", "a new one"])
+async def test_any_other_broken_connection_is_a_failure(num_answers: int, last_words: bytes) -> None:
+    async with server(num_answers, last_words=last_words) as url:
+        connection = Connection(url)
+        answers = [await connection.chat({"stream": True}, 5.0) for _ in range(6)]
+        connection.close()
+    assert [bool(answer.error) for answer in answers] == (6 * [True] if not num_answers else 2 * [False, False, True])
 
 
 async def test_an_unreachable_server_fails_every_request() -> None:

@@ -63,7 +63,7 @@ def run(system: str, round_index: int = 0, scale: float = 1.0, drops: Sequence[t
         tpot_p50_s=scale,
         tpot_p99_s=scale,
         preemptions=3,
-        failed_switches=0,
+        switch_errors=(),
         demand_mean=0.5,
         demand_peak=1.1,
         timeline=line(drops=drops),
@@ -112,7 +112,7 @@ def test_demand_follows_littles_law_where_lives_are_constant(life_s: float, per_
 def test_the_course_is_the_least_that_overloads_dp_and_has_the_wanted_mean() -> None:
     found = calibration()
     course = make_course(PLAN, 2, found)
-    peak = PLAN.peak_share * found.dp_tokens
+    peak = PLAN.peak_shares[2] * found.dp_tokens
 
     def trace(burst_requests: int) -> list[tuple[float, float]]:
         arrivals = [i / course.low_per_s for i in range(int(course.end_s * course.low_per_s))]
@@ -282,5 +282,6 @@ def test_a_small_run_answers_everything_on_every_system(tmp_path: Path) -> None:
     assert all(record.at_s < record.first_s <= record.end_s for r in runs for record in r.requests)
     assert [found.system for found in sizes[0].profiles] == ["vllm", "pengserve"]
     assert all(0 < found.model.batch_s([]) + found.model.tokens_s(100, 1) < 1 for found in sizes[0].profiles)
-    assert {r.system: len(r.levels) for r in runs} == {"vllm-dp": 2, "vllm-pp": 0, "dp": 2, "drop": 3}
-    assert all(len(level) > 0 for r in runs for level in r.levels)
+    num_levels = {r.system: [len(sweep) for sweep in r.levels] for r in runs}
+    assert num_levels == {"vllm-dp": [2, 2], "vllm-pp": [], "dp": [2, 2], "drop": [3, 3]}
+    assert all(len(level) > 0 for r in runs for sweep in r.levels for level in sweep)

@@ -52,7 +52,7 @@ def data() -> dict[str, Any]:
     plan = {"model": "wide-0", "restore_below": 0.75, "stages": 2, "engine": engine_flags(max_num_seqs=128)}
     data: dict[str, Any] = {"date": "2026-11-21", "plan": plan, "sizes": [size], "runs": []}
     load = loads(60, 4.0, 3)
-    run_of = {"num_instances": 2, "round_index": 0, "requests": [{}], "levels": [[{}]]}
+    run_of = {"num_instances": 2, "round_index": 0, "requests": [{}], "levels": [[[{}]]]}
     held = {"capacity": [[0.0, 8704.0]]}
     data["runs"] = [{"system": system, **run_of, "timeline": held} for system in ("vllm-dp", "dp", "drop")]
     (recorded,) = recorded_sizes(data, scheduler="fast")
@@ -61,7 +61,7 @@ def data() -> dict[str, Any]:
         levels = [answered(level, recorded.replay(system, level, HIDDEN)) for level in (few, full)]
         staged = [answered(full, recorded.replay("pp", full, HIDDEN))] if run["system"] == "drop" else []
         answers = answered(load, recorded.replay(run["system"], load, HIDDEN))
-        run |= {"levels": [*levels, *staged], "requests": answers}
+        run |= {"levels": 2 * [[*levels, *staged]], "requests": answers}
     return json.loads(json.dumps(data))
 
 
