@@ -24,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 DEMO_MODEL = ROOT / ".pengserve" / "demo-model"
 RESULTS = ROOT / "benchmarks" / "results"
 MIB = 1 << 20
+CORE_TIMES = Path("/proc/stat")
+_STEAL = 7  # place in its first line, after the name
 
 _TEXT = (
     "the a parse string value of returns list module object file name when if number function with argument default "
@@ -88,3 +90,24 @@ def tell_written(console: Console, paths: Iterable[Path]) -> None:
     """Says where a result is."""
     for path in paths:
         console.print(f"wrote {path}", highlight=False)
+
+
+class Stolen:
+    """What share of this machine's core time its host gives to other machines, since it was made. Linux alone."""
+
+    def __init__(self) -> None:
+        self._before = _core_times()
+
+    def share(self) -> float:
+        """0 to 1; 0 where the kernel does not say. A run with more than a few percent says little."""
+        spent = [after - before for before, after in zip(self._before, _core_times(), strict=True)]
+        return spent[_STEAL] / max(1, sum(spent)) if len(spent) > _STEAL else 0.0
+
+
+def _core_times() -> list[int]:
+    """Ticks since the machine started, of all cores: user, nice, system, idle, iowait, irq, softirq, steal."""
+    try:
+        words = CORE_TIMES.read_text(encoding="ascii").split("\n", 1)[0].split()
+    except OSError:
+        return []
+    return [int(word) for word in words[1 : _STEAL + 2]]

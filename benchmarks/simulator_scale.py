@@ -142,11 +142,11 @@ def timed_ticks() -> Iterator[list[float]]:
         await tick(controller)
         ticks_s.append(time.perf_counter() - start_s - answered_s)
 
-    Controller.tick, SimPort.statuses = timed, answered  # type: ignore[method-assign]
+    Controller.tick, SimPort.statuses = timed, answered
     try:
         yield ticks_s
     finally:
-        Controller.tick, SimPort.statuses = tick, statuses  # type: ignore[method-assign]
+        Controller.tick, SimPort.statuses = tick, statuses
 
 
 def _measure_apart(scenario: str) -> Scale:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from benchmarks.figures import complete, mean, percentile, tpots_s, ttfts_s
+from benchmarks.harness import Stolen
 from benchmarks.overload import timeline
 from benchmarks.overload.load import Calibration, Course, Level, Phase, Plan, make_course, with_tokens
 from benchmarks.overload.profiles import Profile, profile
@@ -41,6 +42,7 @@ class Run:
     switch_errors: tuple[str, ...]  # why each switch that failed did
     demand_mean: float  # while the load was sent
     demand_peak: float
+    stolen: float  # share of the cores' time that the host of this machine gave to others
     timeline: Timeline
     requests: tuple[Record, ...] = ()
     levels: tuple[tuple[tuple[Record, ...], ...], ...] = ()  # `measure_levels` just before it and just after it
@@ -166,7 +168,9 @@ def run(plan: Plan, size: Size, name: str, round_index: int, system: System) -> 
     levels = []
     if is_simulated := plan.has_profiles and name in SIMULATED:
         levels.append(measure_levels(plan, size, name, system, "before"))
+    clock = Stolen()
     served = system.serve(name, with_tokens(pairs, size.tokens_per_word(plan)))
+    stolen = clock.share()
     line = make_timeline(served, course, system, int(plan.engine["block_size"]))
     if is_simulated:
         levels.append(measure_levels(plan, size, name, system, "after"))
@@ -191,6 +195,7 @@ def run(plan: Plan, size: Size, name: str, round_index: int, system: System) -> 
         switch_errors=served.switch_errors,
         demand_mean=timeline.mean_until(line.demand, course.end_s) / calibration.dp_tokens,
         demand_peak=max(line.demand, default=0.0) / calibration.dp_tokens,
+        stolen=stolen,
         timeline=line,
         requests=records(served.answers, served.start_s),
         levels=tuple(levels),

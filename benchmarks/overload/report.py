@@ -53,6 +53,9 @@ FIGURES = (
     Figure(title="mean demand over what dp holds", get=lambda run: run.demand_mean, shape="{:.2f}"),
     Figure(title="peak demand over what dp holds", get=lambda run: run.demand_peak, shape="{:.2f}"),
     Figure(title="drop periods", get=lambda run: len(run.timeline.drops)),
+    Figure(
+        title="cores' time that the machine's host gave to others (%)", get=lambda run: 100 * run.stolen, shape="{:.1f}"
+    ),
     Figure(title="time dropped (s)", get=lambda run: sum(b - a for a, b in run.timeline.drops), shape="{:.1f}"),
 )
 LEAST_TTFT_FACTOR = 10.0  # data parallel's P99 TTFT over PengServe's
@@ -134,7 +137,8 @@ def run_line(run: Run) -> str:
     ttft = f"TTFT P50 {1e3 * run.ttft_p50_s:.0f} ms, P99 {1e3 * run.ttft_p99_s:.0f} ms"
     shares = f"demand {run.demand_mean:.2f} on average, {run.demand_peak:.2f} at most"
     backs = f"; seconds to dp: {_backs([run])}" if run.timeline.drops else ""
-    return f"{ttft}, TPOT P50 {1e3 * run.tpot_p50_s:.1f} ms; {shares}; {run.preemptions} preemptions{backs}"
+    stolen = f"; {run.stolen:.0%} of the cores' time stolen" if run.stolen >= 0.01 else ""
+    return f"{ttft}, TPOT P50 {1e3 * run.tpot_p50_s:.1f} ms; {shares}; {run.preemptions} preemptions{backs}{stolen}"
 
 
 def load_line(plan: Plan, size: Size) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from benchmarks import harness
 from benchmarks.fly.load import Plan as FlyPlan
-from benchmarks.harness import degrees, engine_flags, has_model, option_parser, text
+from benchmarks.harness import Stolen, degrees, engine_flags, has_model, option_parser, text
 from benchmarks.overhead.plan import Plan as OverheadPlan
 from benchmarks.switch.measure import Plan as SwitchPlan
 
@@ -51,3 +52,17 @@ def test_a_folder_without_a_model_is_told_and_not_measured(tmp_path: Path) -> No
     assert f"{tmp_path} holds no model: run `make model`" in said.getvalue()
     (tmp_path / "config.json").touch()
     assert has_model(tmp_path, Console(file=said))
+
+
+def test_what_the_host_gave_to_others_is_a_share_of_all_time_since_then(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stat = tmp_path / "stat"
+    monkeypatch.setattr(harness, "CORE_TIMES", stat)
+    stat.write_text("cpu  100 0 50 800 0 0 0 50 7 0\ncpu0 1 1 1\n")
+    clock = Stolen()
+    assert clock.share() == 0.0
+    stat.write_text("cpu  160 0 60 820 0 0 0 60 7 0\ncpu0 1 1 1\n")
+    assert clock.share() == pytest.approx(0.1)
+    stat.unlink()
+    assert Stolen().share() == 0.0  # another system

@@ -66,6 +66,7 @@ def run(system: str, round_index: int = 0, scale: float = 1.0, drops: Sequence[t
         switch_errors=(),
         demand_mean=0.5,
         demand_peak=1.1,
+        stolen=0.0,
         timeline=line(drops=drops),
     )
 
