@@ -18,7 +18,7 @@ DEFAULT_SYSTEMS = tuple(system for system in SYSTEMS if system != "pp")
 
 
 def main() -> int:
-    """Measures, prints and writes tables and plots; the exit code."""
+    """Measures, prints and writes tables and plots, each size as soon as it is done; the exit code."""
     options = _options()
     console = Console(stderr=True)
     plan = make_plan(options)
@@ -26,28 +26,29 @@ def main() -> int:
         return 2
     logs = Path(tempfile.mkdtemp(prefix="pengserve-bench-"))
     console.print(f"vLLM's logs: {logs}", highlight=False)
-    sizes: list[Size] = []
-    runs: list[Run] = []
+    date, has_failed = today(), False
+    written: list[Path] = []
     with progress_bar(console) as progress:
         total = len(plan.sizes) * plan.rounds * len(options.systems)
         task = progress.add_task("instances start", total=total)
 
         def on_size(size: Size) -> None:
-            sizes.append(size)
             progress.console.print(report.load_line(plan, size), highlight=False)
 
         def on_run(run: Run) -> None:
-            runs.append(run)
             shown = f"{run.num_instances} instances, round {run.round_index + 1}, {report.NAMES[run.system]}"
             progress.console.print(f"{shown}: {report.run_line(run)}", highlight=False)
             progress.update(task, advance=1, description=shown)
 
-        measure(plan, options.systems, logs, on_size, on_run)
-    date = today()
-    paths = report.write(options.output, plan, sizes, runs, date)
-    sys.stdout.write(paths[1].read_text(encoding="utf-8"))
-    tell_written(console, paths)
-    return 1 if any(run.failed for run in runs) else 0
+        for num_instances in plan.sizes:
+            size, runs = measure(plan, num_instances, options.systems, logs, on_size, on_run)
+            has_failed |= any(run.failed for run in runs)
+            written += report.write(options.output, plan, size, runs, date)
+    for path in written:
+        if path.suffix == ".md":
+            sys.stdout.write(path.read_text(encoding="utf-8"))
+    tell_written(console, written)
+    return 1 if has_failed else 0
 
 
 def make_plan(options: argparse.Namespace) -> Plan:

@@ -6,8 +6,8 @@ flight. From that follow, without a limit of memory (`demand`):
 
     low rate    demand is `low_share` of what dp holds
     burst       begins and ends within a part of a life (`burst_lives`); so many requests that the demand
-                is predicted to be `peak_share` of what dp holds. Real ones come to 1.2 to 1.3 of it: more than dp
-                holds, and no more than pipelines do. How far that is from the prediction depends on the size
+                is predicted to be `peak_shares` of what dp holds. Real ones have come to 1.2 to 1.3 of it: more than
+                dp holds, and about what pipelines do. They are more where the machine slows down after the levels
     calm        between bursts, at the low rate, for as long as makes the mean demand 1/`headroom` of what dp holds
 
 Demand is what all requests in flight would hold, in tokens: prompts, and what has been generated of the answers.
@@ -50,7 +50,7 @@ class Plan:
     memory_bytes: int = 195 * MIB  # of an instance, for weights and KV
     chunk_bytes: int = 2 * MIB  # as in a deployment, where pages can be huge; 64 KiB make steps 15 % slower
     low_share: float = 0.25
-    peak_shares: Mapping[int, float] = field(default_factory=lambda: {2: 1.6, 4: 1.35, 8: 1.35})  # by instances
+    peak_shares: Mapping[int, float] = field(default_factory=lambda: {2: 1.45, 4: 1.35, 8: 1.35})  # by instances
     headroom: float = 2.1
     burst_lives: float = 0.8  # long enough that requests still come when memory is full
     least_calm_s: float = 14.0  # so that the layout can come back

@@ -65,24 +65,27 @@ class Size:
 
 def measure(
     plan: Plan,
+    num_instances: int,
     systems: Sequence[str],
     logs: Path,
     on_size: Callable[[Size], None],
     on_run: Callable[[Run], None],
-) -> None:
-    """Runs all rounds of all sizes. Another system begins each round: so drifts of the machine meet all of them."""
-    for num_instances in plan.sizes:
-        with PengServe(plan, num_instances) as cluster:
-            size = calibrate(plan, num_instances, cluster)
-        if plan.has_profiles:
-            found = [profile(plan, system, num_instances, size.weight_bytes) for system in ("vllm", "pengserve")]
-            size = replace(size, profiles=tuple(found))
-        on_size(size)
-        for round_index in range(plan.rounds):
-            for names in _in_turn(systems, round_index):
-                with started(plan, size, names, logs) as system:
-                    for name in names:
-                        on_run(run(plan, size, name, round_index, system))
+) -> tuple[Size, list[Run]]:
+    """Runs all rounds of a size. Another system begins each round: so drifts of the machine meet all of them."""
+    with PengServe(plan, num_instances) as cluster:
+        size = calibrate(plan, num_instances, cluster)
+    if plan.has_profiles:
+        found = [profile(plan, system, num_instances, size.weight_bytes) for system in ("vllm", "pengserve")]
+        size = replace(size, profiles=tuple(found))
+    on_size(size)
+    runs = []
+    for round_index in range(plan.rounds):
+        for names in _in_turn(systems, round_index):
+            with started(plan, size, names, logs) as system:
+                for name in names:
+                    runs.append(run(plan, size, name, round_index, system))
+                    on_run(runs[-1])
+    return size, runs
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -156,15 +156,16 @@ def load_line(plan: Plan, size: Size) -> str:
     )
 
 
-def markdown(plan: Plan, sizes: Sequence[Size], runs: Sequence[Run], date: str, plots: Mapping[int, str]) -> str:
-    """The result for readers; `plots` are file names by number of instances."""
+def markdown(plan: Plan, size: Size, runs: Sequence[Run], date: str, plot_name: str) -> str:
+    """The result for readers; `plot_name` is the plot's file."""
+    names = [NAMES[system] for system in ran(runs)]
     lines = [
-        f"# Overload, {date}",
+        f"# Overload of {size.num_instances} instances, {date}",
         "",
         f"`make bench-overload`: model {plan.model.name}, {plan.rounds} rounds, one system at a time, in turn. Every "
         "system of a round gets requests of the same lengths at the same times.",
-        f"Demand is what all requests in flight would hold. Its mean is planned as 1/{plan.headroom:g} of what dp has; "
-        "`benchmarks/overload/load.py` says how, and how its peak is.",
+        f"Demand is what all requests in flight would hold. Its mean is planned as 1/{plan.headroom:g} of what dp has, "
+        f"its peak as {plan.peak_shares[size.num_instances]:g} times that; `benchmarks/overload/load.py` says how.",
         "Medians over the rounds; (x…) behind a figure: PengServe's with drop over this one, median of the rounds' "
         "ratios. TTFT from sending a request to its first text. A burst ends when its last request is sent.",
         "All instances, the ingress, the controller and the client share the cores of one machine.",
@@ -175,38 +176,29 @@ def markdown(plan: Plan, sizes: Sequence[Size], runs: Sequence[Run], date: str, 
         "",
         facts_line(),
         "",
+        load_line(plan, size),
+        "",
+        *(f"- {sentence}" for sentence in aims(runs)),
+        "",
+        *table(["", *names], rows(runs)),
+        "",
+        f"![Demand, capacity and TTFT over time]({plot_name})",
+        "",
+        *(f"- {sentence}" for sentence in failures(runs)),
     ]
-    for size in sizes:
-        here = [run for run in runs if run.num_instances == size.num_instances]
-        names = [NAMES[system] for system in ran(here)]
-        lines += [f"## {size.num_instances} instances", "", load_line(plan, size), ""]
-        lines += [*(f"- {sentence}" for sentence in aims(here)), "", *table(["", *names], rows(here)), ""]
-        if size.num_instances in plots:
-            lines += [f"![Demand, capacity and TTFT over time]({plots[size.num_instances]})", ""]
-    lines += [f"- {sentence}" for sentence in failures(runs)]
     return "\n".join(lines).rstrip() + "\n"
 
 
-def write(folder: Path, plan: Plan, sizes: Sequence[Size], runs: Sequence[Run], date: str) -> tuple[Path, ...]:
-    """Writes everything as JSON, the tables as Markdown and a plot for each size; their paths."""
-    drawings = {size.num_instances: plot.draw(_first_runs(runs, size), NAMES) for size in sizes}
-    record = {
-        "plan": plan_data(plan),
-        "sizes": [asdict(size) for size in sizes],
-        "runs": [asdict(run) for run in runs],
-    }
-    stem = result_stem("overload", date)
-    names = {number: f"{stem}-{number}.svg" for number in drawings}
-    written = write_result(folder, "overload", date, record, markdown(plan, sizes, runs, date, names))
-    for number, drawing in drawings.items():
-        (folder / names[number]).write_text(drawing, encoding="utf-8")
-    return (*written, *(folder / name for name in names.values()))
-
-
-def _first_runs(runs: Iterable[Run], size: Size) -> list[Run]:
-    """The runs of the first round, in the order of the table."""
-    here = [run for run in runs if run.num_instances == size.num_instances and run.round_index == 0]
-    return sorted(here, key=lambda run: SYSTEMS.index(run.system))
+def write(folder: Path, plan: Plan, size: Size, runs: Sequence[Run], date: str) -> tuple[Path, ...]:
+    """Writes everything as JSON, the tables as Markdown and a plot; their paths."""
+    name = f"overload{size.num_instances}"
+    plot_path = folder / f"{result_stem(name, date)}.svg"
+    record = {"plan": plan_data(plan), "size": asdict(size), "runs": [asdict(run) for run in runs]}
+    written = write_result(folder, name, date, record, markdown(plan, size, runs, date, plot_path.name))
+    first = [run for run in runs if run.round_index == 0]
+    drawing = plot.draw(sorted(first, key=lambda run: SYSTEMS.index(run.system)), NAMES)
+    plot_path.write_text(drawing, encoding="utf-8")
+    return (*written, plot_path)
 
 
 def _cell(runs: Sequence[Run], figure: Figure, system: str) -> str:

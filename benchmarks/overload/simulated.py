@@ -65,17 +65,15 @@ LEAST = {"seconds a token": 0.0, "seconds a step": 0.0, "share of a step": -0.5}
 MOST_STAGE_S = 0.1
 
 
-class RecordedSize:
-    """Runs of one number of instances, as a result has them."""
+class Recorded:
+    """A result's runs."""
 
-    def __init__(self, data: Mapping[str, Any], size: Mapping[str, Any], *, scheduler: str = "vllm") -> None:
-        """`data` is the whole result, `size` one of its sizes."""
-        self._plan, self._size, self._scheduler = data["plan"], size, scheduler
-        self.num_instances = int(size["num_instances"])
-        self.runs = [
-            run for run in data["runs"] if run["num_instances"] == self.num_instances and run["system"] in SIMULATED
-        ]
-        self.profiles = {profile["system"]: CostModel(**profile["model"]) for profile in size["profiles"]}
+    def __init__(self, data: Mapping[str, Any], *, scheduler: str = "vllm") -> None:
+        """`data` is a result that `is_complete`."""
+        self._plan, self._size, self._scheduler = data["plan"], data["size"], scheduler
+        self.num_instances = int(self._size["num_instances"])
+        self.runs = [run for run in data["runs"] if run["system"] in SIMULATED]
+        self.profiles = {profile["system"]: CostModel(**profile["model"]) for profile in self._size["profiles"]}
 
     def replay(self, system: str, records: Sequence[Record], host: Host) -> Result:
         """Serves the same requests at the same times on the simulated system."""
@@ -190,17 +188,20 @@ class RecordedSize:
         }
 
 
-def recorded_sizes(data: Mapping[str, Any], *, scheduler: str = "vllm") -> list[RecordedSize]:
-    """Of a result that has its requests; empty where it has none."""
-    has_requests = any(run.get("requests") and run.get("levels") for run in data["runs"])
-    sizes = [size for size in data["sizes"] if size.get("profiles")]
-    return [RecordedSize(data, size, scheduler=scheduler) for size in sizes] if has_requests else []
+def is_complete(data: Mapping[str, Any]) -> bool:
+    """Whether a result has what a simulation of its runs needs."""
+    return bool(data["size"]["profiles"]) and any(run["requests"] and run["levels"] for run in data["runs"])
 
 
-def newest_result(folder: Path = RESULTS) -> Path | None:
-    """The newest result that has its requests; None: there is none."""
-    paths = [path for path in folder.glob("overload-*.json") if recorded_sizes(_read(path))]
-    return max(paths, key=lambda path: str(_read(path)["date"]), default=None)
+def newest_results(folder: Path = RESULTS) -> list[Path]:
+    """The newest complete result of each number of instances."""
+    newest: dict[int, tuple[str, Path]] = {}
+    for path in folder.glob("overload[0-9]*.json"):
+        data = _read(path)
+        if is_complete(data):
+            number, found = int(data["size"]["num_instances"]), (str(data["date"]), path)
+            newest[number] = max(found, newest.get(number, found))
+    return [path for _, (_, path) in sorted(newest.items())]
 
 
 def arrivals_of(records: Sequence[Record]) -> list[Arrival]:
@@ -233,22 +234,22 @@ def compare(records: Sequence[Record], result: Result) -> list[Figure]:
 def compare_all(data: Mapping[str, Any], *, scheduler: str = "vllm") -> tuple[list[Figure], list[str]]:
     """All runs of a result, all rounds of a system together; and what was fitted, a sentence a run."""
     figures, notes = [], []
-    for size in recorded_sizes(data, scheduler=scheduler):
-        for system in SIMULATED:
-            records: list[Record] = []
-            outcomes: list[Any] = []
-            result = None
-            for run in (run for run in size.runs if run["system"] == system):
-                host = size.fit_host(run)
-                own = [Record(**record) for record in run["requests"]]
-                result = size.replay(system, own, host)
-                records += own
-                outcomes += result.outcomes
-                notes.append(_note(size.num_instances, run, host))
-            if result is not None:
-                whole = replace(result, outcomes=tuple(outcomes))
-                prefix = f"{size.num_instances} instances, {system}: "
-                figures += [replace(figure, what=prefix + figure.what) for figure in compare(records, whole)]
+    recorded = Recorded(data, scheduler=scheduler)
+    for system in SIMULATED:
+        records: list[Record] = []
+        outcomes: list[Any] = []
+        result = None
+        for run in (run for run in recorded.runs if run["system"] == system):
+            host = recorded.fit_host(run)
+            own = [Record(**record) for record in run["requests"]]
+            result = recorded.replay(system, own, host)
+            records += own
+            outcomes += result.outcomes
+            notes.append(_note(recorded.num_instances, run, host))
+        if result is not None:
+            whole = replace(result, outcomes=tuple(outcomes))
+            prefix = f"{recorded.num_instances} instances, {system}: "
+            figures += [replace(figure, what=prefix + figure.what) for figure in compare(records, whole)]
     return figures, notes
 
 
@@ -271,17 +272,20 @@ def _zero_of(function: Callable[[float], float], low: float, high: float) -> flo
 
 
 def main() -> int:
-    """Prints the comparison of one result; the exit code says whether all bars are met."""
+    """Prints the comparison of results; the exit code says whether all bars are met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("result", nargs="?", type=Path, help="a JSON file of bench-overload; else the newest")
+    parser.add_argument("results", nargs="*", type=Path, help="JSON files of bench-overload; else the newest ones")
     parser.add_argument("--fast", action="store_true", help="the fast scheduler in place of vLLM's")
     options = parser.parse_args()
-    path = options.result or newest_result()
-    if path is None:
+    paths = options.results or newest_results()
+    if not paths:
         print("no result has its requests: run `make bench-overload` first", file=sys.stderr)
         return 2
-    figures, notes = compare_all(_read(path), scheduler="fast" if options.fast else "vllm")
-    print(*figure_table(figures), "", *notes, sep="\n")
+    figures: list[Figure] = []
+    for path in paths:
+        found, notes = compare_all(_read(path), scheduler="fast" if options.fast else "vllm")
+        figures += found
+        print(*figure_table(found), "", *notes, "", sep="\n")
     return 0 if figures and all(figure.is_met for figure in figures) else 1
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import RESULTS, today
-from benchmarks.overload.simulated import compare_all, newest_result
+from benchmarks.overload.simulated import compare_all, newest_results
 from benchmarks.result_files import facts_line, table
 from benchmarks.simulator_scale import SCENARIOS, Scale
 from benchmarks.simulator_scale import rows as scale_rows
@@ -111,18 +111,21 @@ def _h100() -> tuple[list[str], bool]:
 
 def _overload() -> tuple[list[str], bool]:
     lines = ["## Runs of this project's own bench-overload", ""]
-    path = newest_result()
-    if path is None:
+    paths, is_met = newest_results(), True
+    if not paths:
         return [*lines, "No result of it has its requests yet: run `make bench-overload`."], True
-    figures, notes = compare_all(json.loads(path.read_text(encoding="utf-8")))
-    lines += [
-        f"`{path.name}`, all rounds of a system together.",
-        "",
-        *figure_table(figures),
-        "",
-        *(f"- {n}" for n in notes),
-    ]
-    return lines, all(figure.is_met for figure in figures)
+    for path in paths:
+        figures, notes = compare_all(json.loads(path.read_text(encoding="utf-8")))
+        is_met &= all(figure.is_met for figure in figures)
+        lines += [
+            f"`{path.name}`, all rounds of a system together.",
+            "",
+            *figure_table(figures),
+            "",
+            *(f"- {n}" for n in notes),
+            "",
+        ]
+    return lines[:-1], is_met
 
 
 def _scale(folder: Path) -> tuple[list[str], bool]:

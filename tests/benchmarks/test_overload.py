@@ -224,10 +224,10 @@ def test_ratios_are_taken_round_by_round() -> None:
 
 def test_files_have_all_runs_and_a_panel_for_each_system(tmp_path: Path) -> None:
     runs = [run(system, i, drops=[(5.0, 9.0)] if system == "drop" else ()) for system in SYSTEMS for i in range(2)]
-    sizes = [Size(num_instances=2, weight_bytes=25 << 20, calibration=calibration(), course=COURSE)]
-    json_path, text_path, plot_path = report.write(tmp_path, PLAN, sizes, runs, "2000-01-01")
+    size = Size(num_instances=2, weight_bytes=25 << 20, calibration=calibration(), course=COURSE)
+    json_path, text_path, plot_path = report.write(tmp_path, PLAN, size, runs, "2000-01-01")
     record = json.loads(json_path.read_text())
-    assert len(record["runs"]) == len(runs) and record["sizes"][0]["course"]["burst_requests"] == 12
+    assert len(record["runs"]) == len(runs) and record["size"]["course"]["burst_requests"] == 12
     text = text_path.read_text()
     assert f"]({plot_path.name})" in text
     assert all(len(row) == 1 + len(SYSTEMS) for row in report.rows(runs))
@@ -268,21 +268,21 @@ def test_a_small_run_answers_everything_on_every_system(tmp_path: Path) -> None:
         calibrate_s=1.0,
         least_calm_s=2.0,
     )
-    sizes: list[Size] = []
-    runs: list[Run] = []
-    measure(plan, ["vllm-dp", "vllm-pp", "dp", "drop"], tmp_path, sizes.append, runs.append)
+    seen: list[Size | Run] = []
+    size, runs = measure(plan, 2, ["vllm-dp", "vllm-pp", "dp", "drop"], tmp_path, seen.append, seen.append)
+    assert seen == [size, *runs]
     assert {r.system for r in runs} == {"vllm-dp", "vllm-pp", "dp", "drop"}
     assert report.failures(runs) == []
-    assert sizes[0].calibration.gain == pytest.approx(0.25, abs=0.1)
+    assert size.calibration.gain == pytest.approx(0.25, abs=0.1)
     held = {r.system: r.timeline.capacity[0][1] for r in runs}
     assert held["vllm-dp"] == pytest.approx(held["dp"], rel=0.1)
-    assert held["vllm-pp"] == pytest.approx(sizes[0].calibration.pp_tokens, rel=0.1)
+    assert held["vllm-pp"] == pytest.approx(size.calibration.pp_tokens, rel=0.1)
     assert all(r.demand_mean > 0 for r in runs)
     # What a simulation of the runs needs.
     assert all(len(r.requests) == r.num_requests for r in runs)
     assert all(record.at_s < record.first_s <= record.end_s for r in runs for record in r.requests)
-    assert [found.system for found in sizes[0].profiles] == ["vllm", "pengserve"]
-    assert all(0 < found.model.batch_s([]) + found.model.tokens_s(100, 1) < 1 for found in sizes[0].profiles)
+    assert [found.system for found in size.profiles] == ["vllm", "pengserve"]
+    assert all(0 < found.model.batch_s([]) + found.model.tokens_s(100, 1) < 1 for found in size.profiles)
     num_levels = {r.system: [len(sweep) for sweep in r.levels] for r in runs}
     assert num_levels == {"vllm-dp": [2, 2], "vllm-pp": [], "dp": [2, 2], "drop": [3, 3]}
     assert all(len(level) > 0 for r in runs for sweep in r.levels for level in sweep)

@@ -4,13 +4,14 @@ import copy
 import json
 import random
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.harness import engine_flags
 from benchmarks.overload.record import SIMULATED, Record
-from benchmarks.overload.simulated import Host, compare_all, newest_result, recorded_sizes
+from benchmarks.overload.simulated import Host, Recorded, compare_all, is_complete, newest_results
 from benchmarks.validation.figures import Figure
 from pengserve.planners.cost_model import CostModel
 from pengserve.simulator.result import Result
@@ -50,12 +51,12 @@ def data() -> dict[str, Any]:
         "profiles": [{"system": system, "model": asdict(STEPS)} for system in ("vllm", "pengserve")],
     }
     plan = {"model": "wide-0", "restore_below": 0.75, "stages": 2, "engine": engine_flags(max_num_seqs=128)}
-    data: dict[str, Any] = {"date": "2026-11-21", "plan": plan, "sizes": [size], "runs": []}
+    data: dict[str, Any] = {"date": "2026-11-21", "plan": plan, "size": size, "runs": []}
     load = loads(60, 4.0, 3)
     run_of = {"num_instances": 2, "round_index": 0, "requests": [{}], "levels": [[[{}]]]}
     held = {"capacity": [[0.0, 8704.0]]}
     data["runs"] = [{"system": system, **run_of, "timeline": held} for system in ("vllm-dp", "dp", "drop")]
-    (recorded,) = recorded_sizes(data, scheduler="fast")
+    recorded = Recorded(data, scheduler="fast")
     for run in data["runs"]:
         system = "vllm-dp" if run["system"] == "vllm-dp" else "dp"
         levels = [answered(level, recorded.replay(system, level, HIDDEN)) for level in (few, full)]
@@ -67,9 +68,9 @@ def data() -> dict[str, Any]:
 
 def test_what_host_and_stages_take_is_found_out_from_the_levels_alone(data: dict[str, Any]) -> None:
     runs = [run | {"requests": [{}]} for run in data["runs"]]
-    (size,) = recorded_sizes(data | {"runs": runs}, scheduler="fast")
+    recorded = Recorded(data | {"runs": runs}, scheduler="fast")
     for run in runs:
-        host = size.fit_host(run)
+        host = recorded.fit_host(run)
         assert host.kind == HIDDEN.kind
         assert host.value == pytest.approx(HIDDEN.value, rel=0.05)
         assert host.stage_s == pytest.approx(HIDDEN.stage_s if run["system"] == "drop" else 0.0, rel=0.1)
@@ -90,11 +91,21 @@ def test_steps_that_took_half_as_long_are_noticed(data: dict[str, Any]) -> None:
     assert not any(figure.is_met for figure in figures if "TPOT" in figure.what)
 
 
-def test_results_without_requests_are_passed_over(data: dict[str, Any]) -> None:
-    changed = copy.deepcopy(data)
-    for run in changed["runs"]:
+def test_the_newest_complete_result_of_each_size_counts(data: dict[str, Any], tmp_path: Path) -> None:
+    without = copy.deepcopy(data)
+    for run in without["runs"]:
         run["requests"] = []
-    assert recorded_sizes(changed) == []
+    assert is_complete(data) and not is_complete(without)
+    larger = data | {"size": data["size"] | {"num_instances": 4}}
+    results = {
+        "overload2-a-2026-01-01": data | {"date": "2026-01-01"},
+        "overload2-b-2026-01-02": data | {"date": "2026-01-02"},
+        "overload2-c-2026-01-03": without | {"date": "2026-01-03"},
+        "overload4-a-2026-01-01": larger | {"date": "2026-01-01"},
+    }
+    for name, result in results.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(result))
+    assert [path.stem for path in newest_results(tmp_path)] == ["overload2-b-2026-01-02", "overload4-a-2026-01-01"]
 
 
 SHARED = "four instances took turns on two cores; the simulation lets each have its own"
@@ -104,11 +115,11 @@ KNOWN = {(2, "vllm-dp"): SLOWER, (4, "vllm-dp"): SHARED, (4, "dp"): SHARED, (4, 
 
 @pytest.fixture(scope="module")
 def newest() -> list[Figure]:
-    """All figures of the newest result."""
-    path = newest_result()
-    if path is None:
+    """All figures of the newest results."""
+    paths = newest_results()
+    if not paths:
         pytest.skip("no result of bench-overload has its requests")
-    return compare_all(json.loads(path.read_text(encoding="utf-8")))[0]
+    return [figure for path in paths for figure in compare_all(json.loads(path.read_text(encoding="utf-8")))[0]]
 
 
 @pytest.mark.slow
