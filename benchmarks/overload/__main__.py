@@ -53,7 +53,9 @@ def main() -> int:
 
 def make_plan(options: argparse.Namespace) -> Plan:
     """The plan that the options describe."""
-    plan = Plan(model=options.model.resolve(), sizes=tuple(options.sizes), rounds=options.rounds)
+    plan = Plan(
+        model=options.model.resolve(), sizes=tuple(options.sizes), rounds=options.rounds, peak_share=options.peak
+    )
     if options.tiny:
         plan = dataclasses.replace(
             plan, rounds=1, num_bursts=1, output_tokens=(60, 90), calibrate_s=2.0, least_calm_s=4.0
@@ -66,6 +68,7 @@ def _options() -> argparse.Namespace:
     parser.set_defaults(model=deep_model())
     parser.add_argument("--sizes", nargs="+", type=int, choices=(2, 4, 8), default=[2, 4], help="instances")
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--peak", type=float, default=Plan.peak_share, help="of demand, in dp's memory, as predicted")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(DEFAULT_SYSTEMS))
     parser.add_argument("--tiny", action="store_true", help="one round of short requests: to see that it works")
     return parser.parse_args()

@@ -6,8 +6,8 @@ flight. From that follow, without a limit of memory (`demand`):
 
     low rate    demand is `low_share` of what dp holds
     burst       begins and ends within a part of a life (`burst_lives`); so many requests that the demand
-                is predicted to be `peak_shares` of what dp holds. Real ones have come to 1.2 to 1.3 of it: more than
-                dp holds, and about what pipelines do. They are more where the machine slows down after the levels
+                is predicted to be `peak_share` of what dp holds. Real ones have come to four fifths of the prediction,
+                and to all of it where the machine slowed down after the levels
     calm        between bursts, at the low rate, for as long as makes the mean demand 1/`headroom` of what dp holds
 
 Demand is what all requests in flight would hold, in tokens: prompts, and what has been generated of the answers.
@@ -50,7 +50,7 @@ class Plan:
     memory_bytes: int = 195 * MIB  # of an instance, for weights and KV
     chunk_bytes: int = 2 * MIB  # as in a deployment, where pages can be huge; 64 KiB make steps 15 % slower
     low_share: float = 0.25
-    peak_shares: Mapping[int, float] = field(default_factory=lambda: {2: 1.45, 4: 1.35, 8: 1.35})  # by instances
+    peak_share: float = 1.6
     headroom: float = 2.1
     burst_lives: float = 0.8  # long enough that requests still come when memory is full
     least_calm_s: float = 14.0  # so that the layout can come back
@@ -176,7 +176,7 @@ def make_course(plan: Plan, num_instances: int, found: Calibration) -> Course:
         arrivals = [*_even(low_per_s, 0.0, end_s), *_even(burst_requests / burst_s, lead_s, lead_s + burst_s)]
         return demand(found, arrivals, prompt_tokens=found.prompt_tokens + block / 2, output_tokens=output, end_s=end_s)
 
-    peak = plan.peak_shares[num_instances] * found.dp_tokens
+    peak = plan.peak_share * found.dp_tokens
     least, most = 0, MAX_BURST
     while least < most:
         middle = (least + most) // 2

@@ -165,7 +165,7 @@ def markdown(plan: Plan, size: Size, runs: Sequence[Run], date: str, plot_name: 
         f"`make bench-overload`: model {plan.model.name}, {plan.rounds} rounds, one system at a time, in turn. Every "
         "system of a round gets requests of the same lengths at the same times.",
         f"Demand is what all requests in flight would hold. Its mean is planned as 1/{plan.headroom:g} of what dp has, "
-        f"its peak as {plan.peak_shares[size.num_instances]:g} times that; `benchmarks/overload/load.py` says how.",
+        f"its peak as {plan.peak_share:g} times what it has; `benchmarks/overload/load.py` says how.",
         "Medians over the rounds; (x…) behind a figure: PengServe's with drop over this one, median of the rounds' "
         "ratios. TTFT from sending a request to its first text. A burst ends when its last request is sent.",
         "All instances, the ingress, the controller and the client share the cores of one machine.",
@@ -191,7 +191,7 @@ def markdown(plan: Plan, size: Size, runs: Sequence[Run], date: str, plot_name: 
 
 def write(folder: Path, plan: Plan, size: Size, runs: Sequence[Run], date: str) -> tuple[Path, ...]:
     """Writes everything as JSON, the tables as Markdown and a plot; their paths."""
-    name = f"overload{size.num_instances}"
+    name = f"overload{size.num_instances}-x{plan.peak_share:g}"
     plot_path = folder / f"{result_stem(name, date)}.svg"
     record = {"plan": plan_data(plan), "size": asdict(size), "runs": [asdict(run) for run in runs]}
     written = write_result(folder, name, date, record, markdown(plan, size, runs, date, plot_path.name))

@@ -194,13 +194,14 @@ def is_complete(data: Mapping[str, Any]) -> bool:
 
 
 def newest_results(folder: Path = RESULTS) -> list[Path]:
-    """The newest complete result of each number of instances."""
-    newest: dict[int, tuple[str, Path]] = {}
+    """The newest complete result of each number of instances and peak of demand."""
+    newest: dict[tuple[int, float], tuple[str, Path]] = {}
     for path in folder.glob("overload[0-9]*.json"):
         data = _read(path)
         if is_complete(data):
-            number, found = int(data["size"]["num_instances"]), (str(data["date"]), path)
-            newest[number] = max(found, newest.get(number, found))
+            load = int(data["size"]["num_instances"]), float(data["plan"]["peak_share"])
+            found = str(data["date"]), path
+            newest[load] = max(found, newest.get(load, found))
     return [path for _, (_, path) in sorted(newest.items())]
 
 

@@ -113,7 +113,7 @@ def test_demand_follows_littles_law_where_lives_are_constant(life_s: float, per_
 def test_the_course_is_the_least_that_overloads_dp_and_has_the_wanted_mean() -> None:
     found = calibration()
     course = make_course(PLAN, 2, found)
-    peak = PLAN.peak_shares[2] * found.dp_tokens
+    peak = PLAN.peak_share * found.dp_tokens
 
     def trace(burst_requests: int) -> list[tuple[float, float]]:
         arrivals = [i / course.low_per_s for i in range(int(course.end_s * course.low_per_s))]
