@@ -13,6 +13,8 @@ from pengserve.cluster.ingress.wishes import NO_WISH, RequestWish
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.link import InstanceLink
 
+SUSPECT_AFTER = 2  # losses in place: one instance dies under requests that have nothing to do with it
+
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
@@ -60,6 +62,11 @@ class RequestRecord:
         if self.wish.has_length and params is not None and params.max_tokens is not None:
             total = self.num_prompt_tokens + params.max_tokens
         return max(self.num_tokens, min(total, max_model_len))
+
+    @property
+    def suspicion(self) -> int:
+        """How many instances died of it, for all we know: 0, or so many in a row that it may be no chance."""
+        return self.num_losses_in_place if self.num_losses_in_place >= SUSPECT_AFTER else 0
 
     @property
     def is_urgent(self) -> bool:

@@ -20,6 +20,10 @@ time and makes one sequence of tokens, which may reach us over several links. Th
 
 A copy that was carried to L can be followed only over the link on which L began to answer for it. If that link is not
 up, or ended since w was sent, tokens may be missing: the record counts as lost, and the copy as an orphan.
+
+Of the requests on an instance when it dies, any may have killed it. Whoever sees several deaths in a row without a
+token between them is a suspect; an instance gets one suspect at a time, the least suspected first. So those that
+only kept bad company soon have a token and are cleared, and one that kills whatever computes it is given up alone.
 """
 
 import asyncio
@@ -221,8 +225,9 @@ class RequestBook:
             assert record.link is not None
             self._orphans.abort(record.link, [record.wire_id])
             self._resume(record)
-        # The more urgent first; the order stays otherwise.
-        waiting, self._waiting = sorted(self._waiting, key=lambda record: record.request.priority), deque()
+        # The more urgent first, then the less suspected; the order stays otherwise.
+        waiting = sorted(self._waiting, key=lambda record: (record.request.priority, record.suspicion))
+        self._waiting = deque()
         for record in waiting:
             if self._records.get(record.request.request_id) is not record:
                 continue  # aborted while it waited
@@ -292,7 +297,8 @@ class RequestBook:
         if record.lost_since_s is None:
             record.lost_since_s = monotonic()
         if not self._finish_if_complete(record) and not self._give_up_if_poisonous(record):
-            self._place_or_wait(record, first=True)
+            self._place_or_wait(record, first=True, is_patient=bool(record.suspicion))
+            self._wake.set()
 
     def _drop_copy(self, record: RequestRecord) -> None:
         """Nothing that still comes of this copy counts."""
@@ -304,6 +310,8 @@ class RequestBook:
     def _settle(self, record: RequestRecord, now_s: float) -> None:
         """The first token after a switch or a loss is there."""
         record.is_unsettled = False
+        if record.suspicion:
+            self._wake.set()  # the next suspect's turn
         record.num_losses_in_place = record.num_redirects_in_place = 0
         if record.lost_since_s is not None:
             self._events.on_resumed(now_s - record.lost_since_s)
@@ -370,6 +378,9 @@ class RequestBook:
         if named is not None and self._dispatcher.max_tokens(named) >= total_tokens:
             return named
         links = [link for link in self._links.ready() if link is not avoid]
+        if record.suspicion:
+            under_test = {other.link for other in self._copies.values() if other.suspicion}
+            links = [link for link in links if link not in under_test]
         wish = Wish(degree=record.wish.degree, total_tokens=total_tokens, is_priority=record.is_urgent)
         num_priority = Counter(urgent.link.key for urgent in self._urgent if urgent.link is not None)
         link = self._dispatcher.choose(links, record.num_tokens, wish, num_priority)
