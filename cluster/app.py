@@ -8,7 +8,6 @@ vLLM is imported in the ingress replicas and the instances, never in the process
 """
 
 import asyncio
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from ray.serve.config import DeploymentActorConfig
 
 from pengserve.cluster.controller_actor import ControllerActor
 from pengserve.cluster.ingress.config import IngressConfig, LimitConfig, OpenAIConfig
+from pengserve.cluster.ingress.logs import log_with_serve
 from pengserve.cluster.ingress.security import harden, refuse_unsafe
 from pengserve.cluster.settings import Settings, parse_settings
 from pengserve.controller.ray_shell import channel_token
@@ -26,8 +26,6 @@ from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import ConfigError
 from pengserve.replicas.environment import process_environment
-
-logger = logging.getLogger(__name__)
 
 CONTROLLER = "controller"
 MAX_ONGOING_REQUESTS = 10_000  # the ingress itself answers 429, in OpenAI's shape and with Retry-After
@@ -41,7 +39,7 @@ class Ingress:
     """One ingress replica. Serve's HTTP proxy, or HAProxy directly, talks to the ASGI application it builds."""
 
     def __init__(self, config: IngressConfig, app: str) -> None:
-        logging.basicConfig(level=logging.INFO)
+        log_with_serve()
         harden(config)
         self._config, self._app_name = config, app
         self._ingress: Any = None

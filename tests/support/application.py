@@ -62,6 +62,13 @@ class Application:
         """What `pengserve up` has printed."""
         return self._log_path.read_text()
 
+    def ingress_log(self) -> str:
+        """What its ingresses have logged, as Serve keeps it."""
+        raylet = psutil.Process(self.pid_of("raylet/raylet"))
+        (socket_name,) = [part for part in raylet.cmdline() if part.startswith("--raylet_socket_name=")]
+        session = Path(socket_name.partition("=")[2]).parent.parent
+        return "\n".join(path.read_text() for path in session.glob("logs/serve/replica_*Ingress*.log"))
+
     def wait_ready(self, num_ready: int = 2, timeout_s: float = START_TIMEOUT_S) -> ClusterSnapshot:
         """Waits until `num_ready` instances are ready."""
         deadline_s = time.monotonic() + timeout_s

@@ -69,6 +69,7 @@ async def test_streams_survive_twenty_kills_of_instances(application: Applicatio
     assert len(finished) >= NUM_STREAMS
     assert_equal([stream for _, stream in finished], [expected[which] for which, _ in finished])
     application.wait_ready()
+    assert "requests go on elsewhere" in application.ingress_log()
 
 
 async def test_death_of_the_controller_disturbs_nobody(application: Application) -> None:
