@@ -2,6 +2,7 @@
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from pengserve.replicas.engine.lane_groups import one_group_for_all
 from pengserve.replicas.engine.worker import LaneWorkerMixin, replayable
 
 
@@ -9,7 +10,8 @@ class LaneCPUWorker(LaneWorkerMixin, CPUWorker):
     """vLLM's CPU worker with a lane's additions."""
 
     def init_device(self) -> None:
-        """As vLLM does; then makes seeded sampling survive chunked prefill."""
-        super().init_device()
+        """As vLLM does, with one process group; then makes seeded sampling survive chunked prefill."""
+        with one_group_for_all():
+            super().init_device()
         runner = self.model_runner
         runner._update_states = replayable(runner._update_states, runner)

@@ -1,8 +1,11 @@
 """Which process groups vLLM's code sees. A lane is active while vLLM's `_TP` or `_PP` points to its group."""
 
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from pengserve.planners.types.errors import EngineError
 from pengserve.replicas.engine.vllm_seam import parallel_state
@@ -70,6 +73,26 @@ class LaneGroup:
         if self.collectives is None:
             raise EngineError(f"the group {self.unique_name} has no communicator yet")
         return self.collectives
+
+
+@contextmanager
+def one_group_for_all() -> Iterator[None]:
+    """While open, each group that vLLM makes of the one member of its world is that world.
+
+    vLLM makes a dozen. On CPUs each would have a thread of gloo's that wakes a hundred times a second for as long as
+    the process lives, in the middle of steps too.
+    """
+    make = dist.new_group
+
+    def find_or_make(ranks: Sequence[int] | None = None, *args: Any, **options: Any) -> Any:
+        is_alone = dist.get_world_size() == 1 and list(ranks or ()) == [0]
+        return dist.group.WORLD if is_alone else make(ranks, *args, **options)
+
+    dist.new_group = find_or_make
+    try:
+        yield
+    finally:
+        dist.new_group = make
 
 
 class ActiveGroup:

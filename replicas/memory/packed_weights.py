@@ -32,7 +32,7 @@ class PackedLinear:
         self, x: torch.Tensor, weight: torch.Tensor | None = None, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """`x @ weight.T + bias`. What vLLM passes as the weight is not looked at."""
-        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, self.packed, bias, "none", [], "")
+        product: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(x, self.packed, bias, "none", [], "")
         return product
 
 

@@ -6,6 +6,7 @@ import logging
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from pengserve.planners.types.errors import StepError
 from pengserve.replicas.host import ControlLines
+from tests.support.processes import InstanceProcess
 
 
 def answer(error: Exception) -> dict[str, Any]:
@@ -53,3 +55,11 @@ def test_a_process_starts_again_with_the_variables_that_it_needs_from_its_start(
     command = [sys.executable, "-c", code, "an argument"]
     found = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
     assert found.stdout == "..True an argument\n"
+
+
+@pytest.mark.slow
+def test_an_instance_of_its_own_world_has_one_thread_of_gloo(instances: list[InstanceProcess]) -> None:
+    """Each wakes a hundred times a second, whatever the instance does; vLLM alone would make thirteen."""
+    tasks = Path(f"/proc/{instances[0].process.pid}/task")
+    names = [(task / "comm").read_text().strip() for task in tasks.iterdir()]
+    assert names.count("gloo_tcp_loop") == 1
