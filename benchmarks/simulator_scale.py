@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +22,9 @@ from typing import Any
 from benchmarks.figures import percentile
 from benchmarks.harness import RESULTS, ROOT, today
 from benchmarks.result_files import facts_line, table, write_result
+from benchmarks.timed_calls import timed_calls
 from pengserve.controller.collector import spare_the_loop
 from pengserve.controller.loop import Controller
-from pengserve.controller.ports import StatusCall
-from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.snapshot import InstanceSnapshot
 from pengserve.simulator.config import SimulationConfig
 from pengserve.simulator.engine.port import SimPort
 from pengserve.simulator.run import simulate
@@ -126,27 +124,16 @@ def timed_ticks() -> Iterator[list[float]]:
     What instances take to say how they are does not count: real ones do that by themselves, all at once.
     """
     ticks_s: list[float] = []
-    tick, statuses = Controller.tick, SimPort.statuses
-    answered_s = 0.0
+    with timed_calls([(Controller, "tick", "tick"), (SimPort, "statuses", "answers")]) as spent:
+        timed = Controller.tick
 
-    def answered(port: SimPort, keys: Sequence[InstanceKey]) -> list[InstanceSnapshot | StatusCall]:
-        nonlocal answered_s
-        start_s = time.perf_counter()
-        answers = statuses(port, keys)
-        answered_s = time.perf_counter() - start_s
-        return answers
+        async def noted(controller: Controller) -> None:
+            spent.clear()
+            await timed(controller)
+            ticks_s.append(spent["tick"] - spent["answers"])
 
-    async def timed(controller: Controller) -> None:
-        nonlocal answered_s
-        start_s, answered_s = time.perf_counter(), 0.0
-        await tick(controller)
-        ticks_s.append(time.perf_counter() - start_s - answered_s)
-
-    Controller.tick, SimPort.statuses = timed, answered
-    try:
+        Controller.tick = noted
         yield ticks_s
-    finally:
-        Controller.tick, SimPort.statuses = tick, statuses
 
 
 def _measure_apart(scenario: str) -> Scale:

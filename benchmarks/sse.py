@@ -155,7 +155,9 @@ class Connection:
         )
         try:
             async with asyncio.timeout(timeout_s):
-                is_old = await self._is_open_still()
+                is_old = self._transport is not None and not self._transport.is_closing()
+                if not is_old:
+                    await self._connect()
                 answer = Answer(sent_s=time.perf_counter())
                 await self._send(answer, head.encode() + payload)
                 if answer.error and is_old and self._stream.is_silent:
@@ -181,13 +183,6 @@ class Connection:
         if self._transport is not None:
             self._transport.close()
             self._transport = None
-
-    async def _is_open_still(self) -> bool:
-        """Whether the connection has served before; opens a new one where it has not."""
-        if self._transport is not None and not self._transport.is_closing():
-            return True
-        await self._connect()
-        return False
 
     async def _send(self, answer: Answer, request: bytes) -> None:
         assert self._transport is not None

@@ -16,15 +16,14 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.figures import percentile
 from benchmarks.harness import RESULTS, today
 from benchmarks.result_files import cpu_model
+from benchmarks.timed_calls import Target, timed_calls
 from pengserve.controller import loop, steering
 from pengserve.controller.collector import spare_the_loop
 from pengserve.controller.events import EventLog
@@ -188,11 +187,9 @@ class Figures:
     num_switches: int = 0
 
 
-@contextmanager
-def timed_parts(controller: Controller) -> Iterator[dict[str, float]]:
-    """Adds up what the parts of a tick take, for as long as it is open."""
-    spent: dict[str, float] = defaultdict(float)
-    targets: list[tuple[Any, str, str]] = [
+def parts_of(controller: Controller) -> list[Target]:
+    """The parts of a tick. What is left of it is the rest."""
+    return [
         (controller, "_ask", "status calls"),
         (controller._calls, "settle", "status calls"),
         (controller, "_collect", "status calls"),
@@ -200,32 +197,6 @@ def timed_parts(controller: Controller) -> Iterator[dict[str, float]]:
         (controller, "snapshot", "snapshot"),
         (steering, "select", "select"),
     ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in targets]
-    for owner, name, part in targets:
-        setattr(owner, name, _timed(getattr(owner, name), spent, part))
-    try:
-        yield spent
-    finally:
-        for owner, name, act in before:
-            setattr(owner, name, act)
-
-
-def _timed(act: Callable[..., Any], spent: dict[str, float], part: str) -> Callable[..., Any]:
-    async def timed_later(*args: Any, **more: Any) -> Any:
-        start_s = time.perf_counter()
-        try:
-            return await act(*args, **more)
-        finally:
-            spent[part] += time.perf_counter() - start_s
-
-    def timed(*args: Any, **more: Any) -> Any:
-        start_s = time.perf_counter()
-        try:
-            return act(*args, **more)
-        finally:
-            spent[part] += time.perf_counter() - start_s
-
-    return timed_later if asyncio.iscoroutinefunction(act) else timed
 
 
 async def started(num_instances: int, port: TickPort, clock: Clock) -> Controller:
@@ -258,7 +229,7 @@ async def measure(num_instances: int, load: str, num_ticks: int) -> Figures:
     port, clock, source = TickPort(), Clock(), random.Random(num_instances)
     controller, figures = await started(num_instances, port, clock), Figures()
     first_epoch = controller.snapshot().epoch
-    with timed_parts(controller) as spent:
+    with timed_calls(parts_of(controller)) as spent:
         for tick in range(-5, num_ticks):
             port.load(load, source)
             clock.now_s += controller.config.tick_s

@@ -18,7 +18,7 @@ DEFAULT_SYSTEMS = tuple(system for system in SYSTEMS if system != "pp")
 
 
 def main() -> int:
-    """Measures, prints and writes tables and plots, each size as soon as it is done; the exit code."""
+    """Measures, writes tables and plots of each size as soon as it is done, prints the tables; the exit code."""
     options = _options()
     console = Console(stderr=True)
     plan = make_plan(options)

@@ -53,10 +53,10 @@ FIGURES = (
     Figure(title="mean demand over what dp holds", get=lambda run: run.demand_mean, shape="{:.2f}"),
     Figure(title="peak demand over what dp holds", get=lambda run: run.demand_peak, shape="{:.2f}"),
     Figure(title="drop periods", get=lambda run: len(run.timeline.drops)),
+    Figure(title="time dropped (s)", get=lambda run: sum(b - a for a, b in run.timeline.drops), shape="{:.1f}"),
     Figure(
         title="cores' time that the machine's host gave to others (%)", get=lambda run: 100 * run.stolen, shape="{:.1f}"
     ),
-    Figure(title="time dropped (s)", get=lambda run: sum(b - a for a, b in run.timeline.drops), shape="{:.1f}"),
 )
 LEAST_TTFT_FACTOR = 10.0  # data parallel's P99 TTFT over PengServe's
 MOST_TPOT_RATIO = 1.25  # PengServe's P50 TPOT over data parallel's
@@ -159,10 +159,11 @@ def load_line(plan: Plan, size: Size) -> str:
 def markdown(plan: Plan, size: Size, runs: Sequence[Run], date: str, plot_name: str) -> str:
     """The result for readers; `plot_name` is the plot's file."""
     names = [NAMES[system] for system in ran(runs)]
+    rounds = f"{plan.rounds} round" + "s" * (plan.rounds != 1)
     lines = [
         f"# Overload of {size.num_instances} instances, {date}",
         "",
-        f"`make bench-overload`: model {plan.model.name}, {plan.rounds} rounds, one system at a time, in turn. Every "
+        f"`make bench-overload`: model {plan.model.name}, {rounds}, one system at a time, in turn. Every "
         "system of a round gets requests of the same lengths at the same times.",
         f"Demand is what all requests in flight would hold. Its mean is planned as 1/{plan.headroom:g} of what dp has, "
         f"its peak as {plan.peak_share:g} times what it has; `benchmarks/overload/load.py` says how.",

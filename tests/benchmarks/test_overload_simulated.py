@@ -120,9 +120,9 @@ def test_the_newest_complete_result_of_each_load_counts(data: dict[str, Any], tm
     ]
 
 
-SHARED = "four instances took turns on two cores; the simulation lets each have its own"
-SLOWER = "the machine was a sixth slower in the run of vLLM than on the levels just before: TPOT P50 is 17 % off"
-EDGE = "demand came to 1.07 of what dp holds: one preemption more or less decides, and the simulation has more"
+SHARED = "four instances took turns on two cores, of which the simulation knows nothing"
+SLOWER = "TPOT P50 of vLLM is 17 % above what its levels, measured just before, let expect"
+EDGE = "demand came to 1.07 of what dp holds: the simulation preempts 21 times where the run did 14 times"
 KNOWN = {
     ("overload2-x1.6", "vllm-dp"): SLOWER,
     ("overload2-x1.45", "dp"): EDGE,
