@@ -298,7 +298,8 @@ class RequestBook:
             record.lost_since_s = monotonic()
         if not self._finish_if_complete(record) and not self._give_up_if_poisonous(record):
             self._place_or_wait(record, first=True, is_patient=bool(record.suspicion))
-            self._wake.set()
+            if record.suspicion:
+                self._wake.set()  # `tend` knows whose turn it is
 
     def _drop_copy(self, record: RequestRecord) -> None:
         """Nothing that still comes of this copy counts."""
