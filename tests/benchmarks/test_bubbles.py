@@ -90,7 +90,7 @@ def test_a_small_run_on_real_pipelines() -> None:
     plan = replace(
         PLAN,
         model=tiny_model(),
-        rounds=1,
+        rounds=3,  # how many requests are there when a microbatch is formed is a matter of time, and of chance
         num_requests=48,
         most_tokens=100,
         output_tokens=(6, 12),
@@ -98,11 +98,13 @@ def test_a_small_run_on_real_pipelines() -> None:
     )
     runs: list[Run] = []
     measure(plan, runs.append)
-    tokens, lookahead = runs
-    assert (tokens.way, lookahead.way) == ("tokens", "lookahead")
-    assert (tokens.failed, lookahead.failed) == (0, 0)
-    assert tokens.output_tokens == lookahead.output_tokens
-    assert lookahead.num_microbatches > tokens.num_microbatches, "token counting puts all that is ready into one"
+    tokens = [run for run in runs if run.way == "tokens"]
+    lookahead = [run for run in runs if run.way == "lookahead"]
+    assert len(tokens) == len(lookahead) == plan.rounds
+    assert [run.failed for run in runs] == [0] * len(runs)
+    assert [run.output_tokens for run in tokens] == [run.output_tokens for run in lookahead]
+    most = sum(run.num_microbatches for run in tokens)
+    assert sum(run.num_microbatches for run in lookahead) > most, "token counting puts all that is ready into one"
     for found in runs:
         assert all(0.0 < share < 1.0 for share in found.whole.stages)
         assert len(found.whole.stages) == 2
