@@ -72,6 +72,7 @@ class RequestBook:
         self._records: dict[str, RequestRecord] = {}  # by request id
         self._copies: dict[str, RequestRecord] = {}  # by wire id; only those on a link
         self._urgent: set[RequestRecord] = set()
+        self._on_trial: set[RequestRecord] = set()  # suspects on a link, one each but for what switches carry
         self._waiting: deque[RequestRecord] = deque()
         self._orphans = Orphans()
         self._num_losses = 0
@@ -153,6 +154,7 @@ class RequestBook:
             self._events.on_ended(record, finish)
             if record.link is None:
                 continue
+            self._on_trial.discard(record)
             del self._copies[record.wire_id]
             for link in (record.link, *(record.stash or ())):
                 by_link.setdefault(link, []).append(record.wire_id)
@@ -303,6 +305,7 @@ class RequestBook:
 
     def _drop_copy(self, record: RequestRecord) -> None:
         """Nothing that still comes of this copy counts."""
+        self._on_trial.discard(record)
         del self._copies[record.wire_id]
         for link in record.stash or ():
             self._orphans.abort(link, [record.wire_id])
@@ -311,7 +314,8 @@ class RequestBook:
     def _settle(self, record: RequestRecord, now_s: float) -> None:
         """The first token after a switch or a loss is there."""
         record.is_unsettled = False
-        if record.suspicion:
+        if record in self._on_trial:
+            self._on_trial.remove(record)
             self._wake.set()  # the next suspect's turn
         record.num_losses_in_place = record.num_redirects_in_place = 0
         if record.lost_since_s is not None:
@@ -380,8 +384,8 @@ class RequestBook:
             return named
         links = [link for link in self._links.ready() if link is not avoid]
         if record.suspicion:
-            under_test = {other.link for other in self._copies.values() if other.suspicion}
-            links = [link for link in links if link not in under_test]
+            taken = {other.link for other in self._on_trial}
+            links = [link for link in links if link not in taken]
         wish = Wish(degree=record.wish.degree, total_tokens=total_tokens, is_priority=record.is_urgent)
         num_priority = Counter(urgent.link.key for urgent in self._urgent if urgent.link is not None)
         link = self._dispatcher.choose(links, record.num_tokens, wish, num_priority)
@@ -402,6 +406,8 @@ class RequestBook:
         link.add(request, record.output_token_ids)
         record.wire_id, record.link, record.num_losses_seen = request.request_id, link, self._num_losses
         self._copies[record.wire_id] = record
+        if record.suspicion:
+            self._on_trial.add(record)
         self._dispatcher.sent(link, record.num_tokens)
         self._events.on_dispatched(link.key, len(record.output_token_ids) if record.is_resumed else None)
         record.is_resumed = False
