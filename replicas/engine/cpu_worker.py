@@ -2,7 +2,7 @@
 
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from pengserve.replicas.engine.lane_groups import one_group_for_all
+from pengserve.replicas.engine.lane_groups import give_up_shared_group, one_group_for_all
 from pengserve.replicas.engine.worker import LaneWorkerMixin, replayable
 
 
@@ -15,3 +15,8 @@ class LaneCPUWorker(LaneWorkerMixin, CPUWorker):
             super().init_device()
         runner = self.model_runner
         runner._update_states = replayable(runner._update_states, runner)
+
+    def shutdown(self) -> None:
+        """As vLLM does; whoever destroys the process groups afterwards meets each once."""
+        super().shutdown()
+        give_up_shared_group()

@@ -80,7 +80,7 @@ def one_group_for_all() -> Iterator[None]:
     """While open, each group that vLLM makes of the one member of its world is that world.
 
     vLLM makes a dozen. On CPUs each would have a thread of gloo's that wakes a hundred times a second for as long as
-    the process lives, in the middle of steps too.
+    the process lives, in the middle of steps too. `give_up_shared_group` undoes it.
     """
     make = dist.new_group
 
@@ -93,6 +93,14 @@ def one_group_for_all() -> Iterator[None]:
         yield
     finally:
         dist.new_group = make
+
+
+def give_up_shared_group() -> None:
+    """Leaves the world to be destroyed once: vLLM destroys the groups of each coordinator, then the world."""
+    for reference in parallel_state._groups.values():
+        coordinator: Any = reference()
+        if coordinator is not None and getattr(coordinator, "cpu_group", None) is dist.group.WORLD:
+            del coordinator.cpu_group, coordinator.device_group
 
 
 class ActiveGroup:

@@ -63,7 +63,7 @@ class InstanceProcess:
         readable, _, _ = select.select([self.process.stdout], [], [], timeout_s)
         line = self.process.stdout.readline() if readable else ""
         if not line:
-            log = (Path(self._files.name) / "log").read_text()
+            log = Path(self._log.name).read_text()
             self.kill()
             raise RuntimeError(f"instance {self.instance_id} did not start:\n{log[-4000:]}")
         self.snapshot = from_data(InstanceSnapshot, json.loads(line))
@@ -75,9 +75,13 @@ class InstanceProcess:
         self._reap(10)
 
     def stop(self, timeout_s: float = 20.0) -> int:
-        """SIGTERM: drains, then ends. Returns the exit status."""
+        """SIGTERM: drains, then ends. Returns the exit status; its step loop must have come to its end."""
         self.process.terminate()
-        return self._reap(timeout_s)
+        with Path(self._log.name).open() as log:  # can be read after its folder is gone
+            status = self._reap(timeout_s)
+            written = log.read()
+        assert "the step loop failed" not in written, written[-4000:]
+        return status
 
     def _reap(self, timeout_s: float) -> int:
         try:

@@ -34,6 +34,11 @@ def test_stages_have_the_layers_that_vllm_builds_for_them(num_layers: int, num_s
     assert vllm_seam.get_pp_indices(num_layers, 0, 3) == own, "nothing of it stays"
 
 
+def test_coordinators_keep_their_groups_where_lane_groups_looks() -> None:
+    assert {"_TP", "_PP", "_groups"} <= set(vars(vllm_seam.parallel_state))
+    assert {"cpu_group", "device_group"} <= set(vllm_seam.parallel_state.GroupCoordinator.__annotations__)
+
+
 def test_a_request_can_be_passed_over_by_the_scheduler() -> None:
     """`Microbatches` leaves requests out of a step by what vLLM keeps for pipelines."""
     source = inspect.getsource(vllm_seam.Scheduler.schedule)
