@@ -1,18 +1,22 @@
-"""Which requests of a merge move in which wave, so that as many as can keep their KV.
+"""Which requests of a merge or a split move in which wave, so that as many as can keep their KV.
 
-A wave takes as many blocks of each member as its requests have in the group's lane, and frees, at the member that each
-of them comes from, those that it had there. Their KV is read before they free anything, and written once they have: a
-wave may live on what it frees, and no member may be short at its end, whatever it would be in between.
+A merge's wave takes as many blocks of each member as its requests have in the group's lane, and frees, at the member
+that each of them comes from, those that it had there. Their KV is read before they free anything, and written once they
+have: a wave may live on what it frees, and no member may be short at its end, whatever it would be in between.
 
     free blocks of two members, and what a request of 9 blocks changes that needs 5 of the lane
     (1, 2)  -> from the first: (+9 - 5, -5)  ->  (5, -3)  -> from the second: (-5, +9 - 5)  ->  (0, 1): a wave of both
+
+A split's wave takes blocks of one member for each request, and frees the group's of all members at its end.
 """
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-MAX_WAVE_TOKENS = 1 << 14  # of one member, which has their KV in buffers meanwhile, and its own heads' of everybody's
+# Members have the KV of a wave in buffers meanwhile.
+MAX_WAVE_TOKENS = 1 << 14  # of a merge, from one member: it has all heads of these, and its own heads of everybody's
+MAX_SPLIT_TOKENS = 1 << 15  # of a split, for all members together; the last request may go beyond
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +40,7 @@ class Wave:
     left: tuple[Mover, ...]  # wait for the next wave
 
 
-def next_wave(coming: Sequence[Mover], free: Sequence[int]) -> Wave:
+def merge_wave(coming: Sequence[Mover], free: Sequence[int]) -> Wave:
     """The longest wave there is room for. Where there is none, requests are given up until there is.
 
     Args:
@@ -105,3 +109,23 @@ def _longest(coming: Iterable[Mover], room: _Room) -> list[Mover]:
         order.append(mover)
         if min(room.free) >= 0:
             fitting = len(order)
+
+
+def split_wave(leaving: Iterable[tuple[int, int]], free: Sequence[int]) -> list[int | None]:
+    """The rank that each request of a group goes to, where most blocks are free; None where it waits for the next wave.
+
+    Args:
+        leaving: of each request, the tokens whose KV moves and the blocks that it needs where it goes.
+        free: blocks of each member, by rank.
+    """
+    room, num_tokens = list(free), 0
+    ranks: list[int | None] = []
+    for tokens, needed in leaving:
+        rank = max(range(len(room)), key=lambda r: (room[r], -r))
+        if room[rank] < needed or num_tokens > MAX_SPLIT_TOKENS:
+            ranks.append(None)
+            continue
+        room[rank] -= needed
+        num_tokens += tokens
+        ranks.append(rank)
+    return ranks

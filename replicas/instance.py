@@ -196,6 +196,7 @@ class Instance:
     def _shape_changed(self) -> None:
         assert self._lanes is not None
         self._stats = self._lanes.stats()
+        self._server.beat()  # who was a follower makes no steps until somebody knows that it takes requests again
         self._note_idle()
 
     def _stepped(self, outputs: Mapping[int, "EngineCoreOutputs"], stats: InstanceStats) -> None:

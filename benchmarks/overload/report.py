@@ -169,7 +169,8 @@ def markdown(plan: Plan, size: Size, runs: Sequence[Run], date: str, plot_name: 
         f"its peak as {plan.peak_share:g} times what it has; `benchmarks/overload/load.py` says how.",
         "Medians over the rounds; (x…) behind a figure: PengServe's with drop over this one, median of the rounds' "
         "ratios. TTFT from sending a request to its first text. A burst ends when its last request is sent.",
-        "All instances, the ingress, the controller and the client share the cores of one machine.",
+        "All instances, the ingress, the controller and the client share the cores of one machine; what computes of an "
+        "instance keeps to one core, in turn.",
         f"vLLM data parallel: one server an instance, worker in the engine's process; the client sends each request to "
         f"the one with the fewest tokens in flight. vLLM pipeline parallel: a server for each {plan.stages} instances, "
         "a worker process a stage.",

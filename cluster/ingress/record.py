@@ -14,6 +14,7 @@ from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.link import InstanceLink
 
 SUSPECT_AFTER = 2  # losses in place: one instance dies under requests that have nothing to do with it
+_TOGETHER = (16, 4)  # suspects that an instance may have at once: after so many losses, after one more; then one alone
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +68,12 @@ class RequestRecord:
     def suspicion(self) -> int:
         """How many instances died of it, for all we know: 0, or so many in a row that it may be no chance."""
         return self.num_losses_in_place if self.num_losses_in_place >= SUSPECT_AFTER else 0
+
+    @property
+    def most_together(self) -> int:
+        """A suspect's: how many of them, itself among them, may be on one instance."""
+        seen = self.suspicion - SUSPECT_AFTER
+        return _TOGETHER[seen] if seen < len(_TOGETHER) else 1
 
     @property
     def is_urgent(self) -> bool:

@@ -22,13 +22,14 @@ A copy that was carried to L can be followed only over the link on which L began
 up, or ended since w was sent, tokens may be missing: the record counts as lost, and the copy as an orphan.
 
 Of the requests on an instance when it dies, any may have killed it. Whoever sees several deaths in a row without a
-token between them is a suspect; an instance gets one suspect at a time, the least suspected first. So those that
-only kept bad company soon have a token and are cleared, and one that kills whatever computes it is given up alone.
+token between them is a suspect; an instance gets a few suspects at a time, the fewer the more deaths they have seen and
+in the end one, the least suspected first. So those that only kept bad company soon have a token and are cleared, and
+one that kills whatever computes it is given up alone.
 """
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from time import monotonic
@@ -72,7 +73,7 @@ class RequestBook:
         self._records: dict[str, RequestRecord] = {}  # by request id
         self._copies: dict[str, RequestRecord] = {}  # by wire id; only those on a link
         self._urgent: set[RequestRecord] = set()
-        self._on_trial: set[RequestRecord] = set()  # suspects on a link, one each but for what switches carry
+        self._on_trial: set[RequestRecord] = set()  # suspects on a link
         self._waiting: deque[RequestRecord] = deque()
         self._orphans = Orphans()
         self._num_losses = 0
@@ -384,8 +385,7 @@ class RequestBook:
             return named
         links = [link for link in self._links.ready() if link is not avoid]
         if record.suspicion:
-            taken = {other.link for other in self._on_trial}
-            links = [link for link in links if link not in taken]
+            links = self._with_room_for(record, links)
         wish = Wish(degree=record.wish.degree, total_tokens=total_tokens, is_priority=record.is_urgent)
         num_priority = Counter(urgent.link.key for urgent in self._urgent if urgent.link is not None)
         link = self._dispatcher.choose(links, record.num_tokens, wish, num_priority)
@@ -395,6 +395,13 @@ class RequestBook:
             wish = replace(wish, degree=None)
             link = self._dispatcher.choose(links, record.num_tokens, wish, num_priority)
         return link
+
+    def _with_room_for(self, suspect: RequestRecord, links: Iterable[InstanceLink]) -> list[InstanceLink]:
+        """Those whose suspects may all be in the company of one more, and it in theirs."""
+        limits: defaultdict[InstanceLink | None, list[int]] = defaultdict(list)
+        for other in self._on_trial:
+            limits[other.link].append(other.most_together)
+        return [link for link in links if min([suspect.most_together, *limits[link]]) > len(limits[link])]
 
     def _send(self, record: RequestRecord, link: InstanceLink) -> None:
         """Sends a new copy.

@@ -9,7 +9,7 @@ import hmac
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import msgspec
@@ -54,7 +54,7 @@ class ChannelHandler(Protocol):
         """That client is gone; whatever it asked for has no reader any more."""
 
     def heartbeat(self) -> Sequence[Buffer]:
-        """Parts of an empty BATCH, sent when nothing else was for `HEARTBEAT_S`."""
+        """Parts of an empty BATCH, sent when nothing else was for `HEARTBEAT_S`, and by `beat`."""
 
 
 class _Client:
@@ -113,6 +113,10 @@ class ChannelServer:
         if unsent_bytes > MAX_UNSENT_BYTES:
             logger.warning("client %d reads too slowly; closing it", client_index)
             self.call(client.writer.transport.abort)
+
+    def beat(self) -> None:
+        """Sends a heartbeat to every client: what it tells has changed. From any thread; returns at once."""
+        self.call(lambda: self._beat_for(self._clients.values()))
 
     def client_indices(self) -> list[int]:
         """Clients connected now."""
@@ -201,8 +205,8 @@ class ChannelServer:
         while True:
             await asyncio.sleep(HEARTBEAT_S / 2)
             quiet_since = time.monotonic() - HEARTBEAT_S / 2
-            quiet = [c for c in self._clients.values() if c.last_sent_s <= quiet_since]
-            if quiet:
-                parts = self._handler.heartbeat()
-                for client in quiet:
-                    self.send(client.index, parts)
+            self._beat_for(c for c in self._clients.values() if c.last_sent_s <= quiet_since)
+
+    def _beat_for(self, clients: Iterable[_Client]) -> None:
+        for index in [client.index for client in clients]:
+            self.send(index, self._handler.heartbeat())

@@ -21,8 +21,6 @@ from pengserve.replicas.engine.tp_lane import TpLane
 from pengserve.replicas.memory.kv_views import KvView
 from pengserve.replicas.memory.weight_views import Shard
 
-MAX_WAVE_TOKENS = 1 << 15  # bounds the buffers of a wave of a split (`planners.waves` bounds a merge's)
-
 
 class Traveller(msgspec.Struct, array_like=True):
     """One request of a wave."""

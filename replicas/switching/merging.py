@@ -9,7 +9,7 @@ from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
-from pengserve.planners.waves import Mover, next_wave
+from pengserve.planners.waves import Mover, merge_wave
 from pengserve.replicas.engine.handoff import revive
 from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.reshard import Resharder, Traveller
@@ -99,7 +99,7 @@ class LeaderMerge:
         travellers = {traveller.request_id: traveller for traveller in coming}
         left = tuple(self._mover(traveller) for traveller in coming)
         while left:
-            wave = next_wave(left, self._free)
+            wave = merge_wave(left, self._free)
             left = wave.left
             given_up = [mover.request_id for mover in wave.given_up]
             self._run_wave([travellers[mover.request_id] for mover in wave.moving], given_up)

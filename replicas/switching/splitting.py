@@ -6,9 +6,10 @@ from pengserve.planners.stages import stage_layers
 from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.planners.waves import split_wave
 from pengserve.replicas.engine.handoff import revive
 from pengserve.replicas.engine.pp_lane import PpLane
-from pengserve.replicas.engine.reshard import MAX_WAVE_TOKENS, Resharder, Traveller
+from pengserve.replicas.engine.reshard import Resharder, Traveller
 from pengserve.replicas.engine.tp_lane import TpLane
 from pengserve.replicas.engine.vllm_seam import Request
 from pengserve.replicas.switching.failpoints import reached
@@ -67,21 +68,17 @@ class LeaderSplit:
         released = lane.shrink_all()
         self._release = released
         self._free = [free + len(released) for free in self._free]
+        handoffs = [self._member.owner.handoff(request) for request in going]
+        # Where there is none, its ingress is gone, and its abort is on the way.
+        leaving = [(request, handoff) for request, handoff in zip(going, handoffs, strict=True) if handoff is not None]
+        sizes = [(r.num_computed_tokens, dp.blocks_needed(r.num_computed_tokens)) for r, _ in leaving]
         wave: list[Traveller] = []
         left: list[Request] = []
-        num_tokens = 0
-        for request in going:
-            handoff = self._member.owner.handoff(request)
-            needed = dp.blocks_needed(request.num_computed_tokens)
-            rank = max(range(len(self._free)), key=lambda r: (self._free[r], -r))
-            if handoff is None:
-                continue  # its ingress is gone, and its abort is on the way
-            if self._free[rank] < needed or num_tokens > MAX_WAVE_TOKENS:
+        for (request, handoff), rank in zip(leaving, split_wave(sizes, self._free), strict=True):
+            if rank is None:
                 left.append(request)
-                continue
-            self._free[rank] -= needed
-            num_tokens += request.num_computed_tokens
-            wave.append(Traveller(request.request_id, rank, lane.block_ids(request.request_id), handoff))
+            else:
+                wave.append(Traveller(request.request_id, rank, lane.block_ids(request.request_id), handoff))
         return wave, left
 
     def _run_wave(self, wave: list[Traveller]) -> None:

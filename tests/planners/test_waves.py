@@ -1,4 +1,4 @@
-"""Laws of a merge's waves: none needs more blocks than there are, and nobody is given up who has room."""
+"""Laws of waves: none needs more blocks than there are, and nobody is given up or left behind who has room."""
 
 from collections.abc import Sequence
 from itertools import combinations
@@ -6,7 +6,7 @@ from itertools import combinations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pengserve.planners.waves import MAX_WAVE_TOKENS, Mover, Wave, next_wave
+from pengserve.planners.waves import MAX_SPLIT_TOKENS, MAX_WAVE_TOKENS, Mover, Wave, merge_wave, split_wave
 
 BLOCK = 16  # tokens of a block of `dp`
 
@@ -52,7 +52,7 @@ def all_waves(coming: list[Mover], free: list[int]) -> list[tuple[Wave, list[int
     """Wave after wave, and what is free after each."""
     found, left = [], tuple(coming)
     while left:
-        wave = next_wave(left, free)
+        wave = merge_wave(left, free)
         free = after(free, left, wave.moving, wave.given_up)
         assert sorted(m.request_id for m in (*wave.moving, *wave.given_up, *wave.left)) == sorted(
             m.request_id for m in left
@@ -99,14 +99,14 @@ def test_where_one_must_be_given_up_few_are(merge: tuple[list[Mover], list[int]]
 
 def test_two_members_without_a_free_block_live_on_what_their_waves_free() -> None:
     coming = [mover(index, index % 2, 31 * BLOCK - 1, 2) for index in range(8)]  # 31 blocks, and 16 of the group's
-    assert next_wave(coming, [0, 0]).given_up == (coming[-1],), "eight need 128 of 124 blocks"
-    wave = next_wave(coming, [4, 4])
+    assert merge_wave(coming, [0, 0]).given_up == (coming[-1],), "eight need 128 of 124 blocks"
+    wave = merge_wave(coming, [4, 4])
     assert (len(wave.moving), wave.given_up) == (8, ())
 
 
 def test_a_full_member_is_relieved_by_an_empty_one() -> None:
     coming = [mover(index, 0, 10 * BLOCK, 2) for index in range(6)]
-    wave = next_wave(coming, [0, 60])
+    wave = merge_wave(coming, [0, 60])
     assert (len(wave.moving), wave.given_up, wave.left) == (6, (), ())
 
 
@@ -129,3 +129,22 @@ def test_the_blocks_of_who_is_given_up_are_there_for_the_others() -> None:
     waves = [wave for wave, _ in all_waves(coming, [1, 1])]
     assert [[m.request_id for m in wave.moving] for wave in waves] == [["0", "1"], ["2"]]
     assert [m.request_id for wave in waves for m in wave.given_up] == ["3"]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, MAX_SPLIT_TOKENS), st.integers(1, 40)), max_size=20),
+    st.lists(st.integers(0, 60), min_size=2, max_size=4),
+)
+def test_a_split_takes_what_there_is_and_leaves_only_what_has_no_room(
+    leaving: list[tuple[int, int]], free: list[int]
+) -> None:
+    room, num_tokens = list(free), 0
+    for (tokens, needed), rank in zip(leaving, split_wave(leaving, free), strict=True):
+        if rank is None:
+            assert needed > max(room) or num_tokens > MAX_SPLIT_TOKENS
+            continue
+        assert room[rank] == max(room), "where most blocks are free"
+        room[rank] -= needed
+        num_tokens += tokens
+        assert room[rank] >= 0
+    assert num_tokens <= 2 * MAX_SPLIT_TOKENS

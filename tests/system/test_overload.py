@@ -64,3 +64,20 @@ def test_a_burst_is_taken_in_and_the_layout_comes_back(cluster: ElasticCluster) 
         assert cluster.snapshot().instances[0].stats.total_preemptions == 0
         for key in (cluster.key(0), cluster.key(1)):
             assert cluster.call(cluster.port.check(key)) == ()
+
+
+def test_requests_spread_over_all_instances_as_soon_as_a_pipeline_has_ended(cluster: ElasticCluster) -> None:
+    """Who followed makes no steps that would tell that it takes requests again, and its heartbeats are rare."""
+    with cluster.ingress() as url, Traffic(url) as traffic:
+        for _ in range(3):
+            cluster.set_layout("pp2")
+            assert not traffic.start(**burst(1)[0]).result(ENDS_WITHIN_S).error
+            before = [instance.stats.total_generated_tokens for instance in cluster.set_layout("dp").instances]
+            time.sleep(0.2)  # the ingress hears of the layout
+            requests = burst(8)
+            streams = [future.result(ENDS_WITHIN_S) for future in [traffic.start(**request) for request in requests]]
+            assert [stream.error for stream in streams] == [""] * len(streams)
+            time.sleep(3 * cluster.config.tick_s)  # the newest stats
+            after = [instance.stats.total_generated_tokens for instance in cluster.snapshot().instances]
+            shares = [b - a for a, b in zip(before, after, strict=True)]
+            assert min(shares) >= sum(shares) / 4, shares

@@ -58,6 +58,11 @@ class ServerProcess:
                 start_new_session=True,
             )
 
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
     def wait_ready(self, url: str, give_up_s: float) -> None:
         """Returns once `GET url` answers 200.
 

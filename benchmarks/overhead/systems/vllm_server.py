@@ -51,6 +51,11 @@ class VllmServers:
             server.wait_ready(f"{url}/health", give_up_s)
         return urls
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the servers, in the order of their URLs."""
+        return [server.pid for server in self._servers]
+
     def stop(self) -> None:
         """Stops all servers."""
         for server in self._servers:

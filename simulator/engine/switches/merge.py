@@ -5,7 +5,7 @@ import asyncio
 from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
-from pengserve.planners.waves import Mover, next_wave
+from pengserve.planners.waves import Mover, merge_wave
 from pengserve.simulator.engine.group import GroupRun, Traveller
 from pengserve.simulator.engine.instance import SimInstance
 from pengserve.simulator.engine.switches.draining import drain
@@ -116,7 +116,7 @@ async def _carry(switch: Switch, run: GroupRun, coming: list[Traveller]) -> tupl
     travelling = {traveller.request.request_id: traveller for traveller in coming}
     left = _movers(switch, run, coming)
     while left:
-        wave = next_wave(left, [member.lane.scheduler.num_free - num_leased for member in switch.members])
+        wave = merge_wave(left, [member.lane.scheduler.num_free - num_leased for member in switch.members])
         left = wave.left
         moving = [travelling[mover.request_id] for mover in wave.moving]
         await switch.send(by_head(moving, len(switch.members), switch.token_bytes, is_merge=True))

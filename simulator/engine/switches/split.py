@@ -5,14 +5,13 @@ import asyncio
 from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
 from pengserve.planners.types.units import blocks_for
+from pengserve.planners.waves import split_wave
 from pengserve.simulator.engine.group import GroupRun, Traveller, end_group
 from pengserve.simulator.engine.instance import SimInstance
 from pengserve.simulator.engine.switches.draining import drain
 from pengserve.simulator.engine.switches.merge import note_stall
 from pengserve.simulator.engine.switches.switch import Switch, by_head
 from pengserve.simulator.requests import LiveRequest
-
-MAX_WAVE_TOKENS = 1 << 15  # as `replicas.engine.reshard`
 
 
 def check_split(plan: SwitchPlan, member: SimInstance) -> None:
@@ -87,19 +86,15 @@ async def _hand_on(switch: Switch, run: GroupRun, going: list[LiveRequest]) -> l
 def _next_wave(
     switch: Switch, run: GroupRun, going: list[LiveRequest], free: list[int]
 ) -> tuple[list[Traveller], list[LiveRequest]]:
+    found = [(request, run.lane.scheduler.computed_tokens(request)) for request in going]
+    leaving = [(request, tokens) for request, tokens in found if tokens]  # the others are sent again
+    block_size = switch.leader.sizes.dp.block_size
+    ranks = split_wave([(tokens, blocks_for(tokens + 1, block_size)) for _, tokens in leaving], free)
     wave: list[Traveller] = []
     left: list[LiveRequest] = []
-    num_tokens = 0
-    for request in going:
-        computed = run.lane.scheduler.computed_tokens(request)
-        if not computed:
-            continue  # nothing to carry: it is sent again
-        needed = blocks_for(computed + 1, switch.leader.sizes.dp.block_size)
-        rank = max(range(len(free)), key=lambda r: (free[r], -r))
-        if free[rank] < needed or num_tokens > MAX_WAVE_TOKENS:
+    for (request, tokens), rank in zip(leaving, ranks, strict=True):
+        if rank is None:
             left.append(request)
-            continue
-        free[rank] -= needed
-        num_tokens += computed
-        wave.append(Traveller(request, rank, computed))
+        else:
+            wave.append(Traveller(request, rank, tokens))
     return wave, left

@@ -41,6 +41,32 @@ def test_only_the_killer_is_given_up_however_many_it_keeps_company(killer: int) 
     assert cluster.ended == set(range(16)) - {killer}
 
 
+def test_many_suspects_are_cleared_in_few_steps() -> None:
+    cluster = Cluster(1, limits=LIMITS)
+    for number in range(200):
+        cluster.request(number, 2)
+    for _ in range(SUSPECT_AFTER):
+        live(cluster, cluster.instances[0], set(), num_steps=0)
+    live(cluster, cluster.instances[0], set(), num_steps=20)
+    assert len(cluster.ended) >= 144, "sixteen at once: two tokens each, the first of which clears them"
+    assert not cluster.failed
+
+
+def test_one_killer_among_many_is_given_up_as_soon_as_among_few() -> None:
+    cluster = Cluster(1, limits=LIMITS)
+    for number in range(200):
+        cluster.request(number, 2)
+    num_lives = 0
+    while not cluster.failed and num_lives < 40:
+        live(cluster, cluster.instances[0], {0}, num_steps=400)
+        num_lives += 1
+    assert list(cluster.failed) == ["r0"]
+    assert num_lives <= LIMITS.max_losses_in_place + 2
+    cluster.connect(cluster.instances[0])
+    cluster.settle()
+    assert cluster.ended == set(range(1, 200))
+
+
 def test_two_killers_are_given_up_and_what_comes_meanwhile_is_not() -> None:
     cluster = Cluster(2, limits=LIMITS)
     for number in range(8):

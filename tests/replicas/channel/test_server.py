@@ -127,6 +127,15 @@ def test_heartbeats_come_when_nothing_else_does(server: ChannelServer) -> None:
     assert peer.read() == (FrameKind.BATCH, b"beat")
 
 
+def test_a_beat_reaches_everybody_at_once(server: ChannelServer) -> None:
+    peers = [Peer(server), Peer(server)]
+    for peer in peers:
+        server.send(peers.index(peer), [b"busy"])  # nobody is quiet for as long as a heartbeat
+    server.beat()
+    for peer in peers:
+        assert [peer.read()[1], peer.read()[1]] == [b"busy", b"beat"]
+
+
 def test_a_peer_that_does_not_read_is_cut_off(
     server: ChannelServer, handler: Handler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

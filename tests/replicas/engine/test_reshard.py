@@ -11,7 +11,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from pengserve.planners.waves import Mover, next_wave
+from pengserve.planners.waves import Mover, merge_wave
 from pengserve.replicas.engine import reshard as reshard_module
 from pengserve.replicas.engine.reshard import Resharder, Traveller
 from pengserve.replicas.memory.kv_views import KvView, block_layout
@@ -112,7 +112,7 @@ def test_members_without_a_free_block_merge_and_keep_all_kv(
         while left:
             free = [len(member.free) for member in members]
             assert set(free) == {0}
-            plan = next_wave(left, free)
+            plan = merge_wave(left, free)
             assert not plan.given_up
             wave, lease = [], []
             for mover in plan.moving:
