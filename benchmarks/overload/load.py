@@ -7,7 +7,7 @@ flight. From that follow, without a limit of memory (`demand`):
     low rate    demand is `low_share` of what dp holds
     burst       begins and ends within a part of a life (`burst_lives`); so many requests that the demand
                 is predicted to be `peak_share` of what dp holds. Real ones have come to four fifths of the prediction,
-                and to all of it where the machine slowed down after the levels
+                and to all of it where the machine slowed down after the levels. A short burst depends least on that
     calm        between bursts, at the low rate, for as long as makes the mean demand 1/`headroom` of what dp holds
 
 Demand is what all requests in flight would hold, in tokens: prompts, and what has been generated of the answers.
@@ -52,7 +52,7 @@ class Plan:
     low_share: float = 0.25
     peak_share: float = 1.6
     headroom: float = 2.1
-    burst_lives: float = 0.8  # long enough that requests still come when memory is full
+    burst_lives: float = 0.4  # in longer ones more comes while the first are under way, the slower the machine the more
     least_calm_s: float = 14.0  # so that the layout can come back
     min_words: int = 40
     max_words: int = 80
