@@ -1,7 +1,7 @@
 """Which core an instance has, where instances must be compared: one for its whole life, as it would have a GPU.
 
-The kernel alone moves processes about. With more instances than cores it then favours some servers over others: of four
-of vLLM's under equal load, two have been seen to do two and a half times the work of the others.
+The kernel alone moves processes about. With more instances than cores it then favours some servers over others, though
+all have as much to do.
 """
 
 import os
@@ -9,8 +9,7 @@ from collections.abc import Iterable
 
 import psutil
 
-# What computes in a server of vLLM's, the first of these that it has: a worker process a stage, or its engine.
-_VLLM_NAMES = ("VLLM::Worker", "VLLM::Engine")
+_VLLM_ENGINE = "VLLM::EngineCore"  # how vLLM names the process
 
 
 def pin(instances: Iterable[int]) -> None:
@@ -24,15 +23,13 @@ def pin(instances: Iterable[int]) -> None:
             os.sched_setaffinity(thread.id, {cores[index % len(cores)]})
 
 
-def vllm_instances(server: int) -> list[int]:
-    """Process ids of what computes for the server with this one, in the order of their ranks.
+def engine_of(server: int) -> int:
+    """Process id of the engine of vLLM's server with this one.
 
     Raises:
-        LookupError: none is found.
+        LookupError: it has none.
     """
-    children = psutil.Process(server).children(recursive=True)
-    for name in _VLLM_NAMES:
-        found = [child.pid for child in sorted(children, key=psutil.Process.name) if child.name().startswith(name)]
-        if found:
-            return found
-    raise LookupError(f"server {server} has no process whose name begins with any of {', '.join(_VLLM_NAMES)}")
+    for child in psutil.Process(server).children(recursive=True):
+        if child.name() == _VLLM_ENGINE:
+            return child.pid
+    raise LookupError(f"server {server} has no process named {_VLLM_ENGINE}")

@@ -1,7 +1,7 @@
 """The systems that are compared. Each is started, serves the load of one run after the other, and is stopped.
 
-All instances have the same memory, and each has a core, or a part of one. Where vLLM serves, it gets as KV what
-PengServe has beside its weights.
+All instances have the same memory, and each keeps to a core, but for stages of vLLM's pipelines. Where vLLM serves, it
+gets as KV what PengServe has beside its weights.
 """
 
 import re
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from benchmarks.client import Client, Request
-from benchmarks.cores import pin, vllm_instances
+from benchmarks.cores import engine_of, pin
 from benchmarks.overhead.plan import SERVED_NAME
 from benchmarks.overhead.plan import Plan as ServerPlan
 from benchmarks.overhead.systems.vllm_server import VllmServers
@@ -172,7 +172,7 @@ class Vllm:
             self._urls = self._servers.start(self._server_plan)
             if self._server_plan.num_instances == self._num_instances:
                 # Stages of vLLM's spin while they wait: two of them on one core would starve each other.
-                pin(pid for server in self._servers.pids for pid in vllm_instances(server))
+                pin(map(engine_of, self._servers.pids))
             self._client = stack.enter_context(Client(self._urls, SERVED_NAME))
             warm = self._plan.calibration(self._num_instances, WARM_REQUESTS * self._num_instances, "warm")
             self._client.send([replace(request, max_tokens=WARM_TOKENS) for request in warm]).result()

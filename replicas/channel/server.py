@@ -208,5 +208,7 @@ class ChannelServer:
             self._beat_for(c for c in self._clients.values() if c.last_sent_s <= quiet_since)
 
     def _beat_for(self, clients: Iterable[_Client]) -> None:
-        for index in [client.index for client in clients]:
-            self.send(index, self._handler.heartbeat())
+        if indices := [client.index for client in clients]:
+            parts = self._handler.heartbeat()
+            for index in indices:
+                self.send(index, parts)
