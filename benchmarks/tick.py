@@ -43,6 +43,7 @@ from pengserve.planners.types.snapshot import (
     KvCapacity,
     LaneInfo,
 )
+from pengserve.replicas.revisions import Revisions
 
 SIZES = (8, 64, 256, 1000)
 NUM_TICKS = 200
@@ -79,9 +80,14 @@ class TickPort:
 
     def __init__(self) -> None:
         self.answers: dict[InstanceKey, InstanceSnapshot] = {}
+        self._revisions: defaultdict[InstanceKey, Revisions] = defaultdict(Revisions)
+
+    def _answer(self, answer: InstanceSnapshot) -> None:
+        """Lets an instance answer so from now on, as off a wire."""
+        self.answers[answer.key] = pickle.loads(pickle.dumps(self._revisions[answer.key].numbered(answer)))
 
     async def create(self, key: InstanceKey) -> None:
-        self.answers[key] = pickle.loads(pickle.dumps(_newborn(key)))
+        self._answer(_newborn(key))
 
     async def status(self, key: InstanceKey) -> InstanceSnapshot:
         return self.answers[key]
@@ -94,7 +100,7 @@ class TickPort:
 
     async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
         names = tuple(spec.name for spec in directory.groups if key in spec.members)
-        self.answers[key] = replace(self.answers[key], groups_ready=names)
+        self._answer(replace(self.answers[key], groups_ready=names))
 
     async def prepare(self, key: InstanceKey, plan: SwitchPlan) -> None:
         pass
@@ -103,7 +109,7 @@ class TickPort:
         epoch = Epoch(plan.epoch + 1)
         for member in plan.members:
             lane = str(plan.group) if plan.is_merge else "dp"
-            self.answers[member] = replace(self.answers[member], lane=lane, epoch=epoch)
+            self._answer(replace(self.answers[member], lane=lane, epoch=epoch))
         return SwitchReport(plan_id=plan.plan_id, epoch=epoch)
 
     async def abort(self, key: InstanceKey, plan_id: str) -> None:
@@ -117,9 +123,8 @@ class TickPort:
 
     def load(self, name: str, source: random.Random) -> None:
         """Gives each instance another load, and an answer of new objects."""
-        for key, answer in self.answers.items():
-            stats = _stats(answer, name, source)
-            self.answers[key] = pickle.loads(pickle.dumps(replace(answer, stats=stats)))
+        for answer in list(self.answers.values()):
+            self._answer(replace(answer, stats=_stats(answer, name, source)))
 
 
 def _newborn(key: InstanceKey) -> InstanceSnapshot:

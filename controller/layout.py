@@ -17,7 +17,7 @@ from pengserve.controller.events import Change
 from pengserve.controller.slots import Slot
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.ids import Epoch, InstanceId
-from pengserve.planners.types.layout import Group, GroupKind, Layout, alone
+from pengserve.planners.types.layout import Group, Layout, alone
 from pengserve.planners.types.plans import SwitchPlan
 
 _SHOWN_GROUPS = 16
@@ -29,7 +29,7 @@ def follow(layout: Layout, slots: Sequence[Slot], busy: Collection[InstanceId] =
 
     `busy` are the members of a switch under way.
     """
-    wide = [group for group in layout.groups if group.kind is not GroupKind.DP]
+    wide = [group for group in layout.groups if len(group.members) > 1]
     broken = {group: why for group in wide if (why := _break(group, slots, busy))}
     claimed = _claimed(wide, slots, busy)
     newest = max([slot.snapshot.epoch for slot in slots if slot.snapshot is not None], default=layout.epoch)
@@ -93,7 +93,7 @@ def _claimed(wide: Sequence[Group], slots: Sequence[Slot], busy: Collection[Inst
     members_of: dict[str, set[InstanceId]] = {}
     for slot in slots:
         lane = slot.lane
-        if lane and not lane.startswith(GroupKind.DP) and slot.key.instance_id not in busy:
+        if lane and lane[:2] != "dp" and slot.key.instance_id not in busy:
             members_of.setdefault(lane, set()).add(slot.key.instance_id)
     if not members_of:
         return []

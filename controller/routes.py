@@ -59,16 +59,17 @@ def table(
     pipeline is formed where memory is short, and for no request that is too long.
     """
     routes = []
+    known = {route.members: route for route in before.routes if len(route.members) > 1}
     for group in layout.groups:
-        leader = parts[group.members[0]]
+        members = group.members
+        leader = parts[members[0]]
         if leader is None:
             continue
-        if group.kind is GroupKind.DP:
+        if len(members) == 1:
             if not leader.is_follower:  # it would have to refuse what is sent to it; its next answer clears this up
                 routes.append(leader.alone)
-        elif all(parts[member] is not None for member in group.members):
-            length = _length(leader.lanes, group.shape, leader.max_model_len)
-            routes.append(replace(leader.alone, members=group.members, shape=group.shape, max_model_len=length))
+        elif None not in _of(parts, members):
+            routes.append(_wide_route(leader, group, known.get(members)))
     ready = [p for p in parts if p is not None]
     return RoutingTable(
         version=before.version + 1,
@@ -80,10 +81,24 @@ def table(
     )
 
 
+def _wide_route(leader: Part, group: Group, known: Route | None) -> Route:
+    """The route to `group`; the one that is `known` where it is the same, since that is faster than to make another."""
+    shape = group.shape
+    length = _length(leader.lanes, shape, leader.max_model_len)
+    if known is not None and (known.key, known.endpoint, known.shape, known.max_model_len) == (
+        leader.key,
+        leader.endpoint,
+        shape,
+        length,
+    ):
+        return known
+    return replace(leader.alone, members=group.members, shape=shape, max_model_len=length)
+
+
 def _longest(before: int, parts: Sequence[Part | None], widest: Sequence[Group]) -> int:
     """The longest request that there ever was a shape for: that of one instance, or of a group that can be formed."""
     ready = [p for p in parts if p is not None]
-    if all(p.longest <= before for p in ready):
+    if max((p.longest for p in ready), default=0) <= before:
         return before
     return max([before, *(_length(p.lanes, "dp", p.max_model_len) for p in ready), *_wide(parts, widest)])
 

@@ -11,15 +11,14 @@ a life sets when the slot may be filled again: failures in a row double the wait
 READY for longer than the wait before it ends the row.
 """
 
-from dataclasses import dataclass, field, fields, replace
-from operator import attrgetter
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pengserve.controller.events import Change
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.ids import Epoch, InstanceKey
-from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState
+from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, face_of
 
 # What can be learnt of one life ---------------------------------------------------------------------------------------
 
@@ -46,9 +45,6 @@ class Killed:
 Observation = InstanceSnapshot | Gone | Drained | Killed  # the first: its answer to a status call
 
 _NOWHERE, _NEVER = DeviceInfo(), Epoch(0)
-
-# All that an answer says but its load and its process's memory.
-face_of = attrgetter(*(f.name for f in fields(InstanceSnapshot) if f.name not in ("key", "stats", "rss_bytes")))
 
 # The slot -------------------------------------------------------------------------------------------------------------
 
@@ -155,7 +151,10 @@ def _answered(
 
 def says_the_same(slot: Slot, answer: InstanceSnapshot) -> bool:
     """Whether an answer of the slot's life differs from those before in its loads alone: the slot stays as it is."""
-    return bool(face_of(answer) == slot.face)
+    known = slot.snapshot
+    if known is None:
+        return False
+    return bool(answer.revision == known.revision if answer.revision else face_of(answer) == slot.face)
 
 
 def overdue(slot: Slot, seen_s: float, config: ControllerConfig, now_s: float, changes: list[Change]) -> Slot:

@@ -21,6 +21,7 @@ from pengserve.controller.directory import Wiring
 from pengserve.controller.events import Change
 from pengserve.controller.routes import Part
 from pengserve.controller.slots import Killed, Observation, Slot, span
+from pengserve.planners.columns import group_table
 from pengserve.planners.replace import Vacancy, plan_replacements
 from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.config import ControllerConfig
@@ -105,8 +106,9 @@ def observe(state: ClusterState, seen: Sequence[tuple[InstanceKey, Observation]]
                 if lives.says_the_same(slot, observation):
                     continue
             slots[at] = lives.take_in(slot, key, observation, state.config, now_s, changes)
+    ready = InstanceState.READY
     for i, slot in enumerate(slots):
-        if slot.state is not InstanceState.READY or seen_s[i] < now_s:
+        if slot.state is not ready or seen_s[i] < now_s:
             slots[i] = lives.overdue(slot, seen_s[i], state.config, now_s, changes)
     after = replace(state, slots=_kept(state.slots, slots), answers=tuple(answers), seen_s=tuple(seen_s), strays=strays)
     # The layout has followed from these slots already, where no switch under way has kept it from that.
@@ -240,16 +242,17 @@ def drain_all(state: ClusterState, why: str, timeout_s: float, now_s: float) -> 
 def plan(state: ClusterState, now_s: float) -> Actions:
     """What the state calls for now."""
     kills, drains, vacancies = list(state.strays), [], []
-    leader_of = {member: group.leader for group in state.layout.groups for member in group.members[1:]}
+    ready = InstanceState.READY
     for slot in state.slots:
         if slot.doomed:
             kills.extend(slot.doomed)
-        if slot.state is InstanceState.READY:
+        if slot.state is ready:
             continue
         if slot.state is InstanceState.DRAINING:
             # A follower has no requests of its own, but its leader needs it until the group's are done.
-            leader = leader_of.get(slot.key.instance_id)
-            if leader is None or not state.slots[leader].alive:
+            instance_id = slot.key.instance_id
+            group = group_table(state.layout.groups).group_of.get(instance_id)
+            if group is None or group.leader == instance_id or not state.slots[group.leader].alive:
                 drains.append(slot.key)
         elif not slot.alive and not slot.doomed:
             vacancies.append(Vacancy(last_key=slot.key, retry_at_s=slot.retry_at_s, why=slot.failure))

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable
 
+from pengserve.planners.columns import group_table
 from pengserve.planners.load import fits_alone, formable_groups, lane_capacity
 from pengserve.planners.stages import nests
 from pengserve.planners.types.ids import InstanceId, InstanceKey
-from pengserve.planners.types.layout import Group, GroupKind, Layout
+from pengserve.planners.types.layout import GroupKind, Layout
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState
 
@@ -23,7 +24,8 @@ def check_switch(plan: SwitchPlan, snapshot: ClusterSnapshot) -> tuple[str, ...]
     found: list[str] = []
     if plan.epoch != snapshot.epoch:
         found.append(f"the plan is for epoch {plan.epoch}, the layout is at {snapshot.epoch}: plan again")
-    by_id = {i.key.instance_id: i for i in snapshot.instances if i.key.instance_id in plan.group.members}
+    members = plan.group.members
+    by_id = {i.key.instance_id: i for i in snapshot.instances if i.key.instance_id in members}
     for key in plan.members:
         found += _check_member(key, by_id.get(key.instance_id))
     if len(set(plan.members)) != len(plan.members):
@@ -56,7 +58,7 @@ def _check_merge(plan: SwitchPlan, snapshot: ClusterSnapshot, by_id: dict[Instan
     found: list[str] = []
     if plan.group not in formable_groups(snapshot.groups):
         found.append(f"{plan.group} cannot be formed now: its communicators are not ready")
-    current = _groups_by_member(snapshot, plan.group)
+    current = group_table(snapshot.layout.groups).group_of
     for member in plan.group.members:
         group = current.get(member)
         if group is None:
@@ -109,8 +111,3 @@ def _check_split(plan: SwitchPlan, snapshot: ClusterSnapshot, by_id: dict[Instan
             "wait until requests have ended"
         )
     return found
-
-
-def _groups_by_member(snapshot: ClusterSnapshot, group: Group) -> dict[InstanceId, Group]:
-    wanted = set(group.members)
-    return {member: g for g in snapshot.layout.groups for member in g.members if member in wanted}

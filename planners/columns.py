@@ -99,7 +99,7 @@ class GroupTable:
         )
 
 
-_table = Kept(GroupTable.of)
+group_table = Kept(GroupTable.of)
 
 
 @lru_cache(maxsize=4)
@@ -110,7 +110,7 @@ def _without(table: GroupTable, missing: frozenset[InstanceId]) -> GroupTable:
 
 def whole_groups(groups: tuple[Group, ...], instances: Mapping[InstanceId, InstanceSnapshot]) -> GroupTable:
     """The table of those of a layout's `groups` whose members are all in `instances`."""
-    table = _table(groups)
+    table = group_table(groups)
     if table.members <= instances.keys():
         return table
     return _without(table, table.members.difference(instances))
@@ -123,7 +123,8 @@ class Ready(dict[InstanceId, InstanceSnapshot]):
     """
 
     def __init__(self, instances: tuple[InstanceSnapshot, ...]) -> None:
-        known = [i for i in instances if i.state is InstanceState.READY]
+        ready = InstanceState.READY
+        known = [i for i in instances if i.state is ready]
         super().__init__(zip(map(_ID, known), known, strict=True))
         self.ids = ints(self)
         self.size = max(map(_ID, instances), default=-1) + 1
@@ -134,6 +135,7 @@ class Ready(dict[InstanceId, InstanceSnapshot]):
             self._common_lanes = lanes[0]
         self._columns: dict[str, Ints] = {}
         self._lanes: dict[str, Lanes] = {}
+        self._runs: tuple[GroupTable, Bools] | None = None
 
     def stat(self, name: str) -> Ints:
         """The whole numbers that their stats have by that name."""
@@ -151,10 +153,12 @@ class Ready(dict[InstanceId, InstanceSnapshot]):
         """What each of them can hold in `shape`; None where they differ, or cannot run it."""
         return next((lane.capacity for lane in self._common_lanes if lane.shape == shape), None)
 
-    def runs(self, ids: Iterable[InstanceId], shapes: Iterable[str]) -> Bools:
-        """Whether each of `ids`, which are READY, says that it runs the shape in the same place of `shapes`."""
-        said = map(_RUN_SHAPE, map(self.__getitem__, ids))
-        return np.fromiter(map(eq, said, shapes), dtype=np.bool_)
+    def runs(self, table: GroupTable) -> Bools:
+        """Whether the leader of each of `table`'s groups says that it runs the group's shape."""
+        if self._runs is None or self._runs[0] is not table:
+            said = map(_RUN_SHAPE, map(self.__getitem__, table.leaders))
+            self._runs = table, np.fromiter(map(eq, said, table.shapes), dtype=np.bool_, count=len(table.leaders))
+        return self._runs[1]
 
 
 class Lanes:

@@ -164,11 +164,11 @@ class _Search:
 
     def try_merge(self, bucket: Bucket) -> None:
         """Plans each group of `bucket` in place of its parts, where one of them is short and it frees memory."""
-        members = bucket.members
-        at = np.flatnonzero(self._is_due(members) & self._is_union(members))
+        at = np.flatnonzero(self._is_due(bucket.members))
         if not len(at):
             return
-        members = members[at]
+        at = at[self._is_union(bucket.members[at])]
+        members = bucket.members[at]
         is_first = self.place[members] == 0
         demand_blocks = (self.demand_blocks[members] * is_first).sum(axis=1)
         present_blocks = (self.present_blocks[members] * is_first).sum(axis=1)
@@ -189,11 +189,13 @@ class _Search:
 
     def _is_union(self, members: Ints) -> Bools:
         """Whether each row of `members` is whole parts, one after the other, that nest in it (see `stages.nests`)."""
-        leader, place = self.leader[members], self.place[members]
+        leader, place, length = self.leader[members], self.place[members], self.length[members]
+        if (length == 1).all():
+            return np.asarray((leader >= 0).all(axis=1))  # instances that are alone, as most are
         start = np.arange(members.shape[1]) - place  # of the part, in the row
         fits = (leader >= 0) & (start >= 0) & (np.take_along_axis(members, start.clip(0), axis=1) == leader)
-        whole: Bools = (self.length[members] * (place == 0)).sum(axis=1) == members.shape[1]
-        length = self.length[members].clip(1)
+        whole: Bools = (length * (place == 0)).sum(axis=1) == members.shape[1]
+        length = length.clip(1)
         times = members.shape[1] // length
         nests = (length == 1) | (
             (start % length == 0) & (times * length == members.shape[1]) & (times & times - 1 == 0)

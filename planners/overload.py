@@ -191,7 +191,7 @@ def _columns(table: GroupTable, instances: Ready) -> _Columns:
     """`group_demand` of all groups of `table`, a group an entry."""
     leaders, alone = table.leader_ids, instances.lanes(GroupKind.DP)
     lane = {name: alone[name][leaders] for name in ("num_blocks", "block_size", "max_num_seqs")}
-    is_known = instances.runs(table.leaders, table.shapes) & alone.exists[leaders]
+    is_known = instances.runs(table) & alone.exists[leaders]
     is_known &= instances.stat("is_follower")[leaders] == 0
     paused = instances.stat("num_paused")
     num_paused = paused[leaders]

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import repeat
 
 import numpy as np
 
@@ -64,7 +63,7 @@ def _alone(view: ClusterView, size: int) -> _Alone:
     """As `load._load` for instances that are alone."""
     ready, ids = view.instances, view.table.leader_ids[view.table.is_dp]
     lanes, leaders = ready.lanes(GroupKind.DP), ids.tolist()
-    is_known = ready.runs(leaders, repeat(str(GroupKind.DP))) & lanes.exists[ids]
+    is_known = ready.runs(view.table)[view.table.is_dp] & lanes.exists[ids]
     block_size, num_blocks = ready.stat("block_size")[ids], ready.stat("kv_blocks_total")[ids]
     block_size = np.where(block_size, block_size, lanes["block_size"][ids]).clip(1)
     num_blocks = np.where(num_blocks, num_blocks, lanes["num_blocks"][ids]).clip(1)

@@ -110,7 +110,7 @@ def plan_restore(
 
 
 def _only_pipelines(groups: tuple[Group, ...]) -> list[Group]:
-    return [g for g in groups if g.kind is GroupKind.PP]
+    return [g for g in groups if len(g.members) > 1 and g.kind is GroupKind.PP]
 
 
 _pipelines = Kept(_only_pipelines)

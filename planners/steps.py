@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from pengserve.planners.columns import group_table
 from pengserve.planners.load import ClusterView, fits_alone, lane_capacity
 from pengserve.planners.stages import nests
 from pengserve.planners.types.ids import InstanceId
@@ -112,7 +113,7 @@ def make_plan(
     second try has an id of its own.
     """
     if is_merge:
-        parts = parts_of({m: g for g in snapshot.layout.groups for m in g.members if m in group.members}, group)
+        parts = parts_of(group_table(snapshot.layout.groups).group_of, group)
     plan = SwitchPlan(
         plan_id="",
         epoch=snapshot.epoch,

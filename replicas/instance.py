@@ -20,6 +20,7 @@ from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, Inst
 from pengserve.replicas.channel.frames import Buffer, Frame, FrameKind
 from pengserve.replicas.channel.server import ChannelServer
 from pengserve.replicas.open_requests import OpenRequests
+from pengserve.replicas.revisions import Revisions
 from pengserve.replicas.step_loop import StepLoop
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class Instance:
         self._state = InstanceState.STARTING
         self._failure = ""
         self._stats = InstanceStats()
+        self._revisions = Revisions()
         self._lanes: Lanes | None = None
         self._agent: Agent | None = None  # where elasticity is on
         self._codec: Codec | None = None  # the channel's thread's
@@ -88,7 +90,7 @@ class Instance:
         """All that is known of this instance now."""
         lanes, agent = self._lanes, self._agent
         running = lanes.running if lanes else None
-        return InstanceSnapshot(
+        answer = InstanceSnapshot(
             key=self.key,
             state=self._state,
             endpoint=self.endpoint,
@@ -104,6 +106,7 @@ class Instance:
             rss_bytes=_rss_bytes(),
             failure=self._failure,
         )
+        return self._revisions.numbered(answer)
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until nothing runs or waits here; True when that is so. Requests that still come are served."""

@@ -44,7 +44,8 @@ class Group:
     @property
     def shape(self) -> str:
         """What the group runs: "dp", "tp2", "pp4", ..."""
-        return "dp" if self.kind is GroupKind.DP else f"{self.kind}{len(self.members)}"
+        degree = len(self.members)
+        return "dp" if degree == 1 else self.kind + str(degree)  # without asking the enum, which is slow
 
     @property
     def degree(self) -> int:

@@ -3,9 +3,10 @@
 All values are frozen. Counts are instantaneous, names that begin with `total_` only grow within one incarnation.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
@@ -135,6 +136,8 @@ class InstanceSnapshot:
     groups_failed: tuple[str, ...] = ()  # ... and of those that failed and need a new round
     rss_bytes: int = 0
     failure: str = ""  # why it is DEAD, or why the slot's life before it ended; one sentence for people
+    # Of one life, answers of one revision differ in `stats` and `rss_bytes` alone. 0: nobody has numbered them.
+    revision: int = 0
 
     @property
     def instance_id(self) -> InstanceId:
@@ -148,6 +151,11 @@ class InstanceSnapshot:
             return 0
         block_size = self.stats.block_size or self.capacity.block_size
         return self.stats.kv_blocks_used + blocks_for(self.stats.queued_tokens, block_size)
+
+
+_LOADS = ("stats", "rss_bytes")
+face_of = attrgetter(*(f.name for f in fields(InstanceSnapshot) if f.name not in ("key", *_LOADS, "revision")))
+"""All that an answer of one life says but its loads, as a tuple."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

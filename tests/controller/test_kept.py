@@ -2,6 +2,8 @@
 
 import dataclasses
 import pickle
+from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from hypothesis import given, settings
@@ -15,9 +17,11 @@ from pengserve.controller.slots import Gone, Killed, Observation
 from pengserve.planners.types.config import ControllerConfig, DropConfig
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, InstanceStats
+from pengserve.replicas.revisions import Revisions
 from tests.controller.fakes import answer, lanes, life
 
 CONFIG = ControllerConfig(app="kept", num_instances=4, degrees=(2, 4), drop=DropConfig(max_stages=2))
+Observations = list[tuple[InstanceKey, Observation]]
 DEGREES = st.sampled_from([(2, 4), (2, 4), (2,), ()])
 
 
@@ -43,8 +47,8 @@ def answers(draw: st.DrawFn, key: InstanceKey, names: list[str]) -> InstanceSnap
 
 
 @st.composite
-def observations(draw: st.DrawFn, state: transitions.ClusterState) -> list[tuple[InstanceKey, Observation]]:
-    found: list[tuple[InstanceKey, Observation]] = [(key, Killed()) for slot in state.slots for key in slot.doomed]
+def observations(draw: st.DrawFn, state: transitions.ClusterState) -> Observations:
+    found: Observations = [(key, Killed()) for slot in state.slots for key in slot.doomed]
     for slot in state.slots:
         mine = [spec.name for spec in state.wiring.directory.groups if slot.key in spec.members]
         kind = draw(st.sampled_from(["same", "same", "new", "new", "silent", "gone"]))
@@ -58,15 +62,26 @@ def observations(draw: st.DrawFn, state: transitions.ClusterState) -> list[tuple
     return found
 
 
+def numbering() -> Callable[[Observations], Observations]:
+    """Numbers answers as the instances would that give them."""
+    revisions: defaultdict[InstanceKey, Revisions] = defaultdict(Revisions)
+
+    def number(seen: Observations) -> Observations:
+        return [(key, revisions[key].numbered(o) if isinstance(o, InstanceSnapshot) else o) for key, o in seen]
+
+    return number
+
+
 @settings(deadline=None, max_examples=150)
 @given(st.data())
 def test_what_is_kept_is_what_would_be_made_anew(data: st.DataObject) -> None:
     state = transitions.empty(CONFIG, version=1, epoch=Epoch(0))
+    number = numbering() if data.draw(st.booleans()) else lambda seen: seen
     for now_s in range(0, 60, 5):
         replacement = transitions.plan(state, now_s).replace
         if replacement is not None:
             state = transitions.create(state, replacement.slots, replacement.why, now_s).state
-        state = transitions.observe(state, data.draw(observations(state)), now_s).state
+        state = transitions.observe(state, number(data.draw(observations(state))), now_s).state
         assert state.parts == tuple(routes.part(slot) for slot in state.slots)
         assert state.formable == wirings.formable(state.wiring, state.slots)
         peers = {slot.key: slot.ready.peer_endpoint for slot in state.slots if slot.ready and slot.ready.peer_endpoint}
@@ -77,7 +92,7 @@ def test_what_is_kept_is_what_would_be_made_anew(data: st.DataObject) -> None:
         for slot, newest in zip(state.slots, state.answers, strict=True):
             if slot.snapshot is not None:
                 assert newest is not None
-                loads = {"stats": newest.stats, "rss_bytes": newest.rss_bytes}
+                loads = {"stats": newest.stats, "rss_bytes": newest.rss_bytes, "revision": newest.revision}
                 assert dataclasses.replace(slot.snapshot, **loads) == newest
 
 

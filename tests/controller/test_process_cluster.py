@@ -102,6 +102,7 @@ async def test_real_engines_merge_split_and_survive_a_kill(model: Path, tmp_path
         await reached(controller, "dp@(0) dp@(1)", 5)
         survivor = controller.snapshot().instances[0]
         assert (survivor.key, survivor.state) == (life(0), InstanceState.READY)
+        assert survivor.revision, "an instance numbers its answers"
         await formable(controller, START_S)
         await reached(controller, "tp2@(0,1)")
         assert controller.snapshot().instances[1].key == life(1, 2)
