@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from pengserve.controller.events import Change
 from pengserve.controller.slots import Slot
+from pengserve.planners.columns import group_table
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.ids import Epoch, InstanceId
 from pengserve.planners.types.layout import Group, Layout, alone
@@ -22,6 +23,7 @@ from pengserve.planners.types.plans import SwitchPlan
 
 _SHOWN_GROUPS = 16
 _SHOWN_REASONS = 4
+_ALONE = ("", "dp")  # lanes that are of no group
 
 
 def follow(layout: Layout, slots: Sequence[Slot], busy: Collection[InstanceId] = ()) -> tuple[Layout, str]:
@@ -56,9 +58,11 @@ def committed(layout: Layout, slots: Sequence[Slot], plan: SwitchPlan, epoch: Ep
         return None
     before = plan.parts if plan.is_merge else (plan.group,)
     after = (plan.group,) if plan.is_merge else plan.parts
-    if not set(before) <= set(layout.groups):
+    group_of = group_table(layout.groups).group_of
+    if not all(group_of.get(part.leader) == part for part in before):
         return None
-    rest = [group for group in layout.groups if group not in before]
+    left = {part.leader for part in before}
+    rest = [group for group in layout.groups if group.members[0] not in left]
     return _layout(max(epoch, layout.epoch + 1), [*rest, *after])
 
 
@@ -91,10 +95,9 @@ def _break(group: Group, slots: Sequence[Slot], busy: Collection[InstanceId]) ->
 def _claimed(wide: Sequence[Group], slots: Sequence[Slot], busy: Collection[InstanceId]) -> list[Group]:
     """Tp and pp groups that are not in `wide`, those of the layout, and that all their members say they run."""
     members_of: dict[str, set[InstanceId]] = {}
-    for slot in slots:
-        lane = slot.lane
-        if lane and lane[:2] != "dp" and slot.key.instance_id not in busy:
-            members_of.setdefault(lane, set()).add(slot.key.instance_id)
+    for slot in [slot for slot in slots if slot.lane not in _ALONE]:
+        if slot.key.instance_id not in busy:
+            members_of.setdefault(slot.lane, set()).add(slot.key.instance_id)
     if not members_of:
         return []
     known = {str(group) for group in wide}
@@ -112,4 +115,4 @@ def _parse(lane: str) -> Group | None:
 
 
 def _layout(epoch: int, groups: Iterable[Group]) -> Layout:
-    return Layout(epoch=Epoch(epoch), groups=tuple(sorted(groups, key=lambda group: group.leader)))
+    return Layout(epoch=Epoch(epoch), groups=tuple(sorted(groups, key=lambda group: group.members[0])))

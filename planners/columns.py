@@ -127,7 +127,7 @@ class Ready(dict[InstanceId, InstanceSnapshot]):
         known = [i for i in instances if i.state is ready]
         super().__init__(zip(map(_ID, known), known, strict=True))
         self.ids = ints(self)
-        self.size = max(map(_ID, instances), default=-1) + 1
+        self.size = max(self if len(known) == len(instances) else map(_ID, instances), default=-1) + 1
         self._stats = list(map(_STATS, known))
         lanes = list(map(_LANES, known))
         self._common_lanes: tuple[LaneInfo, ...] = ()  # where all have the same, as in most clusters

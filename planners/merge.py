@@ -19,7 +19,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
-from pengserve.planners.columns import Kept
+import numpy as np
+
+from pengserve.planners.columns import Kept, ready_instances
 from pengserve.planners.load import OVERLOAD, ClusterView
 from pengserve.planners.projection import projected_loads
 from pengserve.planners.steps import can_split, is_backing_off, make_plan, next_step, split_first
@@ -158,8 +160,8 @@ def propose(snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory
 
 def _queues(snapshot: ClusterSnapshot, history: LoadHistory) -> dict[InstanceId, float]:
     before = history.queue_since_s
-    waiting = [i.key.instance_id for i in snapshot.instances if i.stats.num_waiting]
-    return {instance_id: before.get(instance_id, snapshot.time_s) for instance_id in waiting}
+    waiting = np.flatnonzero(ready_instances(snapshot.instances).stat("num_waiting")).tolist()
+    return {InstanceId(i): before.get(i, snapshot.time_s) for i in waiting}
 
 
 def _observe(view: ClusterView, config: MergeConfig, history: LoadHistory) -> LoadHistory:

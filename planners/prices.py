@@ -9,38 +9,27 @@ counts of blocks; they rank options, and predict no latency.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 
-from pengserve.planners.columns import column
 from pengserve.planners.drop import Pipeline
-from pengserve.planners.overload import GroupDemand, group_demand
+from pengserve.planners.overload import GroupDemand, MemoryDemand, group_demand
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Prices:
     """Prices for one look."""
 
     config: DropConfig
     by_member: Mapping[InstanceId, GroupDemand] = field(default_factory=dict)
-    overloaded: tuple[GroupDemand, ...] = ()
+    keep_s: float = 0.0  # of leaving the layout as it is: requests wait where memory is short
 
-    @cached_property
-    def keep_s(self) -> float:
-        """Of leaving the layout as it is: requests wait where memory is short.
-
-        As the sum of `_waiting_alone_s` over what is overloaded, which may be a thousand groups.
-        """
-        parts = self.overloaded
-        num_requests = (column(parts, "num_running") + column(parts, "num_waiting")).clip(1)
-        demand_blocks = column(parts, "demand_blocks")
-        excess_blocks = (demand_blocks - self.config.drop_above * column(parts, "capacity_blocks")).clip(0.0)
-        waiting_s = num_requests * excess_blocks / demand_blocks.clip(1) * self.config.min_dwell_s
-        total_s: float = sum(waiting_s.tolist())  # one by one, as the others add up
-        return total_s
+    @classmethod
+    def of(cls, demand: MemoryDemand, config: DropConfig) -> "Prices":
+        """The prices where memory is short as `demand` says."""
+        return cls(config=config, by_member=demand.by_member, keep_s=_keep_s(demand, config))
 
     def switch_s(self, group: Group) -> float:
         """Of a merge, split or restore of `group`: its requests move, and those that wait elsewhere go on waiting.
@@ -84,6 +73,17 @@ class Prices:
         num_requests = max(1, num_requests)
         excess_blocks = max(0.0, demand_blocks - self.config.drop_above * capacity_blocks)
         return num_requests * excess_blocks / max(1, demand_blocks) * self.config.min_dwell_s
+
+
+def _keep_s(demand: MemoryDemand, config: DropConfig) -> float:
+    """The sum of `_waiting_alone_s` over what is overloaded, which may be a thousand groups."""
+    columns, at = demand.by_member.columns, demand.overloaded_at
+    num_requests = (columns.num_running + columns.num_waiting)[at].clip(1)
+    demand_blocks = columns.demand_blocks[at]
+    excess_blocks = (demand_blocks - config.drop_above * columns.capacity_blocks[at]).clip(0.0)
+    waiting_s = num_requests * excess_blocks / demand_blocks.clip(1) * config.min_dwell_s
+    total_s: float = sum(waiting_s.tolist())  # one by one, as the others add up
+    return total_s
 
 
 def demands_over(snapshot: ClusterSnapshot, group: Group) -> dict[InstanceId, GroupDemand]:

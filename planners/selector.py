@@ -111,7 +111,7 @@ def select(
     history = SelectorHistory(
         load=proposal.followed if is_followed else proposal.history, demand=demand_history, restore=restore_history
     )
-    prices = Prices(config=drop, by_member=demand.by_member, overloaded=demand.overloaded)
+    prices = Prices.of(demand, drop)
     return plan, history, _decide(_options(prices, proposal.plan, verdict, restore), plan, verdict)
 
 

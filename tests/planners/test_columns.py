@@ -144,7 +144,7 @@ def test_projected_loads_are_those_of_the_view(
 def test_the_price_of_waiting_is_the_sum_over_its_groups(seen: ClusterSnapshot, drop_above: float) -> None:
     config = replace(CONFIG, drop_above=drop_above, min_dwell_s=0.7)
     demand, _ = predict_demand(seen, config, DemandHistory())
-    prices = Prices(config=config, by_member=demand.by_member, overloaded=demand.overloaded)
+    prices = Prices.of(demand, config)
     expected_s = 0.0
     for part in demand.overloaded:
         num_requests = max(1, part.num_running + part.num_waiting)
