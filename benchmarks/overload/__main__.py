@@ -4,13 +4,14 @@ import argparse
 import dataclasses
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks.harness import has_model, option_parser, progress_bar, tell_written, today
 from benchmarks.overload import report
-from benchmarks.overload.load import Plan
+from benchmarks.overload.load import PEAK_SHARE, Plan
 from benchmarks.overload.measure import SYSTEMS, Run, Size, measure
 from tests.support.models import deep_model
 
@@ -19,7 +20,7 @@ DEFAULT_SYSTEMS = tuple(system for system in SYSTEMS if system != "pp")
 
 def main() -> int:
     """Measures, writes tables and plots of each size as soon as it is done, prints the tables; the exit code."""
-    options = _options()
+    options = options_of()
     console = Console(stderr=True)
     plan = make_plan(options)
     if not has_model(plan.model, console):
@@ -63,15 +64,16 @@ def make_plan(options: argparse.Namespace) -> Plan:
     return plan
 
 
-def _options() -> argparse.Namespace:
+def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the command line, or of `arguments`."""
     parser = option_parser("overload", __doc__)
     parser.set_defaults(model=deep_model())
     parser.add_argument("--sizes", nargs="+", type=int, choices=(2, 4, 8), default=[2, 4], help="instances")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--peak", type=float, default=Plan.peak_share, help="of demand, in dp's memory, as predicted")
+    parser.add_argument("--peak", type=float, default=PEAK_SHARE, help="of demand, in dp's memory, as predicted")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(DEFAULT_SYSTEMS))
     parser.add_argument("--tiny", action="store_true", help="one round of short requests: to see that it works")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from benchmarks.client import Request
 from benchmarks.harness import MIB, engine_flags, text
 
 STEP_S = 0.05  # of the model
+PEAK_SHARE = 1.6  # of what dp holds: what pipelines hold, and what demand has come to of such a prediction
 MAX_CALM_LIVES = 30.0
 MAX_BURST = 512  # requests
 
@@ -50,7 +51,7 @@ class Plan:
     memory_bytes: int = 195 * MIB  # of an instance, for weights and KV
     chunk_bytes: int = 2 * MIB  # as in a deployment, where pages can be huge; 64 KiB make steps 15 % slower
     low_share: float = 0.25
-    peak_share: float = 1.6
+    peak_share: float = PEAK_SHARE
     headroom: float = 2.1
     burst_lives: float = 0.4  # in longer ones more comes while the first are under way, the slower the machine the more
     least_calm_s: float = 14.0  # so that the layout can come back

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.overload import plot, report, timeline
+from benchmarks.overload.__main__ import make_plan, options_of
 from benchmarks.overload.load import Calibration, Course, Level, Phase, Plan, demand, make_course, with_tokens
 from benchmarks.overload.measure import SYSTEMS, Run, Size, measure
 from benchmarks.overload.systems import layout_changes
@@ -92,6 +93,12 @@ def test_bursts_have_their_requests_and_the_rest_its_rate(round_index: int) -> N
     assert len(found) - len(low) == COURSE.num_bursts * COURSE.burst_requests
     assert len(low) == round(COURSE.low_per_s * COURSE.end_s)
     assert max(low) < COURSE.end_s
+
+
+def test_without_options_the_plan_is_the_one_that_is_documented() -> None:
+    plan = make_plan(options_of([]))
+    assert plan == Plan(model=plan.model)
+    assert make_plan(options_of(["--peak", "1.45", "--sizes", "4"])) == replace(plan, peak_share=1.45, sizes=(4,))
 
 
 def test_prompts_know_about_how_many_tokens_they_have() -> None:
