@@ -26,7 +26,7 @@ from benchmarks.client import Request
 from benchmarks.harness import MIB, engine_flags, text
 
 STEP_S = 0.05  # of the model
-PEAK_SHARE = 1.6  # of what dp holds: what pipelines hold, and what demand has come to of such a prediction
+PEAK_SHARE = 1.5  # of what dp holds; what comes of it must be less than what pipelines hold
 MAX_CALM_LIVES = 30.0
 MAX_BURST = 512  # requests
 
@@ -50,7 +50,7 @@ class Plan:
     restore_below: float = 0.9  # of what dp holds; the paper's 0.5 is for pipelines that cost less beside dp
     memory_bytes: int = 195 * MIB  # of an instance, for weights and KV
     chunk_bytes: int = 2 * MIB  # as in a deployment, where pages can be huge; 64 KiB make steps 15 % slower
-    low_share: float = 0.25
+    low_share: float = 0.2
     peak_share: float = PEAK_SHARE
     headroom: float = 2.1
     burst_lives: float = 0.4  # in longer ones more comes while the first are under way, the slower the machine the more
