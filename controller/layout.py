@@ -23,7 +23,7 @@ from pengserve.planners.types.plans import SwitchPlan
 
 _SHOWN_GROUPS = 16
 _SHOWN_REASONS = 4
-_ALONE = ("", "dp")  # lanes that are of no group
+_ALONE = ("", "dp")  # what most slots run: no group of several
 
 
 def follow(layout: Layout, slots: Sequence[Slot], busy: Collection[InstanceId] = ()) -> tuple[Layout, str]:
@@ -96,7 +96,7 @@ def _claimed(wide: Sequence[Group], slots: Sequence[Slot], busy: Collection[Inst
     """Tp and pp groups that are not in `wide`, those of the layout, and that all their members say they run."""
     members_of: dict[str, set[InstanceId]] = {}
     for slot in [slot for slot in slots if slot.lane not in _ALONE]:
-        if slot.key.instance_id not in busy:
+        if not slot.lane.startswith("dp") and slot.key.instance_id not in busy:
             members_of.setdefault(slot.lane, set()).add(slot.key.instance_id)
     if not members_of:
         return []
