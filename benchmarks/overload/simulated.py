@@ -2,9 +2,9 @@
 
 A result has all that a simulation needs: steps timed with all instances busy, memory, drop settings, and each request.
 What it has not is what ingress, client and controller take of the same cores, and how fast the machine was then. That
-is one number, fitted on two levels that were measured just before each run and again just after it, and on no run:
-seconds a token, seconds a step, or a factor, whichever fits the levels best. What stages of a pipeline do besides their
-layers is a second one, fitted on a third level.
+is fitted on two levels, few and many requests at once, that were measured just before each run and again just after
+it, and on no run: a factor on steps that makes time per token right over both, then seconds a step and a factor on
+reading KV that make it right on each. What stages of a pipeline do besides their layers is fitted on a third level.
 """
 
 import argparse
@@ -17,7 +17,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from benchmarks.harness import RESULTS
 from benchmarks.overload.record import SIMULATED, Record
@@ -35,33 +37,30 @@ BARS = {"P50": 0.15, "P99": 0.25}
 SHAPES: Mapping[str, LlamaShape] = {"tiny": TINY, "wide": WIDE, "deep": DEEP}
 BYTES = 4  # float32
 ROUNDS = 24  # of a search for the host's share
+NEWTON_STEPS, CLOSE = 6, 0.01
+Levels = Sequence[Sequence[Record]]
+Floats = NDArray[np.float64]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What else the cores do, as one number."""
+    """What else the cores do, and how fast they are, beside what was profiled."""
 
-    kind: str  # of `KINDS`
-    value: float
-    misfit: float = math.nan  # mean |log(simulated / real)| of P50 TTFT and TPOT of the levels
+    share: float = 0.0  # of a step, that it takes more
+    step_s: float = 0.0  # that a step takes more besides
+    log_kv: float = 0.0  # logarithm of a factor on reading KV
     stage_s: float = 0.0  # what every stage of a pipeline does besides its layers
+    misfit: float = math.nan  # mean |log(simulated / real)| of P50 TTFT and TPOT of the levels
 
     def added(self, model: CostModel) -> CostModel:
         """The cost model with it."""
-        return KINDS[self.kind](model, self.value)
+        scaled = CostModel(**{name: (1.0 + self.share) * seconds for name, seconds in asdict(model).items()})
+        load_s, kv_read_s = scaled.load_s + self.step_s, scaled.kv_read_s * math.exp(self.log_kv)
+        return replace(scaled, load_s=max(0.0, load_s), kv_read_s=kv_read_s)
 
 
-def _scaled(model: CostModel, value: float) -> CostModel:
-    return CostModel(**{name: (1.0 + value) * seconds for name, seconds in asdict(model).items()})
-
-
-KINDS: Mapping[str, Callable[[CostModel, float], CostModel]] = {
-    "seconds a token": lambda model, value: replace(model, other_s=model.other_s + value),
-    "seconds a step": lambda model, value: replace(model, load_s=model.load_s + value),
-    "share of a step": _scaled,
-}
-MOST = {"seconds a token": 0.02, "seconds a step": 0.1, "share of a step": 4.0}
-LEAST = {"seconds a token": 0.0, "seconds a step": 0.0, "share of a step": -0.5}
+LEAST_SHARE, MOST_SHARE = -0.5, 4.0
+STEP_RANGE_S, LOG_KV_RANGE = (-0.02, 0.1), (-4.0, 2.0)
 MOST_STAGE_S = 0.1
 
 
@@ -84,30 +83,33 @@ class Recorded:
             return simulate(config, arrivals_of(records))
 
     def fit_host(self, run: Mapping[str, Any]) -> Host:
-        """The host's share that makes the mean TPOT of a run's levels right; of the kinds, the one that fits them best.
-
-        And where it may form pipelines, what makes the TPOT of the levels in pipelines right.
-        """
+        """What makes the TPOT of a run's levels right, and where it may form pipelines, of the level in pipelines."""
         system = "vllm-dp" if run["system"] == "vllm-dp" else "dp"
         sweeps = [[tuple(Record(**record) for record in level) for level in sweep] for sweep in run["levels"]]
-        in_dp = [level for few, full, *_ in sweeps for level in (few, full)]
+        few, full = [sweep[0] for sweep in sweeps], [sweep[1] for sweep in sweeps]
+        host = self._fitted(system, few, full)
         pipelined = [level for _, _, *more in sweeps for level in more]
-        host = min((self._fitted(kind, system, in_dp) for kind in KINDS), key=lambda found: found.misfit)
-        if not pipelined:
-            return host
+        if pipelined:
+            stage_s = _zero_of(lambda s: self._bias("pp", pipelined, replace(host, stage_s=s)), 0.0, MOST_STAGE_S)
+            host = replace(host, stage_s=stage_s)
+        found = [abs(error) for level in (*few, *full) for error in self._errors(system, level, host)]
+        return replace(host, misfit=sum(found) / len(found))
 
-        def bias(stage_s: float) -> float:
-            return sum(self._errors("pp", level, replace(host, stage_s=stage_s))[1] for level in pipelined)
+    def _fitted(self, system: str, few: Levels, full: Levels) -> Host:
+        """The share that is right over both, and what makes each right."""
+        both = [*few, *full]
+        share = _zero_of(lambda value: self._bias(system, both, Host(share=value)), LEAST_SHARE, MOST_SHARE)
 
-        return replace(host, stage_s=_zero_of(bias, 0.0, MOST_STAGE_S))
+        def biases(found: Floats) -> Floats:
+            host = Host(share=share, step_s=float(found[0]), log_kv=float(found[1]))
+            return np.array([self._bias(system, few, host), self._bias(system, full, host)])
 
-    def _fitted(self, kind: str, system: str, levels: Sequence[Sequence[Record]]) -> Host:
-        def errors(value: float) -> list[tuple[float, float]]:
-            return [self._errors(system, level, Host(kind, value)) for level in levels]
+        step_s, log_kv = _root_of(biases, deltas=(1e-3, 0.1), ranges=(STEP_RANGE_S, LOG_KV_RANGE)).tolist()
+        return Host(share=share, step_s=step_s, log_kv=log_kv)
 
-        value = _zero_of(lambda value: sum(tpot for _, tpot in errors(value)), LEAST[kind], MOST[kind])
-        found = [abs(error) for pair in errors(value) for error in pair]
-        return Host(kind, value, sum(found) / len(found))
+    def _bias(self, system: str, levels: Levels, host: Host) -> float:
+        """Mean log(simulated / real) of the levels' P50 TPOT."""
+        return sum(self._errors(system, level, host)[1] for level in levels) / len(levels)
 
     def _errors(self, system: str, level: Sequence[Record], host: Host) -> tuple[float, float]:
         """log(simulated / real) of the P50 of TTFT and of TPOT of one level."""
@@ -256,8 +258,10 @@ def compare_all(data: Mapping[str, Any], *, scheduler: str = "vllm") -> tuple[li
 
 def _note(num_instances: int, run: Mapping[str, Any], host: Host) -> str:
     """What was fitted for one run."""
-    text = f"{num_instances} instances, {run['system']}, round {run['round_index'] + 1}: {host.value:.4g} {host.kind}"
-    text += f" for ingress, client and controller (P50 of the levels off by {host.misfit:.1%}, in the mean)"
+    text = f"{num_instances} instances, {run['system']}, round {run['round_index'] + 1}: steps take"
+    text += f" {1 + host.share:.2f} times as long and {1e3 * host.step_s:.1f} ms more,"
+    text += f" reading KV {math.exp(host.log_kv):.2f} times that"
+    text += f" (P50 of the levels off by {host.misfit:.1%}, in the mean)"
     return text + (f", {1e3 * host.stage_s:.1f} ms a stage besides layers." if host.stage_s else ".")
 
 
@@ -270,6 +274,25 @@ def _zero_of(function: Callable[[float], float], low: float, high: float) -> flo
         if high - low < least:
             break
     return (low + high) / 2
+
+
+def _root_of(
+    function: Callable[[Floats], Floats], *, deltas: Sequence[float], ranges: Sequence[tuple[float, float]]
+) -> Floats:
+    """Where a function of as many numbers as it returns is nearly 0 in all, as near as a few steps of Newton's come."""
+    least, most = np.array(ranges).T
+    at = best = np.zeros(len(deltas))
+    least_error = math.inf
+    for _ in range(NEWTON_STEPS):
+        values = function(at)
+        error = float(np.abs(values).max())
+        if error < least_error:
+            least_error, best = error, at
+        if error < CLOSE:
+            break
+        slopes = np.array([(function(at + axis) - values) / axis.sum() for axis in np.diag(deltas)]).T
+        at = np.clip(at - np.linalg.lstsq(slopes, values, rcond=None)[0], least, most)
+    return best
 
 
 def main() -> int:
