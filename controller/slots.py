@@ -74,14 +74,12 @@ class Slot:
     ready: InstanceSnapshot | None = field(init=False, compare=False)
     # What it says it runs, "dp" or "tp2@(0,1)"; empty where it is not READY, or silent since its last switch.
     lane: str = field(init=False, compare=False)
-    face: tuple[Any, ...] = field(init=False, compare=False, repr=False)  # of its snapshot; empty where it has none
 
     def __post_init__(self) -> None:
         ready = self.snapshot if self.state is InstanceState.READY else None
         object.__setattr__(self, "alive", self.state is not InstanceState.DEAD)
         object.__setattr__(self, "ready", ready)
         object.__setattr__(self, "lane", "" if ready is None or ready.epoch < self.switched else ready.lane)
-        object.__setattr__(self, "face", () if self.snapshot is None else face_of(self.snapshot))
 
     @property
     def answered(self) -> bool:
@@ -154,7 +152,7 @@ def says_the_same(slot: Slot, answer: InstanceSnapshot) -> bool:
     known = slot.snapshot
     if known is None:
         return False
-    return bool(answer.revision == known.revision if answer.revision else face_of(answer) == slot.face)
+    return bool(answer.revision == known.revision if answer.revision else face_of(answer) == face_of(known))
 
 
 def overdue(slot: Slot, seen_s: float, config: ControllerConfig, now_s: float, changes: list[Change]) -> Slot:

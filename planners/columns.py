@@ -59,6 +59,7 @@ class GroupTable:
     leaders: list[InstanceId]
     shapes: list[str]
     wide: tuple[Alike, ...]  # those with more than one member
+    of_kind: Mapping[GroupKind, tuple[Group, ...]]  # the same in the layout's order, tp and pp
     members: frozenset[InstanceId]
     size: int  # above all members
     position_of: Mapping[InstanceId, int]  # of each member's group
@@ -78,7 +79,8 @@ class GroupTable:
         is_dp = degrees == 1
         shapes = [str(GroupKind.DP)] * len(groups)
         by_shape: dict[str, list[int]] = {}
-        for at in np.flatnonzero(~is_dp).tolist():
+        several = np.flatnonzero(~is_dp).tolist()
+        for at in several:
             shapes[at] = groups[at].shape
             by_shape.setdefault(shapes[at], []).append(at)
         return cls(
@@ -89,6 +91,10 @@ class GroupTable:
                 Alike(shape=shape, kind=groups[at[0]].kind, at=ints(at), members=np.array([members_of[i] for i in at]))
                 for shape, at in by_shape.items()
             ),
+            of_kind={
+                kind: tuple(groups[at] for at in several if groups[at].kind is kind)
+                for kind in (GroupKind.TP, GroupKind.PP)
+            },
             members=frozenset(members),
             size=max(members, default=-1) + 1,
             position_of=dict(zip(members, positions, strict=True)),

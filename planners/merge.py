@@ -21,7 +21,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from pengserve.planners.columns import Kept, ready_instances
+from pengserve.planners.columns import group_table, ready_instances
 from pengserve.planners.load import OVERLOAD, ClusterView
 from pengserve.planners.projection import projected_loads
 from pengserve.planners.steps import can_split, is_backing_off, make_plan, next_step, split_first
@@ -171,18 +171,13 @@ def _observe(view: ClusterView, config: MergeConfig, history: LoadHistory) -> Lo
     priority_s = now_s if any(d.num_priority > 0 for d in demands) else history.priority_s
     return replace(
         history,
-        standing={g: _standing(g, snapshot, history) for g in _tp_groups(snapshot.layout.groups)},
+        standing={
+            g: _standing(g, snapshot, history) for g in group_table(snapshot.layout.groups).of_kind[GroupKind.TP]
+        },
         low_since_s=dict(_low(view, config, history.low_since_s)),
         wanted_s={d: s for d, s in {**history.wanted_s, **wanted}.items() if now_s - s < config.min_dwell_s},
         priority_s=None if priority_s is None or now_s - priority_s >= config.min_dwell_s else priority_s,
     )
-
-
-def _only_tp(groups: tuple[Group, ...]) -> list[Group]:
-    return [g for g in groups if len(g.members) > 1 and g.kind is GroupKind.TP]
-
-
-_tp_groups = Kept(_only_tp)
 
 
 def _standing(group: Group, snapshot: ClusterSnapshot, history: LoadHistory) -> Standing:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pengserve.planners.columns import Alike, Ints, Kept
+from pengserve.planners.columns import Alike, Ints, group_table
 from pengserve.planners.load import fits_alone, formable_groups, lane_capacity, part_capacity
 from pengserve.planners.overload import GroupDemand, MemoryDemand
 from pengserve.planners.steps import halves_of
@@ -78,7 +78,7 @@ def plan_restore(
     Cheapest is what moves the fewest bytes; ties go to the lowest rank. None ends while memory is short anywhere, while
     a request waits or runs that is too long for one of its members, and none with a member that is `claimed`.
     """
-    pipelines = _pipelines(snapshot.layout.groups)
+    pipelines = group_table(snapshot.layout.groups).of_kind[GroupKind.PP]
     now_s, seen_s = snapshot.time_s, history.seen_s
     since = snapshot.layout_since_s or now_s
     # After a gap nobody knows what was in between; looks may be further apart than `quiet_s`.
@@ -107,13 +107,6 @@ def plan_restore(
             if 0 <= low_s < config.quiet_s:
                 break  # soon it may be due, and it leads further than the next way
     return min(able, key=lambda plan: (plan.moved_bytes, plan.group.members), default=None), history
-
-
-def _only_pipelines(groups: tuple[Group, ...]) -> list[Group]:
-    return [g for g in groups if len(g.members) > 1 and g.kind is GroupKind.PP]
-
-
-_pipelines = Kept(_only_pipelines)
 
 
 def _ways(group: Group, snapshot: ClusterSnapshot) -> tuple[Way, ...]:

@@ -20,6 +20,7 @@ from enum import StrEnum
 
 import numpy as np
 
+from pengserve.planners.columns import group_table
 from pengserve.planners.drop import Verdict, plan_drop
 from pengserve.planners.merge import LoadHistory, Proposal, Reason, propose
 from pengserve.planners.overload import DemandHistory, MemoryDemand, predict_demand
@@ -101,7 +102,7 @@ def select(
     if not snapshot.policy.is_auto:
         return _towards_target(snapshot, drop, history, strategy)
     proposal = propose(snapshot, merge, history.load)
-    if drop.max_stages <= 1 and not any(g.kind is GroupKind.PP for g in snapshot.layout.groups):
+    if drop.max_stages <= 1 and not group_table(snapshot.layout.groups).of_kind[GroupKind.PP]:
         return proposal.plan, SelectorHistory(load=proposal.followed), _decide_alone(snapshot, drop, proposal.plan)
     demand, demand_history = predict_demand(snapshot, drop, history.demand)
     verdict = plan_drop(snapshot, demand, drop, claimed=proposal.claimed) if drop.is_auto else Verdict()

@@ -37,7 +37,8 @@ BARS = {"P50": 0.15, "P99": 0.25}
 SHAPES: Mapping[str, LlamaShape] = {"tiny": TINY, "wide": WIDE, "deep": DEEP}
 BYTES = 4  # float32
 ROUNDS = 24  # of a search for the host's share
-NEWTON_STEPS, CLOSE = 6, 0.01
+NEWTON_STEPS = 6  # at most, until both levels are `CLOSE`
+CLOSE = 0.01  # in log(simulated / real) of P50 TPOT
 Levels = Sequence[Sequence[Record]]
 Floats = NDArray[np.float64]
 
