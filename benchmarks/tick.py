@@ -51,6 +51,7 @@ DEGREES, MAX_STAGES = (2, 4, 8), 4
 PER_NODE = 8
 LIMIT_MS, DROP_LIMIT_MS = 20.0, 1.0  # at 1,000 instances: a tick's 99th percentile, and a drop plan
 PARTS = ("status calls", "observe", "snapshot", "select", "rest")
+SWITCH_END = "a switch's end"  # between ticks, on the same event loop
 
 CAPACITY = KvCapacity(
     num_blocks=1024, block_size=16, bytes_per_block=1 << 20, max_model_len=8192, max_num_seqs=64, weight_bytes=512 << 20
@@ -189,6 +190,7 @@ class Figures:
     tick_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)  # of this thread
     parts_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    switch_end_s: list[float] = field(default_factory=list)  # of those between two ticks that had some
     num_switches: int = 0
 
 
@@ -201,6 +203,7 @@ def parts_of(controller: Controller) -> list[Target]:
         (loop.transitions, "observe", "observe"),
         (controller, "snapshot", "snapshot"),
         (steering, "select", "select"),
+        (loop.transitions, "end_switch", SWITCH_END),
     ]
 
 
@@ -249,6 +252,8 @@ async def measure(num_instances: int, load: str, num_ticks: int) -> Figures:
                     figures.parts_s[part].append(spent[part])
                 figures.parts_s["rest"].append(tick_s - sum(spent.values()))
             await rest(controller)
+            if tick >= 0 and SWITCH_END in spent:
+                figures.switch_end_s.append(spent[SWITCH_END])
     figures.num_switches = controller.snapshot().epoch - first_epoch
     await controller.stop()
     return figures
@@ -319,14 +324,15 @@ def report(results: dict[tuple[int, str], Figures], drops: dict[str, list[float]
         "## Ticks",
         "",
         '"Status calls" asks all instances and takes the answers; "observe" makes the next state of them; "select" is',
-        "all planners. Switches: how many were begun.",
+        "all planners. Switches: how many were begun. The next state after one comes between ticks, on the same loop.",
         "",
-        _line("instances", "load", "tick", "its CPU time", *PARTS, "switches"),
-        "|---" * (5 + len(PARTS)) + "|",
+        _line("instances", "load", "tick", "its CPU time", *PARTS, "switches", SWITCH_END),
+        "|---" * (6 + len(PARTS)) + "|",
     ]
     for (size, name), figures in results.items():
         parts = [_ms(figures.parts_s[part]) for part in PARTS]
-        lines.append(_line(str(size), name, _ms(figures.tick_s), _ms(figures.cpu_s), *parts, str(figures.num_switches)))
+        switches = str(figures.num_switches), _ms(figures.switch_end_s) if figures.switch_end_s else "-"
+        lines.append(_line(str(size), name, _ms(figures.tick_s), _ms(figures.cpu_s), *parts, *switches))
     lines += ["", f"## `plan_drop` alone, {most} instances", "", "| load | ms |", "|---|---|"]
     lines += [_line(name, _ms(durations_s)) for name, durations_s in drops.items()]
     return "\n".join(lines) + "\n"

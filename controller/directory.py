@@ -7,15 +7,16 @@ for its next round. A group's rounds are counted for the lives of its members: n
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from pengserve.controller.slots import Slot, backoff_s
-from pengserve.planners.columns import Kept
+from pengserve.planners.columns import Kept, group_table
 from pengserve.planners.groups import groups_for, pipelines_for
 from pengserve.planners.ranks import rank_order
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.directory import GroupSpec, PeerAddress, PeerDirectory
 from pengserve.planners.types.ids import InstanceId, InstanceKey
-from pengserve.planners.types.layout import Group, GroupKind, Layout
+from pengserve.planners.types.layout import Group, Layout
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState
 
 # Until every slot has had a place, ranks may still shift; what finds no place is not waited for longer than this.
@@ -47,7 +48,7 @@ class Wiring:
     directory: PeerDirectory
     names: tuple[str, ...] = ()  # of the directory's groups: composing them again for each look is slow
     rounds: Mapping[str, Round] = field(default_factory=dict)  # by `_lives`
-    in_use: tuple[Group, ...] = ()  # tp and pp groups of the layout
+    strangers: tuple[Group, ...] = ()  # groups that run though places do not allow them (any more)
     is_placed: bool = False  # ranks stand
     topology: Topology = Topology()
 
@@ -64,21 +65,30 @@ def rewired(wiring: Wiring, slots: Sequence[Slot], layout: Layout, config: Contr
     topology = _topology(wiring.topology, slots, config)
     rounds = _rounds(wiring, slots, config, now_s)
     peers = _peers(wiring.directory.peers, slots)
-    in_use = tuple(group for group in layout.groups if group.kind is not GroupKind.DP)
     is_placed = wiring.is_placed or _is_placed(slots, now_s)
-    is_same = topology is wiring.topology and rounds is wiring.rounds and in_use == wiring.in_use
-    if is_same and is_placed == wiring.is_placed and peers is wiring.directory.peers:
-        return wiring
     groups = topology.groups if is_placed else ()
     # What runs keeps its communicators, also where the slots' places have shifted under it.
-    specs, rounds = _specs(dict.fromkeys((*groups, *in_use)), {p.key.instance_id: p.key for p in peers}, rounds, slots)
+    strangers = _strangers(layout, groups)
+    is_same = topology is wiring.topology and rounds is wiring.rounds and strangers == wiring.strangers
+    if is_same and is_placed == wiring.is_placed and peers is wiring.directory.peers:
+        return wiring
+    specs, rounds = _specs((*groups, *strangers), {p.key.instance_id: p.key for p in peers}, rounds, slots)
     directory = wiring.directory
     if (directory.peers, directory.groups) != (peers, specs):
         directory = PeerDirectory(version=directory.version + 1, peers=peers, groups=specs)
     names = tuple(spec.name for spec in specs)
     return Wiring(
-        directory=directory, names=names, rounds=rounds, in_use=in_use, is_placed=is_placed, topology=topology
+        directory=directory, names=names, rounds=rounds, strangers=strangers, is_placed=is_placed, topology=topology
     )
+
+
+_as_set = Kept[tuple[Group, ...], frozenset[Group]](frozenset)
+
+
+def _strangers(layout: Layout, groups: tuple[Group, ...]) -> tuple[Group, ...]:
+    """The tp and pp groups of the layout that are not among `groups`."""
+    possible, running = _as_set(groups), group_table(layout.groups).of_kind
+    return tuple(group for group in chain(*running.values()) if group not in possible)
 
 
 def _first_retry_s(rounds: Mapping[str, Round]) -> float:

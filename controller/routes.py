@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pengserve.controller.slots import Slot
 from pengserve.planners.types.ids import InstanceId, InstanceKey
@@ -49,6 +49,16 @@ def part(slot: Slot) -> Part | None:
     )
 
 
+def are_alike(new: Part | None, old: Part | None, is_wide: bool) -> bool:
+    """Whether both make the same routes in one layout; `is_wide` where that has the instance in a group of several.
+
+    There, what it says of following is what the layout says already: each switch would call for a table anew.
+    """
+    if new is None or old is None:
+        return new is old
+    return new == (old._replace(is_follower=new.is_follower) if is_wide else old)
+
+
 def table(
     before: RoutingTable, parts: Sequence[Part | None], layout: Layout, widest: Sequence[Group], *, is_draining: bool
 ) -> RoutingTable:
@@ -79,6 +89,21 @@ def table(
         addresses=tuple(p.address for p in ready),
         max_model_len=_longest(before.max_model_len, parts, widest),
     )
+
+
+def difference(before: Sequence[Route], after: Sequence[Route]) -> dict[str, Any]:
+    """What an event says of new routes: which are new and which have gone, as "7.1 tp2", not all that there are.
+
+    Most of a thousand are the same objects: those cost nothing more.
+    """
+    kept = set(map(id, before)).intersection(map(id, after))
+    old = {f"{route.key} {route.shape}": route for route in before if id(route) not in kept}
+    new = {f"{route.key} {route.shape}": route for route in after if id(route) not in kept}
+    return {
+        "num_routes": len(after),
+        "added": [name for name, route in new.items() if old.get(name) != route],
+        "removed": [name for name, route in old.items() if new.get(name) != route],
+    }
 
 
 def _wide_route(leader: Part, group: Group, known: Route | None) -> Route:

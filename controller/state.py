@@ -334,13 +334,17 @@ def _rewired(state: ClusterState, before: ClusterState, changes: list[Change], n
     is_same_directory = wiring.directory is state.wiring.directory
     if not (state.wired and is_same_directory and all(wirings.has_same_groups(new, old) for _, new, old in changed)):
         formable = wirings.formable(wiring, state.slots)
+    is_wide = group_table(state.layout.groups).is_wide
+    is_routed = bool(state.wired) and all(
+        routes.are_alike(parts[i], state.parts[i], is_wide(new.key.instance_id)) for i, new, _ in changed
+    )
     state = replace(state, wiring=wiring, parts=parts, formable=formable, wired=state.slots)
-    if parts == before.parts and state.layout is before.layout and state.closing == before.closing:
+    if is_routed and state.layout is before.layout and state.closing == before.closing:
         return Transition(state=state, changes=tuple(changes))
     table = routes.table(before.routing, parts, state.layout, wiring.topology.groups, is_draining=state.closing)
     if replace(table, version=before.routing.version) == before.routing:
         return Transition(state=state, changes=tuple(changes))
-    data = {"version": table.version, "epoch": table.epoch, "routes": [str(r.key) for r in table.routes]}
+    data = {"version": table.version, "epoch": table.epoch, **routes.difference(before.routing.routes, table.routes)}
     changes.append(Change(kind=EventKind.ROUTING_CHANGED, data=data))
     return Transition(state=replace(state, routing=table), changes=tuple(changes))
 

@@ -68,6 +68,11 @@ class GroupTable:
     leader_ids: Ints
     is_dp: Bools
 
+    def is_wide(self, member: InstanceId) -> bool:
+        """Whether `member` is in a group of several."""
+        group = self.group_of.get(member)
+        return group is not None and len(group.members) > 1
+
     @classmethod
     def of(cls, groups: tuple[Group, ...]) -> "GroupTable":
         """The table of `groups`, which are disjoint. Each switch calls for a new one, so it is made without loops."""

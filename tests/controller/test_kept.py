@@ -87,6 +87,13 @@ def test_what_is_kept_is_what_would_be_made_anew(data: st.DataObject) -> None:
         peers = {slot.key: slot.ready.peer_endpoint for slot in state.slots if slot.ready and slot.ready.peer_endpoint}
         assert {peer.key: peer.endpoint for peer in state.wiring.directory.peers} == peers
         assert [spec.name for spec in state.wiring.directory.groups] == list(state.wiring.names)
+        placed = state.wiring.topology.groups if state.wiring.is_placed else ()
+        running = [group for group in state.layout.groups if len(group.members) > 1]
+        known = {key.instance_id for key in peers}
+        wired = {group for group in (*placed, *running) if known.issuperset(group.members)}
+        assert {spec.group for spec in state.wiring.directory.groups} == wired
+        table = routes.table(state.routing, state.parts, state.layout, placed, is_draining=state.closing)
+        assert (state.routing.routes, state.routing.addresses) == (table.routes, table.addresses)
         busy = state.switch.group.members if state.switch is not None else ()
         assert layouts.follow(state.layout, state.slots, busy) == (state.layout, "")
         for slot, newest in zip(state.slots, state.answers, strict=True):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from pengserve.controller import directory, recovery
+from pengserve.controller import directory, recovery, routes
 from pengserve.controller import layout as layouts
 from pengserve.controller import state as transitions
 from pengserve.controller.events import Change
@@ -216,6 +216,9 @@ class LayoutLaws(RuleBasedStateMachine):
         assert {route.key.instance_id for route in self.state.routing.routes} <= leaders
         ready = {slot.key for slot in self.state.slots if slot.ready is not None}
         assert {address.key for address in self.state.routing.addresses} == ready
+        parts = [routes.part(slot) for slot in self.state.slots]
+        anew = routes.table(self.state.routing, parts, self.state.layout, (), is_draining=self.state.closing)
+        assert anew.routes == self.state.routing.routes
 
 
 LayoutLaws.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
