@@ -223,37 +223,66 @@ def arrivals_of(records: Sequence[Record]) -> list[Arrival]:
 
 def compare(records: Sequence[Record], result: Result) -> list[Figure]:
     """TTFT and TPOT at P50 and P99."""
-    real_ttft = [record.first_s - record.at_s for record in records]
-    real_tpot = [(r.end_s - r.first_s) / (r.output_tokens - 1) for r in records if r.output_tokens > 1]
     ttft = [outcome.ttft_s for outcome in result.outcomes if outcome.ttft_s is not None]
     tpot = [outcome.tpot_s for outcome in result.outcomes if outcome.tpot_s is not None]
-    figures = []
-    for name, real, simulated in (("TTFT", real_ttft, ttft), ("TPOT", real_tpot, tpot)):
-        real_values, values = spread(real, 50, 99)[1:], spread(simulated, 50, 99)[1:]
-        for what, real_s, simulated_s in zip(BARS, real_values, values, strict=True):
-            figures.append(Figure(what=f"{what} {name}", real=real_s, simulated=simulated_s, bar=BARS[what]))
-    return figures
+    real, simulated = _measured(records), _figures(ttft, tpot)
+    return [
+        Figure(what=what, real=real[what], simulated=seconds, bar=BARS[what.partition(" ")[0]])
+        for what, seconds in simulated.items()
+    ]
+
+
+def _measured(records: Sequence[Record]) -> dict[str, float]:
+    ttft = [record.first_s - record.at_s for record in records]
+    return _figures(ttft, [(r.end_s - r.first_s) / (r.output_tokens - 1) for r in records if r.output_tokens > 1])
+
+
+def _figures(ttft: Sequence[float], tpot: Sequence[float]) -> dict[str, float]:
+    """Seconds, by name."""
+    found = {"TTFT": spread(ttft, 50, 99)[1:], "TPOT": spread(tpot, 50, 99)[1:]}
+    return {f"{what} {name}": s for name, both in found.items() for what, s in zip(BARS, both, strict=True)}
+
+
+def repeatability(rounds: Sequence[Sequence[Record]]) -> dict[str, float]:
+    """How far the farthest of several real rounds of one load is from the median of the others, as a share of that.
+
+    What differs so much from round to round no simulation can foretell: machine and arrivals decide.
+    """
+    found = [_measured(records) for records in rounds]
+    farthest = {}
+    for what in found[0]:
+        values = [figures[what] for figures in found]
+        others = [float(np.median(values[:at] + values[at + 1 :])) for at in range(len(values))]
+        farthest[what] = max(abs(value / other - 1.0) for value, other in zip(values, others, strict=True))
+    return farthest
 
 
 def compare_all(data: Mapping[str, Any], *, scheduler: str = "vllm") -> tuple[list[Figure], list[str]]:
-    """All runs of a result, all rounds of a system together; and what was fitted, a sentence a run."""
+    """All runs of a result, all rounds of a system together; and what was fitted, a sentence a run.
+
+    Also, where there are several rounds, how far the real ones are apart.
+    """
     figures, notes = [], []
     recorded = Recorded(data, scheduler=scheduler)
     for system in SIMULATED:
-        records: list[Record] = []
+        rounds: list[list[Record]] = []
         outcomes: list[Any] = []
         result = None
         for run in (run for run in recorded.runs if run["system"] == system):
             host = recorded.fit_host(run)
             own = [Record(**record) for record in run["requests"]]
             result = recorded.replay(system, own, host)
-            records += own
+            rounds.append(own)
             outcomes += result.outcomes
             notes.append(_note(recorded.num_instances, run, host))
         if result is not None:
             whole = replace(result, outcomes=tuple(outcomes))
             prefix = f"{recorded.num_instances} instances, {system}: "
+            records = [record for own in rounds for record in own]
             figures += [replace(figure, what=prefix + figure.what) for figure in compare(records, whole)]
+        if len(rounds) > 1:
+            shares = ", ".join(f"{share:.0%} in {what}" for what, share in repeatability(rounds).items())
+            notes.append(f"{recorded.num_instances} instances, {system}: real rounds differ by up to {shares}.")
     return figures, notes
 
 

@@ -11,7 +11,15 @@ import pytest
 
 from benchmarks.harness import engine_flags
 from benchmarks.overload.record import SIMULATED, Record
-from benchmarks.overload.simulated import Host, Recorded, compare, compare_all, is_complete, newest_results
+from benchmarks.overload.simulated import (
+    Host,
+    Recorded,
+    compare,
+    compare_all,
+    is_complete,
+    newest_results,
+    repeatability,
+)
 from benchmarks.validation.figures import Figure
 from pengserve.planners.cost_model import CostModel
 from pengserve.simulator.result import Result
@@ -130,6 +138,18 @@ def test_the_newest_complete_result_of_each_load_counts(data: dict[str, Any], tm
         "overload2-x1.6-b-2026-01-02",
         "overload4-x1.6-a-2026-01-01",
     ]
+
+
+def test_rounds_are_as_far_apart_as_the_farthest_is_from_the_others() -> None:
+    def round_of(ttft_s: float, tpot_s: float) -> list[Record]:
+        record = Record(
+            at_s=1.0, prompt_tokens=5, output_tokens=11, first_s=1.0 + ttft_s, end_s=1.0 + ttft_s + 10 * tpot_s
+        )
+        return [record] * 3
+
+    found = repeatability([round_of(0.1, 0.02), round_of(0.1, 0.03), round_of(0.4, 0.02)])
+    assert found["P99 TTFT"] == found["P50 TTFT"] == pytest.approx(3.0)
+    assert found["P50 TPOT"] == found["P99 TPOT"] == pytest.approx(0.5)
 
 
 SHARED = "two instances share each core, of which the simulation knows nothing"
