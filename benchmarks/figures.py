@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -26,6 +27,11 @@ def tpots_s(answers: Iterable[Answer]) -> list[float]:
         for answer in complete(answers)
         if answer.output_tokens > 1
     ]
+
+
+def longest_gap_s(answer: Answer) -> float:
+    """The longest time from one event with text to the next; 0 where there is one event."""
+    return max((later - earlier for earlier, later in pairwise(answer.event_times_s)), default=0.0)
 
 
 def mean(values: Sequence[float]) -> float:

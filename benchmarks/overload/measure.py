@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.figures import complete, mean, percentile, tpots_s, ttfts_s
+from benchmarks.figures import complete, longest_gap_s, mean, percentile, tpots_s, ttfts_s
 from benchmarks.harness import Stolen
 from benchmarks.overload import timeline
 from benchmarks.overload.load import Calibration, Course, Level, Phase, Plan, make_course, with_tokens
@@ -38,6 +38,7 @@ class Run:
     burst_ttft_p99_s: float  # of the requests that the burst adds
     tpot_p50_s: float
     tpot_p99_s: float
+    gap_p99_s: float  # of the longest time between two texts of an answer
     preemptions: int
     switch_errors: tuple[str, ...]  # why each switch that failed did
     demand_mean: float  # while the load was sent
@@ -194,6 +195,7 @@ def run(plan: Plan, size: Size, name: str, round_index: int, system: System) -> 
         burst_ttft_p99_s=percentile(ttfts_s(in_burst), 99),
         tpot_p50_s=percentile(tpot_s, 50),
         tpot_p99_s=percentile(tpot_s, 99),
+        gap_p99_s=percentile([longest_gap_s(answer) for answer in good], 99),
         preemptions=served.preemptions,
         switch_errors=served.switch_errors,
         demand_mean=timeline.mean_until(line.demand, course.end_s) / calibration.dp_tokens,

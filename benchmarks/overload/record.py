@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from benchmarks.figures import complete
+from benchmarks.figures import complete, longest_gap_s
 from benchmarks.sse import Answer
 
 SIMULATED = ("vllm-dp", "dp", "drop")  # systems whose runs are compared with simulations of them
@@ -18,6 +18,7 @@ class Record:
     output_tokens: int
     first_s: float  # when its first text came
     end_s: float
+    longest_gap_s: float = 0.0  # between two of its texts; 0 also in results from before 2026-11-23
 
 
 def records(answers: Iterable[Answer], start_s: float) -> tuple[Record, ...]:
@@ -29,6 +30,7 @@ def records(answers: Iterable[Answer], start_s: float) -> tuple[Record, ...]:
             output_tokens=answer.output_tokens,
             first_s=round(answer.first_text_s - start_s, 6),
             end_s=round(answer.event_times_s[-1] - start_s, 6),
+            longest_gap_s=round(longest_gap_s(answer), 6),
         )
         for answer in complete(answers)
     ]

@@ -48,6 +48,7 @@ FIGURES = (
     _ms("TTFT P99 of the bursts' requests (ms)", "burst_ttft_p99_s"),
     TPOT_P50,
     _ms("TPOT P99 (ms)", "tpot_p99_s", "{:.1f}"),
+    _ms("longest gap between two texts of an answer, P99 (ms)", "gap_p99_s"),
     Figure(title="preemptions", get=lambda run: run.preemptions),
     Figure(title="failed requests", get=lambda run: run.failed),
     Figure(title="mean demand over what dp holds", get=lambda run: run.demand_mean, shape="{:.2f}"),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.figures import complete, mean, percentile, ratio, tpots_s, ttfts_s
+from benchmarks.figures import complete, longest_gap_s, mean, percentile, ratio, tpots_s, ttfts_s
 from tests.benchmarks.answers import answer
 
 
@@ -24,6 +24,11 @@ def test_the_first_token_counts_from_sending_and_the_others_from_the_first() -> 
 
 def test_an_answer_of_one_token_has_no_time_per_token() -> None:
     assert tpots_s([answer(3.0)]) == []
+
+
+def test_the_longest_gap_is_between_two_texts_and_not_before_the_first() -> None:
+    assert longest_gap_s(answer(5.0, 5.5, 8.0, 8.25)) == 2.5
+    assert longest_gap_s(answer(3.0)) == 0.0
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1))

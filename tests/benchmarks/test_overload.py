@@ -63,6 +63,7 @@ def run(system: str, round_index: int = 0, scale: float = 1.0, drops: Sequence[t
         burst_ttft_p99_s=scale,
         tpot_p50_s=scale,
         tpot_p99_s=scale,
+        gap_p99_s=scale,
         preemptions=3,
         switch_errors=(),
         demand_mean=0.5,
