@@ -163,7 +163,7 @@ class DropExchange:
         going, started_s = self._outgoing[0], time.perf_counter()
         count = max(1, self._piece_bytes // self._layers.sizes.block_bytes)
         rows = self._source[self._num_sent : self._num_sent + count]
-        data = self._layers.kv(going.layer)[rows].cpu()
+        data = self._layers.read_kv(going.layer, rows).cpu()
         header = b"%d %d" % (going.layer, self._num_sent)
         self.send(going.rank, [header, memoryview(data.view(-1).numpy())])
         seconds = max(1e-6, time.perf_counter() - started_s)
@@ -212,7 +212,7 @@ class DropExchange:
         still: list[_Rows] = []
         for rows in self._waiting:
             if max(rows.block_ids) < self._layers.num_blocks(rows.layer):
-                self._layers.kv(rows.layer)[rows.block_ids] = rows.data.to(self._layers.kv(rows.layer).device)
+                self._layers.write_kv(rows.layer, rows.block_ids, rows.data)
             else:
                 still.append(rows)
         self._waiting = still
@@ -224,8 +224,7 @@ class DropExchange:
         if self._copies:
             targets, origins = map(list, zip(*self._copies, strict=True))
             for layer in range(self._first, self._stop):
-                kv = self._layers.kv(layer)
-                kv[targets] = kv[origins]
+                self._layers.copy_kv(layer, origins, targets)
         self.on_done()
 
     @property

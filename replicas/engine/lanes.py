@@ -327,7 +327,11 @@ class Lanes:
         if self._running is None:
             return self.dp.step()
         try:
-            outputs = self._running.step() if self._can_step() else NO_OUTPUTS
+            outputs = NO_OUTPUTS
+            if self._can_step():
+                started_s = time.perf_counter()
+                outputs = self._running.step()
+                self._step_s = time.perf_counter() - started_s
             self._do_chore()
         except Exception as error:
             self._break(error)

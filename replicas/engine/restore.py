@@ -65,7 +65,7 @@ class LayerRestore:
                 continue
             if rank == self._rank:
                 moves += self._send(layer, source)
-                self._waiting.append(_Rows(layer, self._layers.kv(layer)[source[self._part]]))
+                self._waiting.append(_Rows(layer, self._layers.read_kv(layer, source[self._part])))
             elif self._targets and layer in range(*self._goal):
                 shape = (len(self._targets), self._layers.sizes.block_bytes)
                 rows = torch.empty(shape, dtype=torch.uint8, device=self._layers.kv(layer).device)
@@ -81,9 +81,8 @@ class LayerRestore:
 
     def _send(self, layer: int, source: Sequence[list[int]]) -> list[Move]:
         """A layer's KV of the requests that go to other parts, to who has the layer there."""
-        kv = self._layers.kv(layer)
         return [
-            Move(self._rank, rank, kv[source[self._parts.of(rank)]])
+            Move(self._rank, rank, self._layers.read_kv(layer, source[self._parts.of(rank)]))
             for rank in range(len(self._ranges))
             if self._parts.of(rank) != self._part
             and source[self._parts.of(rank)]
@@ -103,7 +102,7 @@ class LayerRestore:
             if self._layers.num_blocks(rows.layer) >= goal or self._layers.room(rows.layer, goal):
                 self._layers.resize_kv(rows.layer, goal)
                 if self._targets:
-                    self._layers.kv(rows.layer)[self._targets] = rows.data
+                    self._layers.write_kv(rows.layer, self._targets, rows.data)
             else:
                 still.append(rows)
         self._waiting = still

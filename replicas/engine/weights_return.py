@@ -53,9 +53,8 @@ class WeightsReturn:
         moved = self._compact(set(withheld), limit)
         sources, targets = list(moved), list(moved.values())
         for layer in self._kept:
-            kv = self._layers.kv(layer)
             if moved:
-                kv[targets] = kv[sources]
+                self._layers.copy_kv(layer, sources, targets)
             self._layers.resize_kv(layer, min(limit, self._layers.num_blocks(layer)))
         place_blocks(self._lane.runner, moved)
         for layer in self._missing:

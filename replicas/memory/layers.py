@@ -10,7 +10,7 @@ Blocks of a stage are the cheaper the fewer layers it has: what the other layers
 counts include vLLM's null block 0.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -108,6 +108,21 @@ class LayerMemory:
         flat = self._kv[layer].tensor(torch.uint8)[: self.max_blocks * self.sizes.block_bytes]
         return flat.view(self.max_blocks, self.sizes.block_bytes)
 
+    def read_kv(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
+        """A copy of the KV of these blocks: uint8 `[n, block_bytes]`."""
+        kv = self.kv(layer)
+        return kv.index_select(0, torch.tensor(block_ids, dtype=torch.int64, device=kv.device))
+
+    def write_kv(self, layer: int, block_ids: Sequence[int], data: torch.Tensor) -> None:
+        """Writes `data`, uint8 `[n, block_bytes]` on any device, as the KV of these blocks."""
+        kv = self.kv(layer)
+        ids = torch.tensor(block_ids, dtype=torch.int64, device=kv.device)
+        _in_words(kv).index_copy_(0, ids, _in_words(data.to(kv.device)))
+
+    def copy_kv(self, layer: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """KV of `sources` also becomes that of `targets`, which may be sources too."""
+        self.write_kv(layer, targets, self.read_kv(layer, sources))
+
     # What is here -----------------------------------------------------------------------------------------------------
 
     def has_weights(self, layer: int) -> bool:
@@ -178,3 +193,10 @@ class LayerMemory:
             if self._blocks[layer] != due:
                 wrong.append(f"layer {layer} has {self._blocks[layer]} blocks of KV, not {due}")
         return tuple(wrong)
+
+
+def _in_words(rows: torch.Tensor) -> torch.Tensor:
+    """Rows of bytes as rows of eight bytes, where they are: PyTorch scatters element by element."""
+    if rows.shape[-1] % 8:
+        return rows
+    return (rows.clone() if rows.storage_offset() % 8 else rows).view(torch.int64)

@@ -76,6 +76,33 @@ def test_what_is_kept_keeps_its_bytes(memory: LayerMemory) -> None:
     back(memory)
 
 
+@pytest.mark.parametrize("block_bytes", [BLOCK, 24_004, 24_001])
+@pytest.mark.parametrize("offset", [0, 3])
+@pytest.mark.parametrize("is_message", [False, True])
+def test_blocks_are_read_written_and_copied_wherever_the_bytes_come_from(
+    block_bytes: int, offset: int, is_message: bool
+) -> None:
+    sizes = LayerSizes(num_chunks=32, chunk_bytes=CHUNK, weight_bytes=(CHUNK,) * 2, block_bytes=block_bytes)
+    arena = open_arena(CPU, sizes.num_chunks * CHUNK, CHUNK)
+    memory = LayerMemory(arena, sizes, fewest_layers=1)
+    expected = torch.zeros(memory.base_blocks, block_bytes, dtype=torch.uint8)
+    memory.kv(1)[: memory.base_blocks] = 0
+    ids = [5, 1, 7]
+    received = torch.randint(0, 255, (offset + len(ids) * block_bytes,), dtype=torch.uint8)
+    data = received[offset:].view(len(ids), block_bytes)
+    if is_message:
+        data = torch.frombuffer(memoryview(bytearray(received.numpy()))[offset:], dtype=torch.uint8).view(data.shape)
+    memory.write_kv(1, ids, data)
+    expected[ids] = data
+    assert torch.equal(memory.kv(1)[: memory.base_blocks], expected)
+    assert torch.equal(memory.read_kv(1, [7, 5]), expected[[7, 5]])
+    memory.copy_kv(1, [5, 1, 2], [1, 2, 5])  # in a ring
+    expected[[1, 2, 5]] = expected[[5, 1, 2]]
+    assert torch.equal(memory.kv(1)[: memory.base_blocks], expected)
+    assert memory.read_kv(1, []).shape == (0, block_bytes)
+    arena.close()
+
+
 def test_a_law_that_is_broken_is_named(memory: LayerMemory) -> None:
     memory.drop_weights(3)
     assert memory.check(memory.sizes.all_layers, memory.base_blocks) == ("the weights of layer 3 are missing",)
