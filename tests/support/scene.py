@@ -72,7 +72,7 @@ class Scene:
         """The layout is what was asked for, nothing is left over, and the next switch works."""
         self.cluster.wait(_shape_is(wanted), timeout_s=90.0)
         self.cluster.wait_formable()
-        self.cluster.wait(_nothing_runs, timeout_s=15.0)
+        self.cluster.wait(nothing_runs, timeout_s=15.0)
         self.require_memory(*self.ids)
         other = "tp2" if wanted == "dp" else "dp"
         self.cluster.set_layout(other)
@@ -116,5 +116,5 @@ def _shape_is(wanted: str) -> Any:
     )
 
 
-def _nothing_runs(snapshot: ClusterSnapshot) -> bool:
+def nothing_runs(snapshot: ClusterSnapshot) -> bool:
     return not any(i.stats.num_running + i.stats.num_waiting + i.stats.num_paused for i in snapshot.instances)

@@ -1,0 +1,247 @@
+"""Everything at once, at random, for a while: no stream fails, and every token is the one it would have been.
+
+Requests come and clients leave, memory is too small for all, layouts are asked for while others are under way or left
+to the planners, instances fall silent or die, the controller is replaced. `make soak` goes on for as long as it is
+told to; the seed of a failure is in its message.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pengserve.planners.types.config import DropConfig, MergeConfig
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.plans import SwitchStrategy
+from pengserve.planners.types.snapshot import InstanceState
+from tests.support.elastic import ElasticCluster, elastic_cluster
+from tests.support.scene import nothing_runs
+from tests.support.streams import make_prompts
+from tests.support.traffic import TimedStream, Traffic
+
+SOAK_S = float(os.environ.get("SOAK_S", "40"))
+SEED = int(os.environ.get("SOAK_SEED", "1"))
+NUM_INSTANCES = int(os.environ.get("SOAK_INSTANCES", "2"))
+pytestmark = [pytest.mark.slow, pytest.mark.shapes, pytest.mark.timeout(SOAK_S + 500)]
+
+MEMORY_BYTES = 7 << 20  # of an instance: 3 MiB of weights; KV for about 1,900 tokens
+PEER_TIMEOUT_S = 4.0
+ROUND_S = 10.0  # of disorder, before all is compared
+MOST_RUNNING = 40
+LONGEST_STALL_S = 1.5  # shorter than peers wait
+ENDS_WITHIN_S = 150.0  # a member that died must be replaced
+LAYOUTS = {
+    2: ["dp", "tp2", "pp2"],
+    4: ["dp", "tp2", "tp2@(2,3)", "pp2@(0,1)", "pp2@(0,1) tp2@(2,3)", "pp2", "tp4", "pp4"],
+}
+
+
+@dataclass
+class Running:
+    """A stream, and which request it is."""
+
+    index: int
+    future: "Future[TimedStream]"
+    live: TimedStream
+    has_left: bool = False
+
+
+@dataclass
+class Soak:
+    """A cluster, and what may happen to it."""
+
+    cluster: ElasticCluster
+    traffic: Traffic
+    chance: random.Random
+    requests: list[dict[str, Any]]
+    expected: list[TimedStream]
+    running: list[Running] = field(default_factory=list)
+    told: list[str] = field(default_factory=list)  # what happened, for the message of a failure
+
+    @property
+    def actions(self) -> dict[Callable[[], None], float]:
+        """What may happen next, and how often."""
+        return {
+            self.send: 10.0,
+            self.let_it_run: 10.0,
+            self.ask: 5.0,
+            self.leave: 3.0,
+            self.auto: 1.0,
+            self.stall: 0.7,
+            self.replace_controller: 0.3,
+            self.kill: 0.4,
+        }
+
+    def disorder(self, until_s: float) -> None:
+        """Things happen until then."""
+        actions, weights = zip(*self.actions.items(), strict=True)
+        while time.monotonic() < until_s:
+            self.chance.choices(actions, weights)[0]()
+
+    def send(self) -> None:
+        """Requests come, unless too many are under way."""
+        self.running = [stream for stream in self.running if not self._is_checked(stream)]
+        count = max(0, min(self.chance.randint(1, 6), MOST_RUNNING - len(self.running)))
+        for _ in range(count):
+            index, live = self.chance.randrange(len(self.requests)), TimedStream()
+            self.running.append(Running(index, self.traffic.start(**self.requests[index], into=live), live))
+        self.told.append(f"send {count}")
+
+    def leave(self) -> None:
+        """A client closes its connection."""
+        staying = [stream for stream in self.running if not stream.future.done()]
+        if staying:
+            stream = self.chance.choice(staying)
+            stream.has_left = True
+            stream.future.cancel()
+            self.told.append("leave")
+
+    def ask(self) -> None:
+        """A layout is asked for, and nobody waits for it."""
+        if len(self._ready()) == NUM_INSTANCES:
+            layout = self.chance.choice(LAYOUTS[NUM_INSTANCES])
+            strategy = self.chance.choice([*SwitchStrategy, SwitchStrategy.CARRY, SwitchStrategy.CARRY])
+            self.told.append(f"ask {layout} {strategy.value}")
+            self.cluster.ask_layout(layout, strategy.value)
+
+    def auto(self) -> None:
+        """The planners decide from now on."""
+        self.told.append("auto")
+        self.cluster.now(self.cluster.controller.auto_layout)
+
+    def stall(self) -> None:
+        """An instance falls silent, for less than its peers wait."""
+        pid = self._any_pid()
+        if pid:
+            seconds = self.chance.uniform(0.1, LONGEST_STALL_S)
+            self.told.append(f"stall {seconds:.1f} s")
+            with contextlib.suppress(ProcessLookupError):  # it may have been killed just before
+                os.kill(pid, signal.SIGSTOP)
+                try:
+                    time.sleep(seconds)
+                finally:
+                    os.kill(pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """An instance dies."""
+        pid = self._any_pid()
+        if pid:
+            self.told.append("kill")
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def replace_controller(self) -> None:
+        """Another controller takes over."""
+        self.told.append("controller")
+        self.cluster.restart_controller()
+
+    def let_it_run(self) -> None:
+        """Nothing happens for a moment."""
+        time.sleep(self.chance.uniform(0.0, 0.5))
+
+    def settle(self) -> None:
+        """All streams end as they would have; nothing is left over, in memory or elsewhere."""
+        self.cluster.wait_formable()
+        self.cluster.set_layout("dp", timeout_s=ENDS_WITHIN_S)
+        for stream in self.running:
+            if not stream.has_left:
+                stream.future.result(ENDS_WITHIN_S)
+        assert all(self._is_checked(stream) for stream in self.running)
+        self.running.clear()
+        self.cluster.wait(nothing_runs, timeout_s=20.0)
+        for instance in self.cluster.snapshot().instances:
+            broken = self.cluster.call(self.cluster.port.check(instance.key))
+            assert broken == (), f"instance {instance.key}: {broken}"
+            assert instance.stats.kv_blocks_used == 0, f"instance {instance.key} holds KV of nobody"
+
+    def _is_checked(self, stream: Running) -> bool:
+        """Whether it has ended, and rightly."""
+        expected = self.expected[stream.index]
+        if stream.has_left:  # it may have had its answer before
+            assert stream.live.token_ids == expected.token_ids[: len(stream.live.token_ids)], self._message(stream)
+            return True
+        if not stream.future.done():
+            return False
+        assert not stream.live.error, self._message(stream)
+        assert stream.live.token_ids == expected.token_ids, self._message(stream)
+        assert stream.live.finish_reason == expected.finish_reason, self._message(stream)
+        return True
+
+    def _message(self, stream: Running) -> str:
+        return (
+            f"request {stream.index}, {self.requests[stream.index]}: {stream.live.error or 'other tokens'}; "
+            f"SOAK_SEED={SEED}, and before it: {', '.join(self.told[-60:])}"
+        )
+
+    def _any_pid(self) -> int:
+        """Of an instance that is up; 0 where there is none."""
+        keys = self._ready()
+        with contextlib.suppress(KeyError):  # it has just been found dead
+            return self.cluster.now(lambda: self.cluster.port.pid(self.chance.choice(keys))) if keys else 0
+        return 0
+
+    def _ready(self) -> list[InstanceKey]:
+        """Instances that are up, as far as the controller knows, which may just have begun."""
+        snapshot = self.cluster.wait(lambda _: True)
+        return [instance.key for instance in snapshot.instances if instance.state is InstanceState.READY]
+
+
+def make_requests() -> list[dict[str, Any]]:
+    """Greedy and seeded ones in turn, penalties and grammars here and there, of very different lengths."""
+    chance, made = random.Random(SEED), []
+    for i, prompt in enumerate(make_prompts(24, seed=SEED, longest=300)):
+        params: dict[str, Any] = {"prompt": prompt, "max_tokens": chance.randint(1, 160)}
+        if i % 2:
+            params |= {"temperature": 0.8, "seed": 100 + i, "top_p": 0.95}
+        if i % 3 == 0:
+            params |= {"frequency_penalty": 0.3}
+        if i % 8 == 2:
+            params |= {"structured_outputs": {"regex": "[a-z ]{400,}"}}
+        if i % 5 == 4:
+            params |= {"priority": -1}
+        made.append(params)
+    return made
+
+
+@pytest.fixture
+def soak(model: Path) -> Iterator[Soak]:
+    degrees = tuple(2**k for k in range(1, 4) if 2**k <= NUM_INSTANCES)
+    with (
+        elastic_cluster(
+            model,
+            NUM_INSTANCES,
+            degrees=degrees,
+            max_stages=NUM_INSTANCES,
+            memory_bytes=MEMORY_BYTES,
+            peer_timeout_s=PEER_TIMEOUT_S,
+            merge=MergeConfig(min_dwell_s=1.0, quiet_s=0.5),
+            drop=DropConfig(restore_below=0.6, quiet_s=0.5, min_dwell_s=0.5),
+            engine={"max_num_seqs": 32},
+        ) as cluster,
+        cluster.ingress() as url,
+        Traffic(url) as traffic,
+    ):
+        requests = make_requests()
+        cluster.set_layout("dp")
+        expected = [traffic.start(**request).result(ENDS_WITHIN_S) for request in requests]  # one by one: no pressure
+        assert [stream.error for stream in expected] == [""] * len(expected)
+        yield Soak(cluster, traffic, random.Random(SEED), requests, expected)
+
+
+def test_everything_at_once(soak: Soak) -> None:
+    ends_s = time.monotonic() + SOAK_S
+    while (now_s := time.monotonic()) < ends_s:
+        soak.disorder(min(now_s + ROUND_S, ends_s))
+        soak.settle()
+    kinds = {what.partition(" ")[0] for what in soak.told}
+    assert {"send", "ask", "leave"} <= kinds
+    counts = {kind: sum(what.startswith(kind) for what in soak.told) for kind in sorted(kinds)}
+    print(f"\n  {len(soak.told)} things happened: {counts}")
