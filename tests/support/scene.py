@@ -117,4 +117,5 @@ def _shape_is(wanted: str) -> Any:
 
 
 def nothing_runs(snapshot: ClusterSnapshot) -> bool:
+    """Whether no instance has a request."""
     return not any(i.stats.num_running + i.stats.num_waiting + i.stats.num_paused for i in snapshot.instances)
