@@ -24,14 +24,9 @@ from pengserve.planners.types.errors import EngineError
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.handoff import revive
 from pengserve.replicas.engine.lanes import Lanes
+from pengserve.replicas.engine.pieces import PieceSize, SendPiece
 from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.reshard import Traveller
-
-FIRST_PIECE_BYTES = 256 << 10
-LAST_PIECE_BYTES = 64 << 20
-
-SendPiece = Callable[[int, Sequence[Buffer]], None]
-"""Sends parts to a rank; returns when they are on their way, and the tensor may be overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +64,7 @@ class DropExchange:
         self._num_sent = 0  # rows of the first of these
         self._num_due = 0  # rows that have not come
         self._waiting: list[_Rows] = []
-        self._piece_bytes = FIRST_PIECE_BYTES
+        self._piece = PieceSize()
         self._is_done = False
         self.total_bytes = 0  # that this member sends
         self.send: SendPiece = lambda rank, parts: None
@@ -161,13 +156,12 @@ class DropExchange:
             self._finish()
             return True
         going, started_s = self._outgoing[0], time.perf_counter()
-        count = max(1, self._piece_bytes // self._layers.sizes.block_bytes)
+        count = max(1, self._piece.num_bytes // self._layers.sizes.block_bytes)
         rows = self._source[self._num_sent : self._num_sent + count]
         data = self._layers.read_kv(going.layer, rows).cpu()
         header = b"%d %d" % (going.layer, self._num_sent)
         self.send(going.rank, [header, memoryview(data.view(-1).numpy())])
-        seconds = max(1e-6, time.perf_counter() - started_s)
-        self._piece_bytes = int(min(LAST_PIECE_BYTES, max(FIRST_PIECE_BYTES, data.nbytes * step_s / seconds)))
+        self._piece.took(data.nbytes, time.perf_counter() - started_s, step_s)
         self._num_sent += len(rows)
         if self._num_sent == len(self._source):
             self._outgoing.popleft()

@@ -17,8 +17,8 @@ import torch
 from pengserve.planners.stages import Parts
 from pengserve.planners.types.errors import EngineError, StepError
 from pengserve.replicas.channel.frames import Buffer
-from pengserve.replicas.engine.exchange import FIRST_PIECE_BYTES, LAST_PIECE_BYTES, SendPiece
 from pengserve.replicas.engine.lanes import Lanes
+from pengserve.replicas.engine.pieces import PieceSize, SendPiece
 from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.worker import place_blocks
 
@@ -37,7 +37,7 @@ class WeightsReturn:
         others = [(rank, range(*parts.layers(rank))) for rank in range(lane.num_stages) if rank != lane.rank]
         self._outgoing = deque((layer, rank) for layer in self._kept for rank, goal in others if layer in goal)
         self._num_sent = 0  # bytes of the first of these
-        self._piece_bytes = FIRST_PIECE_BYTES
+        self._piece = PieceSize()
         self._is_done = False
         self.send: SendPiece = lambda rank, parts: None
         self.on_done: Callable[[], None] = lambda: None
@@ -94,12 +94,11 @@ class WeightsReturn:
         if self._outgoing:
             (layer, rank), started_s = self._outgoing[0], time.perf_counter()
             weights = self._layers.weights(layer)
-            data = weights[self._num_sent : self._num_sent + self._piece_bytes].cpu()
+            data = weights[self._num_sent : self._num_sent + self._piece.num_bytes].cpu()
             head = b"%d %d %d" % (layer, self._num_sent, self._memory.weight_order)
             self.send(rank, [head, memoryview(data.numpy())])
-            seconds = max(1e-6, time.perf_counter() - started_s)
+            self._piece.took(data.nbytes, time.perf_counter() - started_s, step_s)
             self._num_sent += data.nbytes
-            self._piece_bytes = int(min(LAST_PIECE_BYTES, max(FIRST_PIECE_BYTES, data.nbytes * step_s / seconds)))
             if self._num_sent == weights.nbytes:
                 self._outgoing.popleft()
                 self._num_sent = 0
