@@ -217,6 +217,12 @@ class ElasticCluster:
         key = self.key(instance_id)
         return self.now(lambda: self.port.pid(key))
 
+    def require_memory(self, *instance_ids: int) -> None:
+        """Conservation laws of the memory of these instances, or of all."""
+        for key in map(self.key, instance_ids or range(self.config.num_instances)):
+            broken = self.call(self.port.check(key))
+            assert broken == (), f"instance {key}: {broken}"
+
     @contextlib.contextmanager
     def ingress(self, **changes: Any) -> Iterator[str]:
         """A real ingress in front; yields its URL."""

@@ -64,9 +64,7 @@ class Scene:
 
     def require_memory(self, *instance_ids: int) -> None:
         """Conservation laws of instances."""
-        for key in map(self.cluster.key, instance_ids):
-            broken = self.cluster.call(self.cluster.port.check(key))
-            assert broken == (), f"instance {key}: {broken}"
+        self.cluster.require_memory(*instance_ids)
 
     def require_recovery(self, wanted: str) -> None:
         """The layout is what was asked for, nothing is left over, and the next switch works."""

@@ -36,10 +36,10 @@ MEMORY_BYTES = 24 << 20  # of an instance: 3 MiB of weights, and KV that all req
 ENDS_WITHIN_S = 60.0
 
 
-def requests(count: int, max_tokens: int) -> list[dict[str, Any]]:
+def requests(count: int, max_tokens: int, seed: int = 3) -> list[dict[str, Any]]:
     """Greedy and seeded requests in turn, penalties and grammars here and there; prompts of one and several chunks."""
     made: list[dict[str, Any]] = []
-    for i, prompt in enumerate(make_prompts(count, seed=3, longest=300)):
+    for i, prompt in enumerate(make_prompts(count, seed=seed, longest=300)):
         params: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens + 7 * (i % 3)}
         if i % 2:
             params |= {"temperature": 0.8, "seed": 100 + i, "top_p": 0.95}
@@ -72,9 +72,7 @@ class Disturbed:
 
     def check_memory(self) -> None:
         """Conservation laws of every instance."""
-        for instance in self.cluster.snapshot().instances:
-            broken = self.cluster.call(self.cluster.port.check(instance.key))
-            assert broken == (), f"instance {instance.key}: {broken}"
+        self.cluster.require_memory()
 
 
 class Machine(RuleBasedStateMachine):
