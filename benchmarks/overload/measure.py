@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.figures import complete, longest_gap_s, mean, percentile, tpots_s, ttfts_s
+from benchmarks.figures import complete, mean, percentile, tpots_s, ttfts_s
 from benchmarks.harness import Stolen
 from benchmarks.overload import timeline
 from benchmarks.overload.load import Calibration, Course, Level, Phase, Plan, make_course, with_tokens
@@ -182,6 +182,7 @@ def run(plan: Plan, size: Size, name: str, round_index: int, system: System) -> 
     bad = [answer for answer in served.answers if answer.error]
     in_burst = [a for (phase, _), a in zip(pairs, served.answers, strict=True) if phase is Phase.BURST]
     ttft_s, tpot_s = ttfts_s(good), tpots_s(good)
+    requests = records(served.answers, served.start_s)
     return Run(
         system=name,
         num_instances=size.num_instances,
@@ -195,14 +196,14 @@ def run(plan: Plan, size: Size, name: str, round_index: int, system: System) -> 
         burst_ttft_p99_s=percentile(ttfts_s(in_burst), 99),
         tpot_p50_s=percentile(tpot_s, 50),
         tpot_p99_s=percentile(tpot_s, 99),
-        gap_p99_s=percentile([longest_gap_s(answer) for answer in good], 99),
+        gap_p99_s=percentile([record.longest_gap_s for record in requests], 99),
         preemptions=served.preemptions,
         switch_errors=served.switch_errors,
         demand_mean=timeline.mean_until(line.demand, course.end_s) / calibration.dp_tokens,
         demand_peak=max(line.demand, default=0.0) / calibration.dp_tokens,
         stolen=stolen,
         timeline=line,
-        requests=records(served.answers, served.start_s),
+        requests=requests,
         levels=tuple(levels),
     )
 
