@@ -59,7 +59,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     )
     if options.tiny:
         plan = dataclasses.replace(
-            plan, rounds=1, num_bursts=1, output_tokens=(60, 90), calibrate_s=2.0, least_calm_s=4.0
+            plan, rounds=1, num_bursts=1, rehearsals=1, output_tokens=(60, 90), calibrate_s=2.0, least_calm_s=4.0
         )
     return plan
 
@@ -70,7 +70,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(model=deep_model())
     parser.add_argument("--sizes", nargs="+", type=int, choices=(2, 4, 8), default=[2, 4], help="instances")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--peak", type=float, default=PEAK_SHARE, help="of demand, in dp's memory, as predicted")
+    parser.add_argument("--peak", type=float, default=PEAK_SHARE, help="of demand in vLLM's dp, over what that holds")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(DEFAULT_SYSTEMS))
     parser.add_argument("--tiny", action="store_true", help="one round of short requests: to see that it works")
     return parser.parse_args(arguments)

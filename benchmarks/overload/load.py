@@ -5,12 +5,14 @@ few and at as many requests as memory holds; between them, a life is taken to be
 flight. From that follow, without a limit of memory (`demand`):
 
     low rate    demand is `low_share` of what dp holds
-    burst       begins and ends within a part of a life (`burst_lives`); so many requests that the demand
-                is predicted to be `peak_share` of what dp holds. Real ones have come to four fifths of the prediction,
-                and to all of it where the machine slowed down after the levels. A short burst depends least on that
+    burst       begins and ends within a part of a life (`burst_lives`); so many requests that the demand is to be
+                `peak_share` of what dp holds. A short burst depends least on how fast the machine is just then
     calm        between bursts, at the low rate, for as long as makes the mean demand 1/`headroom` of what dp holds
 
 Demand is what all requests in flight would hold, in tokens: prompts, and what has been generated of the answers.
+
+At a level as many prompts come as answers end; in a burst prompts come first, and then all decode. So demand comes to
+two thirds to four fifths of this, which overloads nothing: rehearsals say to how much (`calibrate.py`).
 """
 
 import random
@@ -26,7 +28,7 @@ from benchmarks.client import Request
 from benchmarks.harness import MIB, engine_flags, text
 
 STEP_S = 0.05  # of the model
-PEAK_SHARE = 1.5  # of what dp holds; what comes of it must be less than what pipelines hold
+PEAK_SHARE = 1.13  # of what dp holds; in pipelines, where lives are longer, it must come to less than they hold
 MAX_CALM_LIVES = 30.0
 MAX_BURST = 512  # requests
 
@@ -45,7 +47,8 @@ class Plan:
     model: Path
     sizes: tuple[int, ...] = (2, 4)  # instances
     rounds: int = 2
-    num_bursts: int = 1  # in a run
+    num_bursts: int = 2  # in a run
+    rehearsals: int = 2  # of one burst, before each round
     stages: int = 2  # of a pipeline: static, or at most where drops form it; the paper's has two
     restore_below: float = 0.9  # of what dp holds; the paper's 0.5 is for pipelines that cost less beside dp
     memory_bytes: int = 195 * MIB  # of an instance, for weights and KV
@@ -122,6 +125,7 @@ class Calibration:
     pp_tokens: int  # ... in pipelines
     few: Level
     full: Level
+    came: float = 1.0  # share of the demand that the levels predict: what bursts came to
 
     @property
     def gain(self) -> float:
@@ -164,36 +168,50 @@ def make_course(plan: Plan, num_instances: int, found: Calibration) -> Course:
     Raises:
         ValueError: demand cannot be as the plan says, e.g. a low load that is above the wanted mean.
     """
-    output = plan.mean_output(num_instances)
-    block = int(plan.engine["block_size"])
-    resident = found.prompt_tokens + output / 2 + block / 2
-    low = plan.low_share * found.dp_tokens / resident
-    low_per_s = low / found.life_s(low)
-    burst_s = plan.burst_lives * found.full.life_s
-    lead_s = 1.5 * found.life_s(low)
-    end_s = lead_s + burst_s + MAX_CALM_LIVES * found.full.life_s
-
-    def trace(burst_requests: int) -> list[tuple[float, float]]:
-        arrivals = [*_even(low_per_s, 0.0, end_s), *_even(burst_requests / burst_s, lead_s, lead_s + burst_s)]
-        return demand(found, arrivals, prompt_tokens=found.prompt_tokens + block / 2, output_tokens=output, end_s=end_s)
-
+    low = plan.low_share * found.dp_tokens / resident_tokens(plan, num_instances, found.prompt_tokens)
+    course = Course(
+        low_per_s=low / found.life_s(low),
+        burst_requests=0,
+        lead_s=1.5 * found.life_s(low),
+        burst_s=plan.burst_lives * found.full.life_s,
+        calm_s=MAX_CALM_LIVES * found.full.life_s,
+        num_bursts=1,
+    )
     peak = plan.peak_share * found.dp_tokens
     least, most = 0, MAX_BURST
     while least < most:
         middle = (least + most) // 2
-        is_enough = max(tokens for _, tokens in trace(middle)) >= peak
+        is_enough = predicted_peak(plan, num_instances, found, replace(course, burst_requests=middle)) >= peak
         least, most = (least, middle) if is_enough else (middle + 1, most)
     if least == MAX_BURST:
-        raise ValueError(f"{MAX_BURST} requests in {burst_s:.1f} s do not fill the memory: let them be longer")
-    calm_s = _calm_s(trace(least), lead_s, lead_s + burst_s + plan.least_calm_s, found.dp_tokens / plan.headroom)
-    return Course(
-        low_per_s=low_per_s,
-        burst_requests=least,
-        lead_s=lead_s,
-        burst_s=burst_s,
-        calm_s=calm_s - burst_s,
-        num_bursts=plan.num_bursts,
-    )
+        raise ValueError(f"{MAX_BURST} requests in {course.burst_s:.1f} s do not fill the memory: let them be longer")
+    course = replace(course, burst_requests=least)
+    trace = predicted(plan, num_instances, found, course)
+    least_s = course.lead_s + course.burst_s + plan.least_calm_s
+    period_s = _period_s(trace, course.lead_s, least_s, found.dp_tokens / plan.headroom)
+    return replace(course, calm_s=period_s - course.burst_s, num_bursts=plan.num_bursts)
+
+
+def predicted_peak(plan: Plan, num_instances: int, found: Calibration, course: Course) -> float:
+    """The most tokens that the first burst of a course is to come to; two lives after it, it is over."""
+    brief = replace(course, num_bursts=1, calm_s=2.0 * found.full.life_s)
+    return max(tokens for _, tokens in predicted(plan, num_instances, found, brief))
+
+
+def predicted(plan: Plan, num_instances: int, found: Calibration, course: Course) -> list[tuple[float, float]]:
+    """`demand` of a course, as far as it comes."""
+    arrivals = _even(course.low_per_s, 0.0, course.end_s)
+    for start_s, stop_s in course.bursts:
+        arrivals += _even(course.burst_requests / (stop_s - start_s), start_s, stop_s)
+    prompt_tokens = found.prompt_tokens + int(plan.engine["block_size"]) / 2
+    output_tokens = plan.mean_output(num_instances)
+    trace = demand(found, arrivals, prompt_tokens=prompt_tokens, output_tokens=output_tokens, end_s=course.end_s)
+    return [(time_s, found.came * tokens) for time_s, tokens in trace]
+
+
+def resident_tokens(plan: Plan, num_instances: int, prompt_tokens: float) -> float:
+    """Tokens that a request holds on average while it lives, in whole blocks."""
+    return prompt_tokens + plan.mean_output(num_instances) / 2 + int(plan.engine["block_size"]) / 2
 
 
 def demand(
@@ -230,7 +248,7 @@ def _even(per_s: float, start_s: float, stop_s: float) -> list[float]:
     return [start_s + (index + 0.5) * (stop_s - start_s) / count for index in range(count)]
 
 
-def _calm_s(trace: Sequence[tuple[float, float]], start_s: float, least_s: float, mean: float) -> float:
+def _period_s(trace: Sequence[tuple[float, float]], start_s: float, least_s: float, mean: float) -> float:
     """How long after `start_s` the mean demand since then has come down to `mean`."""
     area = 0.0
     for (time_s, tokens), (next_s, _) in pairwise(trace):

@@ -1,21 +1,20 @@
 """Calibrates the load, then runs it on every system of every round."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.figures import complete, mean, percentile, tpots_s, ttfts_s
+from benchmarks.figures import complete, percentile, tpots_s, ttfts_s
 from benchmarks.harness import Stolen
 from benchmarks.overload import timeline
-from benchmarks.overload.load import Calibration, Course, Level, Phase, Plan, make_course, with_tokens
-from benchmarks.overload.profiles import Profile, profile
+from benchmarks.overload.calibrate import Size, all_answered, calibrate, rehearse
+from benchmarks.overload.load import Course, Phase, Plan, with_tokens
+from benchmarks.overload.profiles import profile
 from benchmarks.overload.record import SIMULATED, Record, records
 from benchmarks.overload.systems import PengServe, Served, System, Vllm
 from benchmarks.overload.timeline import Timeline
-from benchmarks.sse import Answer
 
 T = TypeVar("T")
 SYSTEMS = ("vllm-dp", "vllm-pp", "dp", "pp", "drop")
@@ -30,6 +29,7 @@ class Run:
     num_instances: int
     round_index: int
     num_requests: int
+    burst_requests: int  # that each burst adds
     failed: int
     first_error: str
     ttft_p50_s: float
@@ -49,21 +49,6 @@ class Run:
     levels: tuple[tuple[tuple[Record, ...], ...], ...] = ()  # `measure_levels` just before it and just after it
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Size:
-    """What was found out about a number of instances before the runs."""
-
-    num_instances: int
-    weight_bytes: int  # of an instance
-    calibration: Calibration
-    course: Course
-    profiles: tuple[Profile, ...] = ()  # how long steps take, where all instances make them
-
-    def tokens_per_word(self, plan: Plan) -> float:
-        """Of prompts."""
-        return self.calibration.prompt_tokens / ((plan.min_words + plan.max_words) / 2)
-
-
 def measure(
     plan: Plan,
     num_instances: int,
@@ -72,15 +57,21 @@ def measure(
     on_size: Callable[[Size], None],
     on_run: Callable[[Run], None],
 ) -> tuple[Size, list[Run]]:
-    """Runs all rounds of a size. Another system begins each round: so drifts of the machine meet all of them."""
+    """Runs all rounds of a size; `on_size` hears of the load of each.
+
+    Another system begins each round: so drifts of the machine meet all of them.
+    """
     with PengServe(plan, num_instances) as cluster:
         size = calibrate(plan, num_instances, cluster)
     if plan.has_profiles:
         found = [profile(plan, system, num_instances, size.weight_bytes) for system in ("vllm", "pengserve")]
         size = replace(size, profiles=tuple(found))
-    on_size(size)
     runs = []
     for round_index in range(plan.rounds):
+        if plan.rehearsals:
+            with started(plan, size, ["vllm-dp"], logs) as system:
+                size = rehearse(plan, size, system)
+        on_size(size)
         for names in _in_turn(systems, round_index):
             with started(plan, size, names, logs) as system:
                 for name in names:
@@ -100,50 +91,6 @@ def started(plan: Plan, size: Size, names: Sequence[str], logs: Path) -> Iterato
         yield system
 
 
-def calibrate(plan: Plan, num_instances: int, system: PengServe) -> Size:
-    """Measures both levels on static dp, and makes the course."""
-    system.cluster.set_layout("dp")
-    lanes = {lane.shape: lane.capacity for lane in system.cluster.snapshot().instances[0].lanes}
-    alone, wide = lanes["dp"], lanes[f"pp{plan.stages}"]
-    if alone is None or wide is None:
-        raise RuntimeError("this model cannot run in pipelines of so many stages")
-    dp_tokens = alone.num_tokens * num_instances
-    probe = system.client.send(plan.calibration(num_instances, num_instances, "probe")).result()
-    prompt_tokens = mean([answer.prompt_tokens for answer in complete(probe)])
-    resident = prompt_tokens + plan.mean_output(num_instances) / 2 + alone.block_size / 2
-    full = max(2, int(0.7 * dp_tokens / resident))  # nobody is preempted, though all are as old
-    few = max(1, int(plan.low_share * full))
-    found = Calibration(
-        prompt_tokens=prompt_tokens,
-        dp_tokens=dp_tokens,
-        pp_tokens=wide.num_tokens * (num_instances // plan.stages),
-        few=_level(plan, num_instances, system, few),
-        full=_level(plan, num_instances, system, full),
-    )
-    return Size(
-        num_instances=num_instances,
-        weight_bytes=alone.weight_bytes,
-        calibration=found,
-        course=make_course(plan, num_instances, found),
-    )
-
-
-def _level(plan: Plan, num_instances: int, system: PengServe, in_flight: int) -> Level:
-    """So many in flight for about `calibrate_s`. Ramps at both ends do not count."""
-    name = f"{in_flight}"
-    first = plan.calibration(num_instances, in_flight, f"{name}/first")
-    start_s = time.perf_counter()
-    _good(system.client.send(first, clients=in_flight).result())
-    rounds = max(2.0, plan.calibrate_s / (time.perf_counter() - start_s))
-    requests = plan.calibration(num_instances, int((rounds + 1) * in_flight), name)
-    answers = _good(system.client.send(requests, clients=in_flight).result())
-    ends_s = sorted(answer.event_times_s[-1] for answer in answers)
-    # Until the last is sent, so many are in flight; the first of them end together.
-    stop_s = max(answer.sent_s for answer in answers)
-    begin_s = min(answer.sent_s for answer in answers)
-    return Level(in_flight=in_flight, requests_per_s=sum(end <= stop_s for end in ends_s) / (stop_s - begin_s))
-
-
 def measure_levels(plan: Plan, size: Size, name: str, system: System, when: str) -> tuple[tuple[Record, ...], ...]:
     """How fast the machine is then: few and many requests at once, each time none after them.
 
@@ -154,15 +101,8 @@ def measure_levels(plan: Plan, size: Size, name: str, system: System, when: str)
     for layout, in_flight in (("dp", few), ("dp", full), ("pp", full))[: 3 if name == "drop" else 2]:
         requests = plan.calibration(size.num_instances, in_flight, f"{name}/{when}/{layout}/{in_flight}")
         served = system.serve(layout, with_tokens([(Phase.LOW, r) for r in requests], size.tokens_per_word(plan)))
-        found.append(records(_good(served.answers), served.start_s))
+        found.append(records(all_answered(served.answers), served.start_s))
     return tuple(found)
-
-
-def _good(answers: list[Answer]) -> list[Answer]:
-    failed = next((answer.error for answer in answers if answer.error), "")
-    if failed:
-        raise RuntimeError(f"a request of the calibration was not answered: {failed}")
-    return answers
 
 
 def run(plan: Plan, size: Size, name: str, round_index: int, system: System) -> Run:
@@ -188,6 +128,7 @@ def run(plan: Plan, size: Size, name: str, round_index: int, system: System) -> 
         num_instances=size.num_instances,
         round_index=round_index,
         num_requests=len(pairs),
+        burst_requests=course.burst_requests,
         failed=len(bad),
         first_error=bad[0].error if bad else "",
         ttft_p50_s=percentile(ttft_s, 50),

@@ -49,6 +49,7 @@ FIGURES = (
     TPOT_P50,
     _ms("TPOT P99 (ms)", "tpot_p99_s", "{:.1f}"),
     _ms("longest gap between two texts of an answer, P99 (ms)", "gap_p99_s"),
+    Figure(title="requests that a burst adds", get=lambda run: run.burst_requests),
     Figure(title="preemptions", get=lambda run: run.preemptions),
     Figure(title="failed requests", get=lambda run: run.failed),
     Figure(title="mean demand over what dp holds", get=lambda run: run.demand_mean, shape="{:.2f}"),
@@ -151,9 +152,20 @@ def load_line(plan: Plan, size: Size) -> str:
         f"({size.weight_bytes / plan.memory_bytes:.0%}); dp holds {found.dp_tokens} tokens of KV in all, pipelines "
         f"of {plan.stages} {found.gain:.0%} more. A request has {found.prompt_tokens:.0f} prompt tokens on average and "
         f"{least} to {most} output tokens, and lives {found.few.life_s:.1f} s among {found.few.in_flight}, "
-        f"{found.full.life_s:.1f} s among {found.full.in_flight} (measured on static dp). So: "
-        f"{course.low_per_s:.2f} requests/s, and {course.num_bursts} bursts of {course.burst_requests} more within "
-        f"{course.burst_s:.1f} s, each followed by {course.calm_s:.0f} s of calm."
+        f"{found.full.life_s:.1f} s among {found.full.in_flight} (measured on static dp). {_rehearsed(size)}"
+        f"So in the last round: {course.low_per_s:.2f} requests/s, and {course.num_bursts} bursts of "
+        f"{course.burst_requests} more within {course.burst_s:.1f} s, each followed by {course.calm_s:.0f} s of calm."
+    )
+
+
+def _rehearsed(size: Size) -> str:
+    if not size.rehearsals:
+        return ""
+    counts = ", ".join(f"{rehearsal.burst_requests}" for rehearsal in size.rehearsals)
+    shares = ", ".join(f"{rehearsal.demand_peak:.2f}" for rehearsal in size.rehearsals)
+    return (
+        f"Rehearsed on {NAMES[BASELINE]}, before each round anew, bursts of {counts} more came to {shares} of what dp "
+        f"holds; the last ones to {size.calibration.came:.0%} of what the levels predict. "
     )
 
 
@@ -167,7 +179,7 @@ def markdown(plan: Plan, size: Size, runs: Sequence[Run], date: str, plot_name: 
         f"`make bench-overload`: model {plan.model.name}, {rounds}, one system at a time, in turn. Every "
         "system of a round gets requests of the same lengths at the same times.",
         f"Demand is what all requests in flight would hold. Its mean is planned as 1/{plan.headroom:g} of what dp has, "
-        f"its peak as {plan.peak_share:g} times what it has; `benchmarks/overload/load.py` says how.",
+        f"its peak, on {NAMES[BASELINE]}, as {plan.peak_share:g} times that; `benchmarks/overload/load.py` says how.",
         "Medians over the rounds; (x…) behind a figure: PengServe's with drop over this one, median of the rounds' "
         "ratios. TTFT from sending a request to its first text. A burst ends when its last request is sent.",
         "All instances, the ingress, the controller and the client share the cores of one machine; what computes of an "

@@ -7,13 +7,24 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.overload import plot, report, timeline
 from benchmarks.overload.__main__ import make_plan, options_of
-from benchmarks.overload.load import Calibration, Course, Level, Phase, Plan, demand, make_course, with_tokens
-from benchmarks.overload.measure import SYSTEMS, Run, Size, measure
+from benchmarks.overload.calibrate import Rehearsal, Size
+from benchmarks.overload.load import (
+    Calibration,
+    Course,
+    Level,
+    Phase,
+    Plan,
+    demand,
+    make_course,
+    predicted_peak,
+    with_tokens,
+)
+from benchmarks.overload.measure import SYSTEMS, Run, measure
 from benchmarks.overload.systems import layout_changes
 from benchmarks.overload.timeline import LayoutChange, Timeline, groups_of
 from pengserve.controller import layout as layouts
@@ -55,6 +66,7 @@ def run(system: str, round_index: int = 0, scale: float = 1.0, drops: Sequence[t
         num_instances=2,
         round_index=round_index,
         num_requests=9,
+        burst_requests=4,
         failed=0,
         first_error="",
         ttft_p50_s=scale,
@@ -107,6 +119,23 @@ def test_prompts_know_about_how_many_tokens_they_have() -> None:
     assert [r.prompt_tokens for r in with_tokens(requests, 2.5)] == [
         round(2.5 * len(r.prompt.split())) for _, r in requests
     ]
+
+
+@settings(deadline=None)
+@given(came=st.floats(0.6, 1.0))
+def test_a_burst_is_so_large_that_what_comes_of_it_is_the_wanted_peak(came: float) -> None:
+    found = replace(calibration(), came=came)
+    course = make_course(PLAN, 2, found)
+    assert course.burst_requests >= make_course(PLAN, 2, calibration()).burst_requests
+    two = 2 * (300.0 + PLAN.outputs(2)[1])  # requests: one more, and one that ends just before the peak or not
+    peak = PLAN.peak_share * found.dp_tokens
+    assert peak <= came * predicted_peak(PLAN, 2, calibration(), course) <= peak + two
+
+
+def test_a_report_says_what_rehearsals_came_to() -> None:
+    came = tuple(Rehearsal(burst_requests=n, demand_peak=share) for n, share in ((20, 0.95), (26, 1.184)))
+    size = Size(num_instances=2, weight_bytes=25 << 20, calibration=calibration(), course=COURSE, rehearsals=came)
+    assert "bursts of 20, 26 more came to 0.95, 1.18 of what dp holds" in report.load_line(PLAN, size)
 
 
 @given(life_s=st.floats(2.0, 8.0), per_s=st.floats(1.0, 4.0))
@@ -272,6 +301,7 @@ def test_a_small_run_answers_everything_on_every_system(tmp_path: Path) -> None:
         sizes=(2,),
         rounds=1,
         num_bursts=1,
+        rehearsals=2,
         output_tokens=(60, 90),
         calibrate_s=1.0,
         least_calm_s=2.0,
@@ -281,6 +311,7 @@ def test_a_small_run_answers_everything_on_every_system(tmp_path: Path) -> None:
     assert seen == [size, *runs]
     assert {r.system for r in runs} == {"vllm-dp", "vllm-pp", "dp", "drop"}
     assert report.failures(runs) == []
+    assert len(size.rehearsals) == plan.rehearsals * plan.rounds
     assert size.calibration.gain == pytest.approx(0.25, abs=0.1)
     held = {r.system: r.timeline.capacity[0][1] for r in runs}
     assert held["vllm-dp"] == pytest.approx(held["dp"], rel=0.1)

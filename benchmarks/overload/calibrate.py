@@ -1,0 +1,129 @@
+"""What a load is made from: two levels on static dp, then rehearsals of its burst on the system that it is to overload.
+
+A rehearsal sends the lead and one burst of the course to vLLM's data parallelism. What its demand comes to is a share
+of what the levels predict, and with the mean of this round's shares so far the next course is made. Machines drift, so
+each round has rehearsals of its own.
+"""
+
+import time
+from dataclasses import dataclass, replace
+
+from benchmarks.figures import complete, mean
+from benchmarks.overload import timeline
+from benchmarks.overload.load import (
+    Calibration,
+    Course,
+    Level,
+    Plan,
+    make_course,
+    predicted_peak,
+    resident_tokens,
+    with_tokens,
+)
+from benchmarks.overload.profiles import Profile
+from benchmarks.overload.systems import PengServe, System
+from benchmarks.sse import Answer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rehearsal:
+    """One burst, as it came."""
+
+    burst_requests: int
+    demand_peak: float  # share of what dp holds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """What was found out about a number of instances before the runs."""
+
+    num_instances: int
+    weight_bytes: int  # of an instance
+    calibration: Calibration
+    course: Course  # of the newest round
+    rehearsals: tuple[Rehearsal, ...] = ()  # of all rounds
+    profiles: tuple[Profile, ...] = ()  # how long steps take, where all instances make them
+
+    def tokens_per_word(self, plan: Plan) -> float:
+        """Of prompts."""
+        return self.calibration.prompt_tokens / ((plan.min_words + plan.max_words) / 2)
+
+
+def calibrate(plan: Plan, num_instances: int, system: PengServe) -> Size:
+    """Measures both levels on static dp, and makes the course."""
+    system.cluster.set_layout("dp")
+    lanes = {lane.shape: lane.capacity for lane in system.cluster.snapshot().instances[0].lanes}
+    alone, wide = lanes["dp"], lanes[f"pp{plan.stages}"]
+    if alone is None or wide is None:
+        raise RuntimeError("this model cannot run in pipelines of so many stages")
+    dp_tokens = alone.num_tokens * num_instances
+    probe = system.client.send(plan.calibration(num_instances, num_instances, "probe")).result()
+    prompt_tokens = mean([answer.prompt_tokens for answer in complete(probe)])
+    full = (
+        0.7 * dp_tokens / resident_tokens(plan, num_instances, prompt_tokens)
+    )  # nobody is preempted, though all are as old
+    few = plan.low_share * full
+    found = Calibration(
+        prompt_tokens=prompt_tokens,
+        dp_tokens=dp_tokens,
+        pp_tokens=wide.num_tokens * (num_instances // plan.stages),
+        few=_level(plan, num_instances, system, max(1, int(few))),
+        full=_level(plan, num_instances, system, max(2, int(full))),
+    )
+    return Size(
+        num_instances=num_instances,
+        weight_bytes=alone.weight_bytes,
+        calibration=found,
+        course=make_course(plan, num_instances, found),
+    )
+
+
+def _level(plan: Plan, num_instances: int, system: PengServe, in_flight: int) -> Level:
+    """So many in flight for about `calibrate_s`. Ramps at both ends do not count."""
+    name = f"{in_flight}"
+    first = plan.calibration(num_instances, in_flight, f"{name}/first")
+    start_s = time.perf_counter()
+    all_answered(system.client.send(first, clients=in_flight).result())
+    rounds = max(2.0, plan.calibrate_s / (time.perf_counter() - start_s))
+    requests = plan.calibration(num_instances, int((rounds + 1) * in_flight), name)
+    answers = all_answered(system.client.send(requests, clients=in_flight).result())
+    ends_s = sorted(answer.event_times_s[-1] for answer in answers)
+    # Until the last is sent, so many are in flight; the first of them end together.
+    stop_s = max(answer.sent_s for answer in answers)
+    begin_s = min(answer.sent_s for answer in answers)
+    return Level(in_flight=in_flight, requests_per_s=sum(end <= stop_s for end in ends_s) / (stop_s - begin_s))
+
+
+def rehearse(plan: Plan, size: Size, system: System) -> Size:
+    """Sends a burst to `system` as often as the plan says; the size with what was learned from each."""
+    found = size.calibration
+    levels, shares = replace(found, came=1.0), []
+    for _ in range(plan.rehearsals):
+        course = replace(size.course, num_bursts=1, calm_s=found.full.life_s)
+        pairs = plan.requests(size.num_instances, course, "rehearsal", -1 - len(size.rehearsals))
+        served = system.serve("vllm-dp", with_tokens(pairs, size.tokens_per_word(plan)))
+        answers = all_answered(served.answers)
+        end_s = max(answer.event_times_s[-1] for answer in answers)
+        peak = max(timeline.demand(answers, served.start_s, end_s, int(plan.engine["block_size"])))
+        shares.append(peak / predicted_peak(plan, size.num_instances, levels, course))
+        found = replace(levels, came=mean(shares))
+        came = Rehearsal(burst_requests=course.burst_requests, demand_peak=peak / found.dp_tokens)
+        size = replace(
+            size,
+            calibration=found,
+            course=make_course(plan, size.num_instances, found),
+            rehearsals=(*size.rehearsals, came),
+        )
+    return size
+
+
+def all_answered(answers: list[Answer]) -> list[Answer]:
+    """The same.
+
+    Raises:
+        RuntimeError: one was not answered whole, and why.
+    """
+    failed = next((answer.error for answer in answers if answer.error), "")
+    if failed:
+        raise RuntimeError(f"a request of the calibration was not answered: {failed}")
+    return answers
