@@ -59,9 +59,8 @@ def calibrate(plan: Plan, num_instances: int, system: PengServe) -> Size:
     dp_tokens = alone.num_tokens * num_instances
     probe = system.client.send(plan.calibration(num_instances, num_instances, "probe")).result()
     prompt_tokens = mean([answer.prompt_tokens for answer in complete(probe)])
-    full = (
-        0.7 * dp_tokens / resident_tokens(plan, num_instances, prompt_tokens)
-    )  # nobody is preempted, though all are as old
+    # So many that nobody is preempted, though all are as old.
+    full = 0.7 * dp_tokens / resident_tokens(plan, num_instances, prompt_tokens)
     few = plan.low_share * full
     found = Calibration(
         prompt_tokens=prompt_tokens,
@@ -107,12 +106,12 @@ def rehearse(plan: Plan, size: Size, system: System) -> Size:
         peak = max(timeline.demand(answers, served.start_s, end_s, int(plan.engine["block_size"])))
         shares.append(peak / predicted_peak(plan, size.num_instances, levels, course))
         found = replace(levels, came=mean(shares))
-        came = Rehearsal(burst_requests=course.burst_requests, demand_peak=peak / found.dp_tokens)
+        rehearsal = Rehearsal(burst_requests=course.burst_requests, demand_peak=peak / found.dp_tokens)
         size = replace(
             size,
             calibration=found,
             course=make_course(plan, size.num_instances, found),
-            rehearsals=(*size.rehearsals, came),
+            rehearsals=(*size.rehearsals, rehearsal),
         )
     return size
 
