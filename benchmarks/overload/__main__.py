@@ -33,7 +33,7 @@ def main() -> int:
         total = len(plan.sizes) * plan.rounds * len(options.systems)
         task = progress.add_task("instances start", total=total)
 
-        def on_size(size: Size) -> None:
+        def on_size(plan: Plan, size: Size) -> None:
             progress.console.print(report.load_line(plan, size), highlight=False)
 
         def on_run(run: Run) -> None:
@@ -42,9 +42,9 @@ def main() -> int:
             progress.update(task, advance=1, description=shown)
 
         for num_instances in plan.sizes:
-            size, runs = measure(plan, num_instances, options.systems, logs, on_size, on_run)
+            sized, size, runs = measure(plan, num_instances, options.systems, logs, on_size, on_run)
             has_failed |= any(run.failed for run in runs)
-            written += report.write(options.output, plan, size, runs, date)
+            written += report.write(options.output, sized, size, runs, date)
     for path in written:
         if path.suffix == ".md":
             sys.stdout.write(path.read_text(encoding="utf-8"))
@@ -59,7 +59,14 @@ def make_plan(options: argparse.Namespace) -> Plan:
     )
     if options.tiny:
         plan = dataclasses.replace(
-            plan, rounds=1, num_bursts=1, rehearsals=1, output_tokens=(60, 90), calibrate_s=2.0, least_calm_s=4.0
+            plan,
+            rounds=1,
+            num_bursts=1,
+            rehearsals=1,
+            output_tokens=(60, 90),
+            life_s=1.5,
+            calibrate_s=2.0,
+            least_calm_s=4.0,
         )
     return plan
 

@@ -1,5 +1,8 @@
 """What a load is made from: two levels on static dp, then rehearsals of its burst on the system that it is to overload.
 
+Levels also say how long answers must be for requests to live as long as the plan says: what memory runs out for, and
+how soon it is free again, is then the same on a slow machine and on a quick one.
+
 A rehearsal sends the lead and one burst of the course to vLLM's data parallelism. What its demand comes to is a share
 of what the levels predict, and with the mean of this round's shares so far the next course is made. Machines drift, so
 each round has rehearsals of its own.
@@ -17,12 +20,13 @@ from benchmarks.overload.load import (
     Plan,
     make_course,
     predicted_peak,
-    resident_tokens,
     with_tokens,
 )
 from benchmarks.overload.profiles import Profile
 from benchmarks.overload.systems import PengServe, System
 from benchmarks.sse import Answer
+
+LENGTHS = 2  # tries to make answers as long as wanted: longer ones leave room for fewer, which live less long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,42 +53,49 @@ class Size:
         return self.calibration.prompt_tokens / ((plan.min_words + plan.max_words) / 2)
 
 
-def calibrate(plan: Plan, num_instances: int, system: PengServe) -> Size:
-    """Measures both levels on static dp, and makes the course."""
+def calibrate(plan: Plan, num_instances: int, system: PengServe) -> tuple[Plan, Size]:
+    """Measures both levels on static dp and makes the course; the plan with answers of the length that was found."""
     system.cluster.set_layout("dp")
     lanes = {lane.shape: lane.capacity for lane in system.cluster.snapshot().instances[0].lanes}
     alone, wide = lanes["dp"], lanes[f"pp{plan.stages}"]
     if alone is None or wide is None:
         raise RuntimeError("this model cannot run in pipelines of so many stages")
     dp_tokens = alone.num_tokens * num_instances
-    probe = system.client.send(plan.calibration(num_instances, num_instances, "probe")).result()
+    probe = system.client.send(plan.calibration(num_instances, "probe")).result()
     prompt_tokens = mean([answer.prompt_tokens for answer in complete(probe)])
-    # So many that nobody is preempted, though all are as old.
-    full = 0.7 * dp_tokens / resident_tokens(plan, num_instances, prompt_tokens)
-    few = plan.low_share * full
+    full = _level(plan, system, _num_full(plan, dp_tokens, prompt_tokens))
+    for _ in range(LENGTHS):
+        plan = plan.scaled(plan.life_s / full.life_s, prompt_tokens)
+        full = _level(plan, system, _num_full(plan, dp_tokens, prompt_tokens))
     found = Calibration(
         prompt_tokens=prompt_tokens,
         dp_tokens=dp_tokens,
         pp_tokens=wide.num_tokens * (num_instances // plan.stages),
-        few=_level(plan, num_instances, system, max(1, int(few))),
-        full=_level(plan, num_instances, system, max(2, int(full))),
+        few=_level(plan, system, max(1, int(plan.low_share * full.in_flight))),
+        full=full,
     )
-    return Size(
+    size = Size(
         num_instances=num_instances,
         weight_bytes=alone.weight_bytes,
         calibration=found,
-        course=make_course(plan, num_instances, found),
+        course=make_course(plan, found),
     )
+    return plan, size
 
 
-def _level(plan: Plan, num_instances: int, system: PengServe, in_flight: int) -> Level:
+def _num_full(plan: Plan, dp_tokens: int, prompt_tokens: float) -> int:
+    """So many requests that nobody is preempted, though all are as old."""
+    return max(2, int(dp_tokens / (prompt_tokens + plan.mean_output + int(plan.engine["block_size"]))))
+
+
+def _level(plan: Plan, system: PengServe, in_flight: int) -> Level:
     """So many in flight for about `calibrate_s`. Ramps at both ends do not count."""
     name = f"{in_flight}"
-    first = plan.calibration(num_instances, in_flight, f"{name}/first")
+    first = plan.calibration(in_flight, f"{name}/first")
     start_s = time.perf_counter()
     all_answered(system.client.send(first, clients=in_flight).result())
     rounds = max(2.0, plan.calibrate_s / (time.perf_counter() - start_s))
-    requests = plan.calibration(num_instances, int((rounds + 1) * in_flight), name)
+    requests = plan.calibration(int((rounds + 1) * in_flight), name)
     answers = all_answered(system.client.send(requests, clients=in_flight).result())
     ends_s = sorted(answer.event_times_s[-1] for answer in answers)
     # Until the last is sent, so many are in flight; the first of them end together.
@@ -104,13 +115,13 @@ def rehearse(plan: Plan, size: Size, system: System) -> Size:
         answers = all_answered(served.answers)
         end_s = max(answer.event_times_s[-1] for answer in answers)
         peak = max(timeline.demand(answers, served.start_s, end_s, int(plan.engine["block_size"])))
-        shares.append(peak / predicted_peak(plan, size.num_instances, levels, course))
+        shares.append(peak / predicted_peak(plan, levels, course))
         found = replace(levels, came=mean(shares))
         rehearsal = Rehearsal(burst_requests=course.burst_requests, demand_peak=peak / found.dp_tokens)
         size = replace(
             size,
             calibration=found,
-            course=make_course(plan, size.num_instances, found),
+            course=make_course(plan, found),
             rehearsals=(*size.rehearsals, rehearsal),
         )
     return size

@@ -60,7 +60,8 @@ class Plan:
     least_calm_s: float = 14.0  # so that the layout can come back
     min_words: int = 40
     max_words: int = 80
-    output_tokens: tuple[int, int] = (320, 480)  # least and most, over the number of instances
+    output_tokens: tuple[int, int] = (160, 240)  # least and most, until it is known how fast the machine is
+    life_s: float = 6.5  # of a request among many: `calibrate.py` makes answers as long as that takes
     calibrate_s: float = 8.0  # about, at each level
     start_timeout_s: float = 240.0
     answer_timeout_s: float = 600.0  # of a whole run: what is overloaded may take long to come back
@@ -71,19 +72,21 @@ class Plan:
         default_factory=partial(engine_flags, max_num_seqs=128)
     )
 
-    def outputs(self, num_instances: int) -> tuple[int, int]:
-        """Least and most output tokens: steps are the longer, the more instances share the cores."""
-        least, most = self.output_tokens
-        return least // num_instances, most // num_instances
-
-    def mean_output(self, num_instances: int) -> float:
+    @property
+    def mean_output(self) -> float:
         """Output tokens of a request, on average."""
-        return sum(self.outputs(num_instances)) / 2
+        return sum(self.output_tokens) / 2
 
-    def calibration(self, num_instances: int, num_requests: int, name: str) -> list[Request]:
+    def scaled(self, factor: float, prompt_tokens: float) -> "Plan":
+        """The same with answers so many times as long, if a prompt of twice `prompt_tokens` leaves room for them."""
+        room = int(int(self.engine["max_model_len"]) - 2 * prompt_tokens)
+        least, most = (max(1, min(room, round(factor * tokens))) for tokens in self.output_tokens)
+        return replace(self, output_tokens=(least, most))
+
+    def calibration(self, num_requests: int, name: str) -> list[Request]:
         """Requests to measure a level with."""
         sizes, texts = random.Random(f"{self.seed}/calibration"), random.Random(f"{self.seed}/calibration/{name}")
-        return [self._request(num_instances, sizes, texts, 0.0) for _ in range(num_requests)]
+        return [self._request(sizes, texts, 0.0) for _ in range(num_requests)]
 
     def requests(
         self, num_instances: int, course: "Course", system: str, round_index: int
@@ -95,11 +98,11 @@ class Plan:
         for start_s, stop_s in course.bursts:
             per_s = course.burst_requests / (stop_s - start_s)
             times += [(at_s, Phase.BURST) for at_s in spread(sizes, per_s, start_s, stop_s)]
-        return [(phase, self._request(num_instances, sizes, texts, at_s)) for at_s, phase in sorted(times)]
+        return [(phase, self._request(sizes, texts, at_s)) for at_s, phase in sorted(times)]
 
-    def _request(self, num_instances: int, sizes: random.Random, texts: random.Random, at_s: float) -> Request:
+    def _request(self, sizes: random.Random, texts: random.Random, at_s: float) -> Request:
         num_words = sizes.randint(self.min_words, self.max_words)
-        max_tokens = sizes.randint(*self.outputs(num_instances))
+        max_tokens = sizes.randint(*self.output_tokens)
         return Request(prompt=text(texts, num_words), max_tokens=max_tokens, at_s=at_s)
 
 
@@ -162,13 +165,13 @@ class Course:
         return tuple((start_s, start_s + self.burst_s) for start_s in starts)
 
 
-def make_course(plan: Plan, num_instances: int, found: Calibration) -> Course:
+def make_course(plan: Plan, found: Calibration) -> Course:
     """The course that the plan's shares call for on this machine.
 
     Raises:
         ValueError: demand cannot be as the plan says, e.g. a low load that is above the wanted mean.
     """
-    low = plan.low_share * found.dp_tokens / resident_tokens(plan, num_instances, found.prompt_tokens)
+    low = plan.low_share * found.dp_tokens / resident_tokens(plan, found.prompt_tokens)
     course = Course(
         low_per_s=low / found.life_s(low),
         burst_requests=0,
@@ -181,37 +184,37 @@ def make_course(plan: Plan, num_instances: int, found: Calibration) -> Course:
     least, most = 0, MAX_BURST
     while least < most:
         middle = (least + most) // 2
-        is_enough = predicted_peak(plan, num_instances, found, replace(course, burst_requests=middle)) >= peak
+        is_enough = predicted_peak(plan, found, replace(course, burst_requests=middle)) >= peak
         least, most = (least, middle) if is_enough else (middle + 1, most)
     if least == MAX_BURST:
         raise ValueError(f"{MAX_BURST} requests in {course.burst_s:.1f} s do not fill the memory: let them be longer")
     course = replace(course, burst_requests=least)
-    trace = predicted(plan, num_instances, found, course)
+    trace = predicted(plan, found, course)
     least_s = course.lead_s + course.burst_s + plan.least_calm_s
     period_s = _period_s(trace, course.lead_s, least_s, found.dp_tokens / plan.headroom)
     return replace(course, calm_s=period_s - course.burst_s, num_bursts=plan.num_bursts)
 
 
-def predicted_peak(plan: Plan, num_instances: int, found: Calibration, course: Course) -> float:
+def predicted_peak(plan: Plan, found: Calibration, course: Course) -> float:
     """The most tokens that the first burst of a course is to come to; two lives after it, it is over."""
     brief = replace(course, num_bursts=1, calm_s=2.0 * found.full.life_s)
-    return max(tokens for _, tokens in predicted(plan, num_instances, found, brief))
+    return max(tokens for _, tokens in predicted(plan, found, brief))
 
 
-def predicted(plan: Plan, num_instances: int, found: Calibration, course: Course) -> list[tuple[float, float]]:
+def predicted(plan: Plan, found: Calibration, course: Course) -> list[tuple[float, float]]:
     """`demand` of a course, as far as it comes."""
     arrivals = _even(course.low_per_s, 0.0, course.end_s)
     for start_s, stop_s in course.bursts:
         arrivals += _even(course.burst_requests / (stop_s - start_s), start_s, stop_s)
     prompt_tokens = found.prompt_tokens + int(plan.engine["block_size"]) / 2
-    output_tokens = plan.mean_output(num_instances)
+    output_tokens = plan.mean_output
     trace = demand(found, arrivals, prompt_tokens=prompt_tokens, output_tokens=output_tokens, end_s=course.end_s)
     return [(time_s, found.came * tokens) for time_s, tokens in trace]
 
 
-def resident_tokens(plan: Plan, num_instances: int, prompt_tokens: float) -> float:
+def resident_tokens(plan: Plan, prompt_tokens: float) -> float:
     """Tokens that a request holds on average while it lives, in whole blocks."""
-    return prompt_tokens + plan.mean_output(num_instances) / 2 + int(plan.engine["block_size"]) / 2
+    return prompt_tokens + plan.mean_output / 2 + int(plan.engine["block_size"]) / 2
 
 
 def demand(

@@ -54,15 +54,15 @@ def measure(
     num_instances: int,
     systems: Sequence[str],
     logs: Path,
-    on_size: Callable[[Size], None],
+    on_size: Callable[[Plan, Size], None],
     on_run: Callable[[Run], None],
-) -> tuple[Size, list[Run]]:
-    """Runs all rounds of a size; `on_size` hears of the load of each.
+) -> tuple[Plan, Size, list[Run]]:
+    """Runs all rounds of a size; `on_size` hears of the load of each. The plan is one of this size: see `calibrate`.
 
     Another system begins each round: so drifts of the machine meet all of them.
     """
     with PengServe(plan, num_instances) as cluster:
-        size = calibrate(plan, num_instances, cluster)
+        plan, size = calibrate(plan, num_instances, cluster)
     if plan.has_profiles:
         found = [profile(plan, system, num_instances, size.weight_bytes) for system in ("vllm", "pengserve")]
         size = replace(size, profiles=tuple(found))
@@ -71,13 +71,13 @@ def measure(
         if plan.rehearsals:
             with started(plan, size, ["vllm-dp"], logs) as system:
                 size = rehearse(plan, size, system)
-        on_size(size)
+        on_size(plan, size)
         for names in _in_turn(systems, round_index):
             with started(plan, size, names, logs) as system:
                 for name in names:
                     runs.append(run(plan, size, name, round_index, system))
                     on_run(runs[-1])
-    return size, runs
+    return plan, size, runs
 
 
 @contextmanager
@@ -99,7 +99,7 @@ def measure_levels(plan: Plan, size: Size, name: str, system: System, when: str)
     found = []
     few, full = size.calibration.few.in_flight, size.calibration.full.in_flight
     for layout, in_flight in (("dp", few), ("dp", full), ("pp", full))[: 3 if name == "drop" else 2]:
-        requests = plan.calibration(size.num_instances, in_flight, f"{name}/{when}/{layout}/{in_flight}")
+        requests = plan.calibration(in_flight, f"{name}/{when}/{layout}/{in_flight}")
         served = system.serve(layout, with_tokens([(Phase.LOW, r) for r in requests], size.tokens_per_word(plan)))
         found.append(records(all_answered(served.answers), served.start_s))
     return tuple(found)

@@ -146,7 +146,7 @@ def run_line(run: Run) -> str:
 def load_line(plan: Plan, size: Size) -> str:
     """What the load of a size is, and what it was made from."""
     found, course = size.calibration, size.course
-    least, most = plan.outputs(size.num_instances)
+    least, most = plan.output_tokens
     return (
         f"Weights {size.weight_bytes / MIB:.0f} MiB of {plan.memory_bytes / MIB:.0f} MiB an instance "
         f"({size.weight_bytes / plan.memory_bytes:.0%}); dp holds {found.dp_tokens} tokens of KV in all, pipelines "

@@ -94,7 +94,7 @@ class PengServe:
             pin(cluster.port.pid(instance.key) for instance in cluster.snapshot().instances)
             url = stack.enter_context(cluster.ingress())
             self.cluster, self.client = cluster, stack.enter_context(Client(url, MODEL_NAME))
-            warm = self._plan.calibration(self._num_instances, WARM_REQUESTS * self._num_instances, "warm")
+            warm = self._plan.calibration(WARM_REQUESTS * self._num_instances, "warm")
             for layout in (f"pp{plan.stages}", "dp"):
                 cluster.set_layout(layout)
                 self.client.send([replace(request, max_tokens=WARM_TOKENS) for request in warm]).result()
@@ -174,7 +174,7 @@ class Vllm:
                 # Stages of vLLM's spin while they wait: two of them on one core would starve each other.
                 pin(map(engine_of, self._servers.pids))
             self._client = stack.enter_context(Client(self._urls, SERVED_NAME))
-            warm = self._plan.calibration(self._num_instances, WARM_REQUESTS * self._num_instances, "warm")
+            warm = self._plan.calibration(WARM_REQUESTS * self._num_instances, "warm")
             self._client.send([replace(request, max_tokens=WARM_TOKENS) for request in warm]).result()
             blocks = [int(_BLOCKS.findall(self._metrics(url))[0]) for url in self._urls]
             self._tokens = min(blocks) * int(self._plan.engine["block_size"])

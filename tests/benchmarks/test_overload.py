@@ -125,11 +125,11 @@ def test_prompts_know_about_how_many_tokens_they_have() -> None:
 @given(came=st.floats(0.6, 1.0))
 def test_a_burst_is_so_large_that_what_comes_of_it_is_the_wanted_peak(came: float) -> None:
     found = replace(calibration(), came=came)
-    course = make_course(PLAN, 2, found)
-    assert course.burst_requests >= make_course(PLAN, 2, calibration()).burst_requests
-    two = 2 * (300.0 + PLAN.outputs(2)[1])  # requests: one more, and one that ends just before the peak or not
+    course = make_course(PLAN, found)
+    assert course.burst_requests >= make_course(PLAN, calibration()).burst_requests
+    two = 2 * (300.0 + PLAN.output_tokens[1])  # requests: one more, and one that ends just before the peak or not
     peak = PLAN.peak_share * found.dp_tokens
-    assert peak <= came * predicted_peak(PLAN, 2, calibration(), course) <= peak + two
+    assert peak <= came * predicted_peak(PLAN, calibration(), course) <= peak + two
 
 
 def test_a_report_says_what_rehearsals_came_to() -> None:
@@ -149,7 +149,7 @@ def test_demand_follows_littles_law_where_lives_are_constant(life_s: float, per_
 
 def test_the_course_is_the_least_that_overloads_dp_and_has_the_wanted_mean() -> None:
     found = calibration()
-    course = make_course(PLAN, 2, found)
+    course = make_course(PLAN, found)
     peak = PLAN.peak_share * found.dp_tokens
 
     def trace(burst_requests: int) -> list[tuple[float, float]]:
@@ -158,9 +158,7 @@ def test_the_course_is_the_least_that_overloads_dp_and_has_the_wanted_mean() -> 
         gap_s = (stop_s - start_s) / burst_requests
         arrivals += [start_s + (i + 0.5) * gap_s for i in range(burst_requests)]
         tokens = found.prompt_tokens + 16
-        return demand(
-            found, arrivals, prompt_tokens=tokens, output_tokens=PLAN.mean_output(2), end_s=course.bursts[1][0]
-        )
+        return demand(found, arrivals, prompt_tokens=tokens, output_tokens=PLAN.mean_output, end_s=course.bursts[1][0])
 
     assert max(tokens for _, tokens in trace(course.burst_requests)) == pytest.approx(peak, rel=0.06)
     assert max(tokens for _, tokens in trace(course.burst_requests - 2)) < peak
@@ -171,11 +169,17 @@ def test_the_course_is_the_least_that_overloads_dp_and_has_the_wanted_mean() -> 
 
 def test_a_low_load_above_the_wanted_mean_is_refused() -> None:
     with pytest.raises(ValueError, match="low_share"):
-        make_course(replace(PLAN, low_share=0.6), 2, calibration())
+        make_course(replace(PLAN, low_share=0.6), calibration())
 
 
-def test_answers_are_the_shorter_the_more_instances_share_the_cores() -> None:
-    assert PLAN.mean_output(2) == 2 * PLAN.mean_output(4)
+@given(factor=st.floats(0.01, 20.0), prompt_tokens=st.floats(1.0, 400.0))
+def test_answers_are_scaled_as_far_as_the_model_takes_them(factor: float, prompt_tokens: float) -> None:
+    found = PLAN.scaled(factor, prompt_tokens)
+    room = int(PLAN.engine["max_model_len"]) - 2 * prompt_tokens
+    assert replace(found, output_tokens=PLAN.output_tokens) == PLAN
+    for tokens, before in zip(found.output_tokens, PLAN.output_tokens, strict=True):
+        assert 1 <= tokens <= room
+        assert tokens == pytest.approx(factor * before, abs=1.0) or tokens == int(room)
 
 
 # What happened when ---------------------------------------------------------------------------------------------------
@@ -303,12 +307,16 @@ def test_a_small_run_answers_everything_on_every_system(tmp_path: Path) -> None:
         num_bursts=1,
         rehearsals=2,
         output_tokens=(60, 90),
+        life_s=1.0,
         calibrate_s=1.0,
         least_calm_s=2.0,
     )
-    seen: list[Size | Run] = []
-    size, runs = measure(plan, 2, ["vllm-dp", "vllm-pp", "dp", "drop"], tmp_path, seen.append, seen.append)
-    assert seen == [size, *runs]
+    seen: list[tuple[Plan, Size] | Run] = []
+    systems = ["vllm-dp", "vllm-pp", "dp", "drop"]
+    sized, size, runs = measure(plan, 2, systems, tmp_path, lambda *load: seen.append(load), seen.append)
+    assert seen == [(sized, size), *runs]
+    assert replace(sized, output_tokens=plan.output_tokens) == plan
+    assert 0.4 < size.calibration.full.life_s / plan.life_s < 2.5
     assert {r.system for r in runs} == {"vllm-dp", "vllm-pp", "dp", "drop"}
     assert report.failures(runs) == []
     assert len(size.rehearsals) == plan.rehearsals * plan.rounds
