@@ -90,7 +90,7 @@ def _num_full(plan: Plan, dp_tokens: int, prompt_tokens: float) -> int:
 
 def _level(plan: Plan, system: PengServe, in_flight: int) -> Level:
     """So many in flight for about `calibrate_s`. Ramps at both ends do not count."""
-    name = f"{in_flight}"
+    name = f"{in_flight}/{plan.output_tokens}"  # other words at each level, lest prompts be cached
     first = plan.calibration(in_flight, f"{name}/first")
     start_s = time.perf_counter()
     all_answered(system.client.send(first, clients=in_flight).result())
