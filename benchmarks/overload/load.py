@@ -51,7 +51,7 @@ class Plan:
     rehearsals: int = 2  # of one burst, before each round
     stages: int = 2  # of a pipeline: static, or at most where drops form it; the paper's has two
     restore_below: float = 0.9  # of what dp holds; the paper's 0.5 is for pipelines that cost less beside dp
-    memory_bytes: int = 195 * MIB  # of an instance, for weights and KV
+    memory_bytes: int = 194 * MIB  # of an instance, for weights and KV: of its chunks none is left over
     chunk_bytes: int = 2 * MIB  # as in a deployment, where pages can be huge; 64 KiB make steps 15 % slower
     low_share: float = 0.2
     peak_share: float = PEAK_SHARE
@@ -61,7 +61,7 @@ class Plan:
     min_words: int = 40
     max_words: int = 80
     output_tokens: tuple[int, int] = (160, 240)  # least and most, until it is known how fast the machine is
-    life_s: float = 6.5  # of a request among many: `calibrate.py` makes answers as long as that takes
+    life_s: float = 5.6  # of a request among many: `calibrate.py` makes answers as long as that takes
     calibrate_s: float = 8.0  # about, at each level
     start_timeout_s: float = 240.0
     answer_timeout_s: float = 600.0  # of a whole run: what is overloaded may take long to come back
