@@ -1,7 +1,6 @@
 """`python -m benchmarks.overload`, from the root of the repository."""
 
 import argparse
-import dataclasses
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -57,18 +56,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
     plan = Plan(
         model=options.model.resolve(), sizes=tuple(options.sizes), rounds=options.rounds, peak_share=options.peak
     )
-    if options.tiny:
-        plan = dataclasses.replace(
-            plan,
-            rounds=1,
-            num_bursts=1,
-            rehearsals=1,
-            output_tokens=(60, 90),
-            life_s=1.5,
-            calibrate_s=2.0,
-            least_calm_s=4.0,
-        )
-    return plan
+    return plan.tiny() if options.tiny else plan
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:

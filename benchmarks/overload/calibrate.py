@@ -63,10 +63,10 @@ def calibrate(plan: Plan, num_instances: int, system: PengServe) -> tuple[Plan, 
     dp_tokens = alone.num_tokens * num_instances
     probe = system.client.send(plan.calibration(num_instances, "probe")).result()
     prompt_tokens = mean([answer.prompt_tokens for answer in complete(probe)])
-    full = _level(plan, system, _num_full(plan, dp_tokens, prompt_tokens))
+    full = _full_level(plan, system, dp_tokens, prompt_tokens)
     for _ in range(LENGTHS):
         plan = plan.scaled(plan.life_s / full.life_s, prompt_tokens)
-        full = _level(plan, system, _num_full(plan, dp_tokens, prompt_tokens))
+        full = _full_level(plan, system, dp_tokens, prompt_tokens)
     found = Calibration(
         prompt_tokens=prompt_tokens,
         dp_tokens=dp_tokens,
@@ -83,9 +83,10 @@ def calibrate(plan: Plan, num_instances: int, system: PengServe) -> tuple[Plan, 
     return plan, size
 
 
-def _num_full(plan: Plan, dp_tokens: int, prompt_tokens: float) -> int:
-    """So many requests that nobody is preempted, though all are as old."""
-    return max(2, int(dp_tokens / (prompt_tokens + plan.mean_output + int(plan.engine["block_size"]))))
+def _full_level(plan: Plan, system: PengServe, dp_tokens: int, prompt_tokens: float) -> Level:
+    """So many in flight that nobody is preempted, though all are as old."""
+    in_flight = int(dp_tokens / (prompt_tokens + plan.mean_output + int(plan.engine["block_size"])))
+    return _level(plan, system, max(2, in_flight))
 
 
 def _level(plan: Plan, system: PengServe, in_flight: int) -> Level:

@@ -77,6 +77,19 @@ class Plan:
         """Output tokens of a request, on average."""
         return sum(self.output_tokens) / 2
 
+    def tiny(self) -> "Plan":
+        """One round of short requests: to see that it works."""
+        return replace(
+            self,
+            rounds=1,
+            num_bursts=1,
+            rehearsals=1,
+            output_tokens=(60, 90),
+            life_s=1.5,
+            calibrate_s=2.0,
+            least_calm_s=4.0,
+        )
+
     def scaled(self, factor: float, prompt_tokens: float) -> "Plan":
         """The same with answers so many times as long, if a prompt of twice `prompt_tokens` leaves room for them."""
         room = int(int(self.engine["max_model_len"]) - 2 * prompt_tokens)

@@ -298,18 +298,7 @@ def test_the_plot_keeps_everything_inside_its_panel() -> None:
 @pytest.mark.timeout(600)
 def test_a_small_run_answers_everything_on_every_system(tmp_path: Path) -> None:
     plan = replace(
-        PLAN,
-        model=tiny_model(),
-        memory_bytes=9 << 20,
-        chunk_bytes=64 << 10,
-        sizes=(2,),
-        rounds=1,
-        num_bursts=1,
-        rehearsals=2,
-        output_tokens=(60, 90),
-        life_s=1.0,
-        calibrate_s=1.0,
-        least_calm_s=2.0,
+        PLAN.tiny(), model=tiny_model(), memory_bytes=9 << 20, chunk_bytes=64 << 10, sizes=(2,), rehearsals=2
     )
     seen: list[tuple[Plan, Size] | Run] = []
     systems = ["vllm-dp", "vllm-pp", "dp", "drop"]
