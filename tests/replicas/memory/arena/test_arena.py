@@ -34,7 +34,7 @@ def state(arena: Arena) -> object:
 
 
 def memory_files() -> set[int]:
-    """Inodes of the arenas' memory that this process has open; no sockets of other tests, which close when they like."""
+    """Inodes of the arenas' memory that this process has open; no other test's sockets: they close when they like."""
     inodes = set()
     for file in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # the listing's own, and what is closed meanwhile
