@@ -12,7 +12,7 @@ from benchmarks.harness import has_model, option_parser, progress_bar, tell_writ
 from benchmarks.overload import report
 from benchmarks.overload.load import PEAK_SHARE, Plan
 from benchmarks.overload.measure import SYSTEMS, Run, Size, measure
-from tests.support.models import deep_model
+from tests.support.models import even_model
 
 DEFAULT_SYSTEMS = tuple(system for system in SYSTEMS if system != "pp")
 
@@ -62,7 +62,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line, or of `arguments`."""
     parser = option_parser("overload", __doc__)
-    parser.set_defaults(model=deep_model())
+    parser.set_defaults(model=even_model())
     parser.add_argument("--sizes", nargs="+", type=int, choices=(2, 4, 8), default=[2, 4], help="instances")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--peak", type=float, default=PEAK_SHARE, help="of demand in vLLM's dp, over what that holds")

@@ -3,9 +3,9 @@
 Levels also say how long answers must be for requests to live as long as the plan says: what memory runs out for, and
 how soon it is free again, is then the same on a slow machine and on a quick one.
 
-A rehearsal sends the lead and one burst of the course to vLLM's data parallelism. What its demand comes to is a share
-of what the levels predict, and with the mean of this round's shares so far the next course is made. Machines drift, so
-each round has rehearsals of its own.
+A rehearsal sends the lead and one burst to vLLM's data parallelism, a burst that memory holds: beyond it requests wait,
+and demand says more of the waiting than of the load. What it comes to is a share of what the levels predict, and with
+the mean of this round's newest shares the next course is made. Machines drift, so each round has rehearsals of its own.
 """
 
 import time
@@ -27,6 +27,7 @@ from benchmarks.overload.systems import PengServe, System
 from benchmarks.sse import Answer
 
 LENGTHS = 2  # tries to make answers as long as wanted: longer ones leave room for fewer, which live less long
+LIKE = 2  # rehearsals, the newest, that are like what is to come: the first of a round is of a guess, and smaller
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,15 +110,16 @@ def rehearse(plan: Plan, size: Size, system: System) -> Size:
     """Sends a burst to `system` as often as the plan says; the size with what was learned from each."""
     found = size.calibration
     levels, shares = replace(found, came=1.0), []
+    that_fits = replace(plan, peak_share=plan.rehearsal_share)
     for _ in range(plan.rehearsals):
-        course = replace(size.course, num_bursts=1, calm_s=found.full.life_s)
+        course = replace(make_course(that_fits, found), num_bursts=1, calm_s=found.full.life_s)
         pairs = plan.requests(size.num_instances, course, "rehearsal", -1 - len(size.rehearsals))
         served = system.serve("vllm-dp", with_tokens(pairs, size.tokens_per_word(plan)))
         answers = all_answered(served.answers)
         end_s = max(answer.event_times_s[-1] for answer in answers)
         peak = max(timeline.demand(answers, served.start_s, end_s, int(plan.engine["block_size"])))
         shares.append(peak / predicted_peak(plan, levels, course))
-        found = replace(levels, came=mean(shares))
+        found = replace(levels, came=mean(shares[-LIKE:]))
         rehearsal = Rehearsal(burst_requests=course.burst_requests, demand_peak=peak / found.dp_tokens)
         size = replace(
             size,

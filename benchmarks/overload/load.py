@@ -28,7 +28,7 @@ from benchmarks.client import Request
 from benchmarks.harness import MIB, engine_flags, text
 
 STEP_S = 0.05  # of the model
-PEAK_SHARE = 1.13  # of what dp holds; in pipelines, where lives are longer, it must come to less than they hold
+PEAK_SHARE = 1.18  # of what dp holds; in pipelines, where lives are longer, it must come to less than they hold
 MAX_CALM_LIVES = 30.0
 MAX_BURST = 512  # requests
 
@@ -48,20 +48,22 @@ class Plan:
     sizes: tuple[int, ...] = (2, 4)  # instances
     rounds: int = 2
     num_bursts: int = 2  # in a run
-    rehearsals: int = 2  # of one burst, before each round
+    rehearsals: int = 3  # of one burst, before each round
+    rehearsal_share: float = 0.9  # of what dp holds: what these are to come to
     stages: int = 2  # of a pipeline: static, or at most where drops form it; the paper's has two
     restore_below: float = 0.9  # of what dp holds; the paper's 0.5 is for pipelines that cost less beside dp
     memory_bytes: int = 194 * MIB  # of an instance, for weights and KV: of its chunks none is left over
     chunk_bytes: int = 2 * MIB  # as in a deployment, where pages can be huge; 64 KiB make steps 15 % slower
-    low_share: float = 0.2
+    low_share: float = 0.3
     peak_share: float = PEAK_SHARE
     headroom: float = 2.1
     burst_lives: float = 0.4  # in longer ones more comes while the first are under way, the slower the machine the more
     least_calm_s: float = 14.0  # so that the layout can come back
-    min_words: int = 40
-    max_words: int = 80
-    output_tokens: tuple[int, int] = (160, 240)  # least and most, until it is known how fast the machine is
+    min_words: int = 36  # lengths of so few requests must be alike, or chance decides how much is overloaded
+    max_words: int = 44
+    output_tokens: tuple[int, int] = (180, 220)  # least and most, until it is known how fast the machine is
     life_s: float = 5.6  # of a request among many: `calibrate.py` makes answers as long as that takes
+    least_answer: float = 2.0  # prompts, that an answer is as long as: or a slow machine would do little but prompts
     calibrate_s: float = 8.0  # about, at each level
     start_timeout_s: float = 240.0
     answer_timeout_s: float = 600.0  # of a whole run: what is overloaded may take long to come back
@@ -86,12 +88,14 @@ class Plan:
             rehearsals=1,
             output_tokens=(60, 90),
             life_s=1.5,
+            least_answer=0.5,
             calibrate_s=2.0,
             least_calm_s=4.0,
         )
 
     def scaled(self, factor: float, prompt_tokens: float) -> "Plan":
         """The same with answers so many times as long, if a prompt of twice `prompt_tokens` leaves room for them."""
+        factor = max(factor, self.least_answer * prompt_tokens / self.mean_output)
         room = int(int(self.engine["max_model_len"]) - 2 * prompt_tokens)
         least, most = (max(1, min(room, round(factor * tokens))) for tokens in self.output_tokens)
         return replace(self, output_tokens=(least, most))

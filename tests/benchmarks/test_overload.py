@@ -173,13 +173,14 @@ def test_a_low_load_above_the_wanted_mean_is_refused() -> None:
 
 
 @given(factor=st.floats(0.01, 20.0), prompt_tokens=st.floats(1.0, 400.0))
-def test_answers_are_scaled_as_far_as_the_model_takes_them(factor: float, prompt_tokens: float) -> None:
+def test_answers_are_scaled_as_far_as_model_and_prompts_let_them(factor: float, prompt_tokens: float) -> None:
     found = PLAN.scaled(factor, prompt_tokens)
     room = int(PLAN.engine["max_model_len"]) - 2 * prompt_tokens
     assert replace(found, output_tokens=PLAN.output_tokens) == PLAN
     for tokens, before in zip(found.output_tokens, PLAN.output_tokens, strict=True):
         assert 1 <= tokens <= room
-        assert tokens == pytest.approx(factor * before, abs=1.0) or tokens == int(room)
+        wanted = max(factor, PLAN.least_answer * prompt_tokens / PLAN.mean_output) * before
+        assert tokens == pytest.approx(wanted, abs=1.0) or tokens == int(room)
 
 
 # What happened when ---------------------------------------------------------------------------------------------------

@@ -124,9 +124,13 @@ class ElasticCluster:
         """The next time that instance comes to this place in a switch, it obeys (see `switching/failpoints.py`)."""
         self._failpoint(instance_id).write_text(failpoint)
 
-    def has_reached(self, instance_id: int) -> bool:
-        """Whether that instance has come to the place it was armed for."""
-        return not self._failpoint(instance_id).exists()
+    def wait_reached(self, instance_id: int, timeout_s: float = 10.0) -> float:
+        """Waits until that instance is where it was armed for; when that was seen, on the monotonic clock."""
+        deadline_s = time.monotonic() + timeout_s
+        while self._failpoint(instance_id).exists():
+            assert time.monotonic() < deadline_s, "the place in the switch was not reached"
+            time.sleep(0.005)
+        return time.monotonic()
 
     def disarm(self) -> None:
         """Takes back what was not reached."""

@@ -48,6 +48,16 @@ DEEP = LlamaShape(
     max_len=2048,
     tie_embeddings=False,
 )
+EVEN = LlamaShape(
+    vocab_size=512,
+    hidden_size=384,
+    intermediate_size=832,  # weights are packed in blocks of 64
+    num_layers=12,
+    num_heads=6,
+    num_kv_heads=6,
+    max_len=2048,
+    tie_embeddings=False,
+)
 RECIPE_VERSION = 2  # raise it when the code below changes what is written
 SEED = 20
 TEXT_MODULES = ("argparse", "json", "textwrap")
@@ -84,6 +94,11 @@ def wide_model() -> Path:
 def deep_model() -> Path:
     """The same, with so many layers that a half of them computes for far longer than a step is prepared."""
     return _made("deep", DEEP)
+
+
+def even_model() -> Path:
+    """As deep, and its layers fill chunks of 2 MiB, but for 2 %, as those of large models do."""
+    return _made("even", EVEN)
 
 
 def _made(name: str, shape: LlamaShape) -> Path:
