@@ -1,7 +1,6 @@
 """What members send each other in one process: each is a thread, and a queue stands for each direction."""
 
 import queue
-from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ class ThreadExchange:
     """The communicators of one group, of which only `exchange` is asked for."""
 
     def __init__(self) -> None:
-        self._sent: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = defaultdict(queue.SimpleQueue)
+        self._sent: dict[tuple[int, int], queue.SimpleQueue[torch.Tensor]] = {}
 
     def communicator(self, rank: int) -> Any:
         """The member's own."""
@@ -26,7 +25,11 @@ class ThreadExchange:
         """As the communicators do it."""
         for move in moves:
             if move.src == rank:
-                self._sent[rank, move.dst].put(move.tensor.clone())
+                self._queue(rank, move.dst).put(move.tensor.clone())
         for move in moves:
             if move.dst == rank:
-                move.tensor.copy_(self._sent[move.src, rank].get(timeout=TIMEOUT_S))
+                move.tensor.copy_(self._queue(move.src, rank).get(timeout=TIMEOUT_S))
+
+    def _queue(self, src: int, dst: int) -> "queue.SimpleQueue[torch.Tensor]":
+        # A defaultdict can hand two threads two queues for one key, where a garbage collection comes between.
+        return self._sent.setdefault((src, dst), queue.SimpleQueue())
