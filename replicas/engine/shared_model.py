@@ -5,6 +5,7 @@ parameters are linear layers, embeddings and norms. Anything else raises `Unsupp
 """
 
 import contextlib
+import logging
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -27,6 +28,8 @@ from pengserve.replicas.engine.vllm_seam import (
 )
 from pengserve.replicas.memory.packed_weights import pack_in_place
 from pengserve.replicas.memory.weight_views import Shard, column_parts, new_bytes, qkv_parts, row_shard
+
+logger = logging.getLogger(__name__)
 
 _LINEARS = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear, ReplicatedLinear, RowParallelLinear)
 _EMBEDDINGS = (VocabParallelEmbedding, ParallelLMHead)
@@ -65,23 +68,33 @@ def pack_linears(model: nn.Module) -> int:
     """Packs the linear weights of a model that was loaded under `plain_weights`, where they lie.
 
     Products are then as fast as vLLM's own on CPUs, and no lane can view parts of these weights. Embeddings, and heads
-    that are tied to them, stay as they are: their rows are looked up.
+    that are tied to them, stay as they are: their rows are looked up. Weights that oneDNN would pad stay too, and the
+    log says so.
 
     Returns a checksum of the orders that were chosen: members among which it differs must not exchange weights.
     """
-    checksum = 0
+    checksum, plain = 0, []
     read_by_row = {
         id(module.weight)
         for module in model.modules()
         if isinstance(module, VocabParallelEmbedding) and not isinstance(module, ParallelLMHead)
     }
-    for module in model.modules():
+    for name, module in model.named_modules():
         is_linear = type(module) in (*_LINEARS, ParallelLMHead) and type(module.quant_method) in _PLAIN_METHODS
         if is_linear and id(module.weight) not in read_by_row:
             packed = pack_in_place(module.weight.data)
             if packed is not None:
                 module.cpu_linear = packed
+            else:
+                plain.append(f"{name} ({' x '.join(map(str, module.weight.shape))})")
             checksum = zlib.crc32(packed.order if packed is not None else b"plain", checksum)
+    if plain:
+        logger.warning(
+            "%d weights, such as %s, cannot be packed into their own bytes, and products with them take up to twice as "
+            "long: oneDNN packs most sizes of which both numbers are multiples of 64",
+            len(plain),
+            plain[0],
+        )
     return checksum
 
 

@@ -1,5 +1,6 @@
 """Laws of shared models: each rank's views are exactly what vLLM itself would have loaded there, and no byte is new."""
 
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -154,3 +155,33 @@ def test_heads_that_do_not_split_are_refused(world: Any, tmp_path: Path) -> None
 
     with pytest.raises(UnsupportedShapeError, match="do not split"):
         qkv_parts(torch.zeros(5, 4), num_heads=3, num_kv_heads=1, head_size=1, shard=Shard(0, 2))
+
+
+def test_weights_that_cannot_be_packed_are_told_of_once(
+    world: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    from pengserve.replicas.engine.shared_model import gemm, pack_linears
+
+    odd = build(checkpoint("Llama", tmp_path, intermediate_size=208), world)  # 416 outputs: oneDNN pads them
+    with caplog.at_level(logging.WARNING):
+        pack_linears(odd)
+    if odd.model.layers[0].self_attn.qkv_proj.cpu_linear is gemm:
+        pytest.skip("this CPU's packed weights have another size")
+    assert [m.cpu_linear is gemm for m in (odd.model.layers[1].mlp.gate_up_proj, odd.lm_head)] == [True, False]
+    (told,) = of_ours(caplog)
+    assert told.startswith("2 weights, such as model.layers.0.mlp.gate_up_proj (416 x 128),")
+
+
+def test_nothing_is_told_where_all_are_packed(world: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from pengserve.replicas.engine.shared_model import gemm, pack_linears
+
+    model = build(checkpoint("Llama", tmp_path), world)
+    with caplog.at_level(logging.WARNING):
+        pack_linears(model)
+    if model.lm_head.cpu_linear is gemm:
+        pytest.skip("this CPU's packed weights have another size")
+    assert of_ours(caplog) == []
+
+
+def of_ours(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("pengserve")]
