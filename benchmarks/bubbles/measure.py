@@ -12,6 +12,7 @@ from typing import Any
 from benchmarks.client import Client, Load, Request
 from benchmarks.figures import complete, percentile, tpots_s, ttfts_s
 from benchmarks.harness import MIB, engine_flags, text
+from benchmarks.ingress import settled_ingress
 from benchmarks.sse import Answer
 from pengserve.planners.types.config import DropConfig, MicrobatchPolicy
 from pengserve.planners.types.snapshot import InstanceStats
@@ -185,7 +186,7 @@ def _bench(plan: Plan, way: MicrobatchPolicy) -> Iterator[_Bench]:
             microbatches=way,
             memory_bytes=plan.memory_bytes,
         ) as cluster,
-        cluster.ingress() as url,
+        settled_ingress(cluster) as url,
         Client(url, MODEL_NAME) as client,
     ):
         cluster.set_layout(f"pp{plan.num_instances}")

@@ -9,6 +9,7 @@ from benchmarks.client import Client, Request, tokens_of
 from benchmarks.figures import complete, mean, percentile, tpots_s, ttfts_s
 from benchmarks.fly.load import Phase, Plan
 from benchmarks.harness import degrees
+from benchmarks.ingress import settled_ingress
 from benchmarks.sse import Answer
 from pengserve.planners.types.config import ControllerConfig, MergeConfig
 from pengserve.planners.types.events import EventKind
@@ -155,7 +156,7 @@ def bench(plan: Plan, num_instances: int) -> Iterator[Bench]:
     cluster.config = replace(cluster.config, tick_s=ControllerConfig(app="", num_instances=0).tick_s)
     try:
         cluster.start()
-        with cluster.ingress() as url, Client(url, MODEL_NAME) as client:
+        with settled_ingress(cluster) as url, Client(url, MODEL_NAME) as client:
             yield Bench(plan, cluster, client, num_instances)
     finally:
         cluster.stop()

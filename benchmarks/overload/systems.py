@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from benchmarks.client import Client, Request
 from benchmarks.cores import engine_of, pin
+from benchmarks.ingress import settled_ingress
 from benchmarks.overhead.plan import SERVED_NAME
 from benchmarks.overhead.plan import Plan as ServerPlan
 from benchmarks.overhead.systems.vllm_server import VllmServers
@@ -92,7 +93,7 @@ class PengServe:
             stack.callback(cluster.stop)
             cluster.start()
             pin(cluster.port.pid(instance.key) for instance in cluster.snapshot().instances)
-            url = stack.enter_context(cluster.ingress())
+            url = stack.enter_context(settled_ingress(cluster))
             self.cluster, self.client = cluster, stack.enter_context(Client(url, MODEL_NAME))
             warm = self._plan.calibration(WARM_REQUESTS * self._num_instances, "warm")
             for layout in (f"pp{plan.stages}", "dp"):

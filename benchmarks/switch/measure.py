@@ -13,6 +13,7 @@ from typing import Any
 from benchmarks.client import Client, Load, Request
 from benchmarks.figures import complete
 from benchmarks.harness import MIB, degrees, engine_flags, text
+from benchmarks.ingress import settled_ingress
 from benchmarks.sse import Answer
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.plans import SwitchStrategy
@@ -128,7 +129,7 @@ def measure(plan: Plan, on_sample: Callable[[Sample], None]) -> None:
     for num_instances in plan.sizes:
         with (
             elastic_cluster(plan.model, num_instances, degrees=degrees(num_instances), engine=plan.engine) as cluster,
-            cluster.ingress() as url,
+            settled_ingress(cluster) as url,
             Client(url, MODEL_NAME) as client,
         ):
             bench = _Bench(plan, cluster, client, num_instances)
