@@ -159,6 +159,8 @@ FULL = "in two of three rounds demand came to just what pipelines hold, where a 
 KNOWN = {
     ("overload2-x1.13", "dp"): EDGE,
     ("overload2-x1.13", "drop"): FULL,
+    ("overload2-x1.16", "vllm-dp"): EDGE,
+    ("overload2-x1.16", "dp"): EDGE,
     ("overload2-x1.18", "drop"): TIPPED,
     ("overload2-x1.6", "drop"): TIPPED,
     ("overload2-x1.55", "vllm-dp"): EDGE,
@@ -166,6 +168,8 @@ KNOWN = {
     ("overload2-x1.5", "dp"): EDGE,
     ("overload2-x1.45", "vllm-dp"): EDGE,
     ("overload2-x1.45", "dp"): EDGE,
+    ("overload4-x1.16", "vllm-dp"): SHARED,
+    ("overload4-x1.16", "drop"): SHARED,
     ("overload4-x1.35", "vllm-dp"): SHARED,
     ("overload4-x1.35", "drop"): SHARED,
 }
