@@ -198,7 +198,7 @@ class _Search:
         length = length.clip(1)
         times = members.shape[1] // length
         nests = (length == 1) | (
-            (start % length == 0) & (times * length == members.shape[1]) & (times & times - 1 == 0)
+            (start % length == 0) & (times * length == members.shape[1]) & (times > 1) & (times & times - 1 == 0)
         )
         is_union: Bools = (fits & nests).all(axis=1) & whole
         return is_union

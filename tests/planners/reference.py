@@ -9,6 +9,7 @@ from pengserve.planners.drop import DropPlan, Pipeline, Verdict, _names
 from pengserve.planners.load import lane_capacity, part_capacity
 from pengserve.planners.overload import GroupDemand, group_demand
 from pengserve.planners.restore import Way
+from pengserve.planners.stages import nests
 from pengserve.planners.steps import halves_of
 from pengserve.planners.trails import MIN_GAP_S, MIN_LOOKS, WINDOW_S, Trail
 from pengserve.planners.types.config import DropConfig
@@ -102,6 +103,8 @@ class _Part(NamedTuple):
     held_blocks: int  # now
     capacity_blocks: int  # what it will hold; of a group of the layout, what it holds
     is_short: bool  # and should go on merging
+    present_blocks: int  # of the demand, those that are not predicted
+    has_room: bool = False  # a pipeline of the layout that is not short
 
 
 @dataclass(slots=True, kw_only=True)
@@ -114,27 +117,41 @@ class _Search:
     parts: dict[InstanceId, _Part] = field(default_factory=dict)
 
     def try_merge(self, group: Group) -> None:
-        """Plans `group` in place of its parts, where one of them is short and it frees memory."""
-        members, start, is_short = group.members, 0, False
-        demand_blocks = held_blocks = parts_blocks = 0
+        """Plans `group` in place of its parts, where memory is short in one of them and it frees some."""
+        parts = self._parts(group.members)
+        if not nests([len(part.group.members) for part in parts]) or not self._is_due(parts):
+            return
+        demand_blocks = sum(part.demand_blocks for part in parts)
+        capacity_blocks = pipeline_blocks(self.demand, group)
+        if capacity_blocks > sum(part.capacity_blocks for part in parts):
+            merged = _Part(
+                group,
+                demand_blocks,
+                sum(part.held_blocks for part in parts),
+                capacity_blocks,
+                demand_blocks > self.config.target * capacity_blocks,
+                sum(part.present_blocks for part in parts),
+            )
+            for member in group.members:
+                self.parts[member] = merged
+
+    def _parts(self, members: tuple[InstanceId, ...]) -> list[_Part]:
+        """The whole parts that `members` are, one after the other; none where they are not."""
+        found: list[_Part] = []
+        start = 0
         while start < len(members):
             part = self.parts.get(members[start]) or self._of_layout(members[start])
             stop = start + len(part.group.members) if part is not None else start
             if part is None or part.group.members != members[start:stop]:
-                return
-            demand_blocks += part.demand_blocks
-            held_blocks += part.held_blocks
-            parts_blocks += part.capacity_blocks
-            is_short = is_short or part.is_short
+                return []
+            found.append(part)
             start = stop
-        if not is_short:
-            return
-        capacity_blocks = pipeline_blocks(self.demand, group)
-        if capacity_blocks > parts_blocks:
-            is_short = demand_blocks > self.config.target * capacity_blocks
-            merged = _Part(group, demand_blocks, held_blocks, capacity_blocks, is_short)
-            for member in members:
-                self.parts[member] = merged
+        return found
+
+    def _is_due(self, parts: list[_Part]) -> bool:
+        """Whether memory is short in one of `parts`; where it would draw in a pipeline that has room, now."""
+        is_full = any(part.present_blocks > self.config.drop_above * part.capacity_blocks for part in parts)
+        return any(part.is_short for part in parts) and (is_full or not any(part.has_room for part in parts))
 
     def _of_layout(self, member: InstanceId) -> _Part | None:
         """The group of the layout that `member` is in; None where it must not become a part of a pipeline."""
@@ -145,7 +162,9 @@ class _Search:
         if group.kind is GroupKind.TP or (self.claimed and any(m in self.claimed for m in group.members)):
             return None
         is_short = blocks > self.config.drop_above * known.capacity_blocks
-        part = _Part(group, blocks, known.capacity_blocks, known.capacity_blocks, is_short)
+        held_blocks, present_blocks = known.capacity_blocks, blocks - known.growth_blocks
+        has_room = group.kind is GroupKind.PP and not is_short
+        part = _Part(group, blocks, held_blocks, held_blocks, is_short, present_blocks, has_room)
         for m in group.members:
             self.parts[m] = part
         return part
@@ -183,8 +202,9 @@ def plan_drop(
 
     An overloaded group merges with its buddy, and the two with theirs, until the demand is at most the share `target`
     of what there is, or `max_stages` are reached. Only groups of the layout merge that are wholly READY, known, and not
-    `claimed`; tp groups never do, and pipelines that stand grow. Where even the widest pipeline is not enough it
-    is planned all the same: it runs more at once than its members can alone.
+    `claimed`; tp groups never do, and pipelines that stand grow: one that has room itself only where memory is short
+    now, not in a moment. Where even the widest pipeline is not enough it is planned all the same: it runs more at once
+    than its members can alone.
     """
     if not demand.overloaded:
         return Verdict(why="no group is short of memory")

@@ -1,19 +1,19 @@
 """The law of planning in columns: it decides as planning value by value does (`reference.py`)."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pengserve.planners.drop import plan_drop
+from pengserve.planners.drop import Verdict, plan_drop
 from pengserve.planners.load import ClusterView
 from pengserve.planners.overload import DemandHistory, predict_demand
 from pengserve.planners.prices import Prices
 from pengserve.planners.projection import projected_loads
 from pengserve.planners.restore import RestoreHistory, plan_restore
-from pengserve.planners.trails import Trail
+from pengserve.planners.trails import MIN_GAP_S, MIN_LOOKS, Trail
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group
@@ -97,13 +97,42 @@ def assert_same_trails(found: Mapping[InstanceId, Trail], expected: Mapping[Inst
 
 
 @settings(deadline=None, max_examples=600)
-@given(clusters(), st.sampled_from([1, 2, 4, 8]), st.sets(st.integers(0, 7), max_size=2))
-def test_a_drop_is_that_of_the_reference(seen: ClusterSnapshot, max_stages: int, taken: set[int]) -> None:
-    config, claimed = replace(CONFIG, max_stages=max_stages), frozenset(map(InstanceId, taken))
-    demand, _ = predict_demand(seen, config, DemandHistory())
-    expected_demand, _ = reference.predict_demand(seen, config, {})
+@given(
+    clusters(),
+    st.sampled_from([1, 2, 4, 8]),
+    st.sets(st.integers(0, 7), max_size=2),
+    st.lists(st.sampled_from([0, 0, 4, 10, 30]), min_size=8, max_size=8),
+)
+def test_a_drop_is_that_of_the_reference(
+    seen: ClusterSnapshot, max_stages: int, taken: set[int], rises: list[int]
+) -> None:
+    assert_same_drop(seen, replace(CONFIG, max_stages=max_stages), frozenset(map(InstanceId, taken)), rises)
+
+
+def test_a_drop_beside_a_pipeline_with_room_is_that_of_the_reference() -> None:
+    """Above the target, but with room now: pp2@(2,3) stays out of it."""
+    load = stats("dp", 1, 1, 61, queued_tokens=60 * BLOCK_SIZE)
+    seen = snapshot(8, "pp2@(2,3)", {1: load}, max_stages=8, demands=[Demand(num_waiting=1)])
+    found = assert_same_drop(seen, replace(CONFIG, max_stages=4), frozenset(), [0] * 8)
+    assert found.plan is not None and [str(group) for group in found.plan.groups] == ["pp2@(0,1)"]
+
+
+def assert_same_drop(
+    seen: ClusterSnapshot, config: DropConfig, claimed: frozenset[InstanceId], rises: Sequence[int]
+) -> Verdict:
+    """`rises` is by how many blocks each instance's load rose from look to look before this one."""
+    history, expected_history = DemandHistory(), {}
+    for looks_before in reversed(range(MIN_LOOKS)):
+        earlier = [
+            replace(i, stats=replace(i.stats, kv_blocks_used=max(0, i.stats.kv_blocks_used - looks_before * rise)))
+            for i, rise in zip(seen.instances, rises, strict=True)
+        ]
+        look = replace(seen, instances=tuple(earlier), time_s=seen.time_s - 2 * MIN_GAP_S * looks_before)
+        demand, history = predict_demand(look, config, history)
+        expected_demand, expected_history = reference.predict_demand(look, config, expected_history)
     found = plan_drop(seen, demand, config, claimed=claimed)
     assert found == reference.plan_drop(seen, expected_demand, config, claimed=claimed)
+    return found
 
 
 @settings(deadline=None, max_examples=300)

@@ -227,6 +227,13 @@ def test_pipelines_grow() -> None:
     assert verdict(beside_tp).plan is None
 
 
+def test_a_pipeline_that_stands_is_not_planned_again() -> None:
+    """Even where it tells of fewer blocks than its lane has: a switch to the layout that is frees nothing."""
+    fewer = replace(stats("pp2", 9, 0, NUM_BLOCKS), kv_blocks_total=NUM_BLOCKS)
+    found = verdict(snapshot(2, "pp2@(0,1)", {0: fewer}, max_stages=2))
+    assert found.plan is None and found.needs_instances
+
+
 def test_a_pipeline_with_room_is_drawn_in_only_where_memory_is_short_without_it() -> None:
     """It would be slower for all that it serves: that the buddy's pair is above the target alone is no reason."""
     both = {2: stats("dp", 4, 0, NUM_BLOCKS), 3: stats("dp", 4, 0, NUM_BLOCKS)}
