@@ -2,9 +2,10 @@
 
 Lines of JSON on its standard input are loads: `{"id", "urls", "clients", "requests": [{"at_s", "tokens", "body"}]}`.
 With `clients`, so many send one request after another; without, each is sent at its own time. Of several servers, a
-request goes to the one with the fewest tokens in flight. It answers `{"id", "begun"}` when every request of a load has
-its first text, and `{"id", "answers"}` when all have ended. Times are seconds of `time.perf_counter`, which all
-processes of a machine share on Linux.
+request goes to the one with the fewest requests in flight, as vLLM's own balancer has it, and among these to the one
+with the fewest tokens: by tokens alone, a server that lags seems to have room, and gets still more. It answers
+`{"id", "begun"}` when every request of a load has its first text, and `{"id", "answers"}` when all have ended. Times
+are seconds of `time.perf_counter`, which all processes of a machine share on Linux.
 """
 
 import asyncio
@@ -136,12 +137,13 @@ class _Server:
         self._open: dict[Connection, int] = {}  # -> tokens of the prompt
 
     @property
-    def tokens(self) -> int:
-        """Prompts and what has come of the answers, of all requests in flight."""
-        return sum(
+    def load(self) -> tuple[int, int]:
+        """Requests in flight; and their tokens, prompts and what has come of the answers."""
+        tokens = sum(
             prompt + (len(connection.answer.event_times_s) if connection.answer is not None else 0)
             for connection, prompt in self._open.items()
         )
+        return len(self._open), tokens
 
     def open(self, prompt_tokens: int) -> Connection:
         """A connection for one request."""
@@ -186,7 +188,7 @@ class _Load:
 
     async def _chat(self, index: int) -> None:
         item = self._items[index]
-        server = min(self._servers, key=lambda server: server.tokens)
+        server = min(self._servers, key=lambda server: server.load)
         connection = self._open[index] = server.open(item["tokens"])
         self._answers[index] = await connection.chat(item["body"], ANSWER_TIMEOUT_S)
         del self._open[index]

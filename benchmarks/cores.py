@@ -6,6 +6,7 @@ all have as much to do.
 
 import os
 from collections.abc import Iterable
+from itertools import cycle
 
 import psutil
 
@@ -13,14 +14,16 @@ _VLLM_ENGINE = "VLLM::EngineCore"  # how vLLM names the process
 
 
 def pin(instances: Iterable[int]) -> None:
-    """Gives these processes, in their order, the cores in turn; two or more share one where there are too few.
+    """Gives these processes, in their order, the cores in turn, then again from the last to the first, and so on.
 
+    Where two or more share a core, neighbours do not meet on it, nor do leaders of pipelines, who have most to do.
     Threads that a process starts later inherit its core from the thread that starts them.
     """
     cores = sorted(os.sched_getaffinity(0))
-    for index, pid in enumerate(instances):
+    there_and_back = cycle([*cores, *reversed(cores)])
+    for pid, core in zip(instances, there_and_back, strict=False):
         for thread in psutil.Process(pid).threads():
-            os.sched_setaffinity(thread.id, {cores[index % len(cores)]})
+            os.sched_setaffinity(thread.id, {core})
 
 
 def engine_of(server: int) -> int:

@@ -1,18 +1,20 @@
 """`python -m benchmarks.overload`, from the root of the repository."""
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks.harness import has_model, option_parser, progress_bar, tell_written, today
 from benchmarks.overload import report
-from benchmarks.overload.load import PEAK_SHARE, Plan
+from benchmarks.overload.load import PEAK_SHARE, SHARED_MEMORY_BYTES, Plan
 from benchmarks.overload.measure import SYSTEMS, Run, Size, measure
-from tests.support.models import even_model
+from tests.support.models import even_model, shallow_model
 
 DEFAULT_SYSTEMS = tuple(system for system in SYSTEMS if system != "pp")
 
@@ -21,15 +23,15 @@ def main() -> int:
     """Measures, writes tables and plots of each size as soon as it is done, prints the tables; the exit code."""
     options = options_of()
     console = Console(stderr=True)
-    plan = make_plan(options)
-    if not has_model(plan.model, console):
+    plans = {num_instances: make_plan(options, num_instances) for num_instances in options.sizes}
+    if not all(has_model(plan.model, console) for plan in plans.values()):
         return 2
     logs = Path(tempfile.mkdtemp(prefix="pengserve-bench-"))
     console.print(f"vLLM's logs: {logs}", highlight=False)
     date, has_failed = today(), False
     written: list[Path] = []
     with progress_bar(console) as progress:
-        total = len(plan.sizes) * plan.rounds * len(options.systems)
+        total = len(plans) * options.rounds * len(options.systems)
         task = progress.add_task("instances start", total=total)
 
         def on_size(plan: Plan, size: Size) -> None:
@@ -40,7 +42,7 @@ def main() -> int:
             progress.console.print(f"{shown}: {report.run_line(run)}", highlight=False)
             progress.update(task, advance=1, description=shown)
 
-        for num_instances in plan.sizes:
+        for num_instances, plan in plans.items():
             sized, size, runs = measure(plan, num_instances, options.systems, logs, on_size, on_run)
             has_failed |= any(run.failed for run in runs)
             written += report.write(options.output, sized, size, runs, date)
@@ -51,18 +53,22 @@ def main() -> int:
     return 1 if has_failed else 0
 
 
-def make_plan(options: argparse.Namespace) -> Plan:
-    """The plan that the options describe."""
-    plan = Plan(
-        model=options.model.resolve(), sizes=tuple(options.sizes), rounds=options.rounds, peak_share=options.peak
-    )
+def make_plan(options: argparse.Namespace, num_instances: int) -> Plan:
+    """The plan that the options describe for so many instances.
+
+    Where they share cores, they have half the layers and half the memory: requests then live about as long.
+    """
+    is_shared = options.model is None and num_instances > len(os.sched_getaffinity(0))
+    model = options.model or (shallow_model() if is_shared else even_model())
+    plan = Plan(model=model.resolve(), rounds=options.rounds, peak_share=options.peak)
+    plan = replace(plan, memory_bytes=SHARED_MEMORY_BYTES) if is_shared else plan
     return plan.tiny() if options.tiny else plan
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The options of the command line, or of `arguments`."""
     parser = option_parser("overload", __doc__)
-    parser.set_defaults(model=even_model())
+    parser.set_defaults(model=None)  # by size
     parser.add_argument("--sizes", nargs="+", type=int, choices=(2, 4, 8), default=[2, 4], help="instances")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--peak", type=float, default=PEAK_SHARE, help="of demand in vLLM's dp, over what that holds")

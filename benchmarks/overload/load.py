@@ -29,6 +29,7 @@ from benchmarks.harness import MIB, engine_flags, text
 
 STEP_S = 0.05  # of the model
 PEAK_SHARE = 1.16  # of what dp holds; in pipelines, where lives are longer, it must come to less than they hold
+SHARED_MEMORY_BYTES = 98 * MIB  # of an instance that shares its core: a model of half the layers, half the KV
 MAX_CALM_LIVES = 30.0
 MAX_BURST = 512  # requests
 
@@ -45,7 +46,6 @@ class Plan:
     """One benchmark run. Shares are of the tokens that the dp lanes of all instances hold."""
 
     model: Path
-    sizes: tuple[int, ...] = (2, 4)  # instances
     rounds: int = 2
     num_bursts: int = 2  # in a run
     rehearsals: int = 3  # of one burst, before each round

@@ -185,7 +185,7 @@ def markdown(plan: Plan, size: Size, runs: Sequence[Run], date: str, plot_name: 
         "All instances, the ingress, the controller and the client share the cores of one machine; what computes of an "
         "instance keeps to one core, in turn, but for vLLM's pipelines, whose stages spin while they wait.",
         f"vLLM data parallel: one server an instance, worker in the engine's process; the client sends each request to "
-        f"the one with the fewest tokens in flight. vLLM pipeline parallel: a server for each {plan.stages} instances, "
+        f"the one with the fewest in flight. vLLM pipeline parallel: a server for each {plan.stages} instances, "
         "a worker process a stage.",
         f"Engine flags: `{json.dumps(dict(plan.engine))}`; KV bytes as the memory of an instance leaves.",
         "",

@@ -30,11 +30,11 @@ from pengserve.simulator.config import SimulationConfig
 from pengserve.simulator.requests import Arrival
 from pengserve.simulator.result import Result
 from pengserve.simulator.run import simulate
-from tests.support.models import DEEP, EVEN, TINY, WIDE
+from tests.support.models import DEEP, EVEN, SHALLOW, TINY, WIDE
 
 PROFILED = {"vllm-dp": "vllm", "dp": "pengserve", "drop": "pengserve", "pp": "pengserve"}  # whose steps they make
 BARS = {"P50": 0.15, "P99": 0.25}
-SHAPES: Mapping[str, LlamaShape] = {"tiny": TINY, "wide": WIDE, "deep": DEEP, "even": EVEN}
+SHAPES: Mapping[str, LlamaShape] = {"tiny": TINY, "wide": WIDE, "deep": DEEP, "even": EVEN, "shallow": SHALLOW}
 BYTES = 4  # float32
 ROUNDS = 24  # of a search for the host's share
 NEWTON_STEPS = 6  # at most, until both levels are `CLOSE`

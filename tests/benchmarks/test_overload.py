@@ -1,6 +1,7 @@
 """Laws of the load, the timeline, the figures and the plot of the overload benchmark, and one small run of it."""
 
 import json
+import os
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +33,7 @@ from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import Epoch, InstanceId
 from pengserve.planners.types.layout import Group, GroupKind, Layout
 from tests.benchmarks.answers import answer
-from tests.support.models import tiny_model
+from tests.support.models import EVEN, SHALLOW, tiny_model
 
 PLAN = Plan(model=Path("model"), num_bursts=2)
 COURSE = Course(low_per_s=2.0, burst_requests=12, lead_s=4.0, burst_s=3.0, calm_s=20.0, num_bursts=2)
@@ -109,9 +110,19 @@ def test_bursts_have_their_requests_and_the_rest_its_rate(round_index: int) -> N
 
 
 def test_without_options_the_plan_is_the_one_that_is_documented() -> None:
-    plan = make_plan(options_of([]))
+    plan = make_plan(options_of([]), 1)
     assert plan == Plan(model=plan.model)
-    assert make_plan(options_of(["--peak", "1.45", "--sizes", "4"])) == replace(plan, peak_share=1.45, sizes=(4,))
+    assert make_plan(options_of(["--peak", "1.45"]), 1) == replace(plan, peak_share=1.45)
+
+
+def test_instances_that_share_cores_have_half_the_layers_and_as_large_a_share_of_weights() -> None:
+    plan, shared = (make_plan(options_of([]), n) for n in (1, 1 + len(os.sched_getaffinity(0))))
+    assert replace(shared, model=plan.model, memory_bytes=plan.memory_bytes) == plan
+    assert replace(EVEN, num_layers=EVEN.num_layers // 2) == SHALLOW
+    layer_bytes = plan.memory_bytes / EVEN.num_layers
+    assert shared.memory_bytes / SHALLOW.num_layers == pytest.approx(layer_bytes, rel=0.02)
+    own = make_plan(options_of(["--model", str(plan.model)]), 1 + len(os.sched_getaffinity(0)))
+    assert own == plan, "a model of the user's own has the memory that is documented"
 
 
 def test_prompts_know_about_how_many_tokens_they_have() -> None:
@@ -298,9 +309,7 @@ def test_the_plot_keeps_everything_inside_its_panel() -> None:
 @pytest.mark.shapes
 @pytest.mark.timeout(600)
 def test_a_small_run_answers_everything_on_every_system(tmp_path: Path) -> None:
-    plan = replace(
-        PLAN.tiny(), model=tiny_model(), memory_bytes=9 << 20, chunk_bytes=64 << 10, sizes=(2,), rehearsals=2
-    )
+    plan = replace(PLAN.tiny(), model=tiny_model(), memory_bytes=9 << 20, chunk_bytes=64 << 10, rehearsals=2)
     seen: list[tuple[Plan, Size] | Run] = []
     systems = ["vllm-dp", "vllm-pp", "dp", "drop"]
     sized, size, runs = measure(plan, 2, systems, tmp_path, lambda *load: seen.append(load), seen.append)

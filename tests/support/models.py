@@ -8,6 +8,7 @@ than a thousandth nearly always, far above float32 noise, so that exact comparis
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +59,7 @@ EVEN = LlamaShape(
     max_len=2048,
     tie_embeddings=False,
 )
+SHALLOW = replace(EVEN, num_layers=6)
 RECIPE_VERSION = 2  # raise it when the code below changes what is written
 SEED = 20
 TEXT_MODULES = ("argparse", "json", "textwrap")
@@ -99,6 +101,11 @@ def deep_model() -> Path:
 def even_model() -> Path:
     """As deep, and its layers fill chunks of 2 MiB, but for 2 %, as those of large models do."""
     return _made("even", EVEN)
+
+
+def shallow_model() -> Path:
+    """The same with half as many layers: what half a core computes in the time that a whole one takes for the other."""
+    return _made("shallow", SHALLOW)
 
 
 def _made(name: str, shape: LlamaShape) -> Path:

@@ -55,7 +55,9 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **ENVIRONMENT, **(environment or {})},
-                start_new_session=True,
+                # Not a session: to Linux's scheduler each session is one task, and of two engines on one core it then
+                # leaves one without any time for seconds (kernel.sched_autogroup_enabled).
+                process_group=0,
             )
 
     @property
