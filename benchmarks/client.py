@@ -157,6 +157,11 @@ class _Server:
         self._idle.append(connection)
 
 
+def least_loaded(servers: Sequence[_Server]) -> _Server:
+    """The one with the fewest requests in flight; among several, with the fewest tokens."""
+    return min(servers, key=lambda server: server.load)
+
+
 class _Load:
     """A load under way, in the client's process."""
 
@@ -188,7 +193,7 @@ class _Load:
 
     async def _chat(self, index: int) -> None:
         item = self._items[index]
-        server = min(self._servers, key=lambda server: server.load)
+        server = least_loaded(self._servers)
         connection = self._open[index] = server.open(item["tokens"])
         self._answers[index] = await connection.chat(item["body"], ANSWER_TIMEOUT_S)
         del self._open[index]

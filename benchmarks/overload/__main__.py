@@ -5,14 +5,13 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from benchmarks.harness import has_model, option_parser, progress_bar, tell_written, today
 from benchmarks.overload import report
-from benchmarks.overload.load import PEAK_SHARE, SHARED_MEMORY_BYTES, Plan
+from benchmarks.overload.load import PEAK_SHARE, Plan
 from benchmarks.overload.measure import SYSTEMS, Run, Size, measure
 from tests.support.models import even_model, shallow_model
 
@@ -54,14 +53,11 @@ def main() -> int:
 
 
 def make_plan(options: argparse.Namespace, num_instances: int) -> Plan:
-    """The plan that the options describe for so many instances.
-
-    Where they share cores, they have half the layers and half the memory: requests then live about as long.
-    """
-    is_shared = options.model is None and num_instances > len(os.sched_getaffinity(0))
-    model = options.model or (shallow_model() if is_shared else even_model())
+    """The plan that the options describe for so many instances. A model of the user's own is the same for all."""
+    model = options.model or even_model()
     plan = Plan(model=model.resolve(), rounds=options.rounds, peak_share=options.peak)
-    plan = replace(plan, memory_bytes=SHARED_MEMORY_BYTES) if is_shared else plan
+    if options.model is None and num_instances > len(os.sched_getaffinity(0)):
+        plan = plan.on_shared_cores(shallow_model())
     return plan.tiny() if options.tiny else plan
 
 

@@ -29,7 +29,6 @@ from benchmarks.harness import MIB, engine_flags, text
 
 STEP_S = 0.05  # of the model
 PEAK_SHARE = 1.16  # of what dp holds; in pipelines, where lives are longer, it must come to less than they hold
-SHARED_MEMORY_BYTES = 98 * MIB  # of an instance that shares its core: a model of half the layers, half the KV
 MAX_CALM_LIVES = 30.0
 MAX_BURST = 512  # requests
 
@@ -78,6 +77,14 @@ class Plan:
     def mean_output(self) -> float:
         """Output tokens of a request, on average."""
         return sum(self.output_tokens) / 2
+
+    def on_shared_cores(self, model: Path) -> "Plan":
+        """The same for instances that share cores, with a model of half the layers.
+
+        Memory is half as well, so that a life takes about as long. Answers are a little shorter, and bursts a smaller
+        part of all that is sent: on half a core, steps of more requests take longer by more.
+        """
+        return replace(self, model=model, memory_bytes=98 * MIB, least_answer=1.75, low_share=0.35)
 
     def tiny(self) -> "Plan":
         """One round of short requests: to see that it works."""

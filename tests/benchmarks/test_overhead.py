@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from benchmarks.overhead import report
 from benchmarks.overhead.load import Figures, run_level
 from benchmarks.overhead.plan import Level, Plan
 from benchmarks.overhead.report import Sample
+from benchmarks.overhead.systems.base import ServerProcess
 from benchmarks.overhead.systems.vllm_server import command_flag
 from benchmarks.sse import Answer, Connection, _Stream
 
@@ -198,3 +201,12 @@ def test_failures_are_named() -> None:
 )
 def test_engine_arguments_become_flags(name: str, value: object, flag: list[str]) -> None:
     assert command_flag(name, value) == flag
+
+
+def test_a_server_is_a_process_group_of_its_own_in_the_session_of_the_benchmark(tmp_path: Path) -> None:
+    server = ServerProcess([sys.executable, "-c", "import time; time.sleep(60)"], tmp_path / "log")
+    try:
+        assert os.getpgid(server.pid) == server.pid, "stopping it must end all that it started"
+        assert os.getsid(server.pid) == os.getsid(0), "schedulers share cores out among sessions first"
+    finally:
+        server.stop(timeout_s=4.0)

@@ -117,7 +117,7 @@ def test_without_options_the_plan_is_the_one_that_is_documented() -> None:
 
 def test_instances_that_share_cores_have_half_the_layers_and_as_large_a_share_of_weights() -> None:
     plan, shared = (make_plan(options_of([]), n) for n in (1, 1 + len(os.sched_getaffinity(0))))
-    assert replace(shared, model=plan.model, memory_bytes=plan.memory_bytes) == plan
+    assert shared == plan.on_shared_cores(shared.model)
     assert replace(EVEN, num_layers=EVEN.num_layers // 2) == SHALLOW
     layer_bytes = plan.memory_bytes / EVEN.num_layers
     assert shared.memory_bytes / SHALLOW.num_layers == pytest.approx(layer_bytes, rel=0.02)
