@@ -160,8 +160,8 @@ FULL = "in two of three rounds demand came to just what pipelines hold, where a 
 KNOWN = {
     ("overload2-x1.13", "dp"): EDGE,
     ("overload2-x1.13", "drop"): FULL,
-    ("overload2-x1.16", "vllm-dp"): REQUEST,
-    ("overload2-x1.16", "dp"): REQUEST,
+    ("overload2-x1.16", "vllm-dp"): f"{REQUEST}; and {EDGE}",
+    ("overload2-x1.16", "dp"): f"{REQUEST}; and {EDGE}",
     ("overload2-x1.16", "drop"): REQUEST,
     ("overload2-x1.18", "drop"): TIPPED,
     ("overload2-x1.6", "drop"): TIPPED,

@@ -55,8 +55,8 @@ class ServerProcess:
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 env={**os.environ, **ENVIRONMENT, **(environment or {})},
-                # Not a session: to Linux's scheduler each session is one task, and of two engines on one core it then
-                # leaves one without any time for seconds (kernel.sched_autogroup_enabled).
+                # No session of its own: Linux shares cores out among sessions first (kernel.sched_autogroup_enabled),
+                # and of two engines on one core one was then seen to stand still for seconds.
                 process_group=0,
             )
 
