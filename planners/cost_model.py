@@ -25,6 +25,7 @@ TERMS = ("prefix_attention_s", "self_attention_s", "kv_read_s", "ffn_s", "other_
 WITHOUT_ATTENTION = ("ffn_s", "other_s", "load_s")
 MIN_SAMPLES = 2 * len(TERMS)
 MAX_CONDITION = 1e5  # of the samples' features, each of size 1; above it two terms look the same
+REFIT_STEPS = 8  # once many steps were seen the model is solved anew after so many; it forgets over hundreds
 OUTLIER = 3.0  # a step that took more than so many times its prediction met something else, and is clipped
 
 
@@ -104,7 +105,8 @@ class OnlineFit:
     """Keeps a model right while it serves: recursive least squares that forget. Its memory does not grow.
 
     Where nothing was seen lately, the first model is believed, at the speed that the machine has now. Every step is
-    weighed by what the first model says it takes, so that steps of all times count alike.
+    weighed by what the first model says it takes, so that steps of all times count alike. A step is known by the model
+    at once while few were seen, and later after `REFIT_STEPS` more at the latest.
     """
 
     def __init__(self, model: CostModel, *, memory_steps: float = 500.0, belief_steps: float = 8.0) -> None:
@@ -116,7 +118,7 @@ class OnlineFit:
         self._coefficients = _coefficients(model)
         self._gram = np.zeros_like(self._belief)
         self._moment = np.zeros_like(self._coefficients)
-        self._is_stale = False
+        self._num_seen = self._num_unsolved = 0  # steps: all, and those that the model does not know yet
 
     def observe(self, chunks: Sequence[Chunk], seconds: float) -> None:
         """Takes one step into account. What took `OUTLIER` times its prediction or more counts as that."""
@@ -125,15 +127,16 @@ class OnlineFit:
         row = _features(chunks) / first_s
         self._gram = self._keep * self._gram + np.outer(row, row)
         self._moment = self._keep * self._moment + row * (seconds / first_s)
-        self._is_stale = True
+        self._num_seen += 1
+        self._num_unsolved += 1
 
     def model(self) -> CostModel:
         """The model as it is now."""
-        if self._is_stale:
+        if self._num_unsolved and self._num_unsolved >= min(REFIT_STEPS, self._num_seen // REFIT_STEPS):
             first, gram, moment = self._coefficients, self._belief + self._gram, self._belief @ self._coefficients
             speed = first @ (moment + self._moment) / (first @ gram @ first)
             self._model = _solve(gram, speed * moment + self._moment, TERMS, self._model)
-            self._is_stale = False
+            self._num_unsolved = 0
         return self._model
 
 

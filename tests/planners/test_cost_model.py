@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from pengserve.planners.cost_model import (
     MIN_SAMPLES,
     OUTLIER,
+    REFIT_STEPS,
     TERMS,
     Chunk,
     CostModel,
@@ -156,6 +157,18 @@ def test_a_model_that_is_right_stays() -> None:
     for sample in samples(300):
         online.observe(sample.chunks, sample.seconds)
     assert close(online.model(), TRUE, 1e-6)
+
+
+def test_a_model_knows_a_step_at_once_while_few_were_seen_and_soon_when_many_were() -> None:
+    online, known = OnlineFit(TRUE), TRUE
+    unknown = [0]
+    for sample in samples(400, noise=0.3):
+        online.observe(sample.chunks, sample.seconds)
+        newest = online.model()
+        unknown.append(unknown[-1] + 1 if newest is known else 0)
+        known = newest
+    assert not any(unknown[: 2 * REFIT_STEPS])
+    assert max(unknown) == REFIT_STEPS - 1
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.5, 2.0, 10.0])
