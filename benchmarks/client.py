@@ -195,7 +195,9 @@ class _Load:
         item = self._items[index]
         server = least_loaded(self._servers)
         connection = self._open[index] = server.open(item["tokens"])
-        self._answers[index] = await connection.chat(item["body"], ANSWER_TIMEOUT_S)
+        answer = await connection.chat(item["body"], ANSWER_TIMEOUT_S)
+        answer.server = self._servers.index(server)
+        self._answers[index] = answer
         del self._open[index]
         server.close(connection)
 

@@ -47,3 +47,24 @@ def percentile(values: Sequence[float], percent: float) -> float:
 def ratio(subject: float, other: float) -> float:
     """subject / other; not a number where the other is zero (events that arrive together have no gap)."""
     return subject / other if other else math.nan
+
+
+def silence_s(answers: Iterable[Answer]) -> float:
+    """The longest time in which one of the servers had requests and sent a text of none, in seconds."""
+    by_server: dict[int, list[tuple[float, int]]] = {}  # times, with the change in requests that are there
+    for answer in complete(answers):
+        *texts, end_s = answer.event_times_s
+        events = by_server.setdefault(answer.server, [])
+        events += [(answer.sent_s, 1), *((time_s, 0) for time_s in texts), (end_s, -1)]
+    return max((_longest_wait_s(sorted(events)) for events in by_server.values()), default=0.0)
+
+
+def _longest_wait_s(events: Sequence[tuple[float, int]]) -> float:
+    longest_s, since_s, num_there = 0.0, 0.0, 0
+    for time_s, change in events:
+        if num_there and change <= 0:
+            longest_s = max(longest_s, time_s - since_s)
+        if not num_there or change <= 0:
+            since_s = time_s
+        num_there += change
+    return longest_s

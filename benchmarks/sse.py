@@ -26,6 +26,7 @@ class Answer:
     prompt_tokens: int = 0
     output_tokens: int = 0
     error: str = ""  # empty: complete
+    server: int = 0  # which of several answered
 
 
 class _Stream(asyncio.Protocol):

@@ -46,6 +46,7 @@ class ClusterConfig(_Section):
     prefix_caching: bool = False  # vLLM's scheduler alone finds prefixes
     async_scheduling: bool = False  # the host's part of a step runs under the device's, as vLLM's option
     links: dict[str, float] = {}  # bytes per second in place of the GPU's own: nvlink, nic, pcie
+    request_s: float = Field(default=0.0, ge=0)  # before an instance has a request: HTTP, chat template, tokenizer
     start_s: float | None = Field(default=None, ge=0)  # of an instance that replaces a dead one; None: as costs.yaml
 
     @model_validator(mode="after")

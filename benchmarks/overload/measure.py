@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.figures import complete, percentile, tpots_s, ttfts_s
+from benchmarks.figures import complete, percentile, silence_s, tpots_s, ttfts_s
 from benchmarks.harness import Stolen
 from benchmarks.overload import timeline
 from benchmarks.overload.calibrate import Size, all_answered, calibrate, rehearse
@@ -47,6 +47,7 @@ class Run:
     timeline: Timeline
     requests: tuple[Record, ...] = ()
     levels: tuple[tuple[tuple[Record, ...], ...], ...] = ()  # `measure_levels` just before it and just after it
+    silence_s: float = 0.0  # the longest of a server that had requests; 0 also in results from before 2026-11-25
 
 
 def measure(
@@ -146,6 +147,7 @@ def run(plan: Plan, size: Size, name: str, round_index: int, system: System) -> 
         timeline=line,
         requests=requests,
         levels=tuple(levels),
+        silence_s=silence_s(served.answers),
     )
 
 

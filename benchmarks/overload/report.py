@@ -49,6 +49,7 @@ FIGURES = (
     TPOT_P50,
     _ms("TPOT P99 (ms)", "tpot_p99_s", "{:.1f}"),
     _ms("longest gap between two texts of an answer, P99 (ms)", "gap_p99_s"),
+    Figure(title="longest silence of a server that had requests (s)", get=lambda run: run.silence_s, shape="{:.1f}"),
     Figure(title="requests that a burst adds", get=lambda run: run.burst_requests),
     Figure(title="preemptions", get=lambda run: run.preemptions),
     Figure(title="failed requests", get=lambda run: run.failed),
@@ -62,6 +63,7 @@ FIGURES = (
 )
 LEAST_TTFT_FACTOR = 10.0  # data parallel's P99 TTFT over PengServe's
 MOST_TPOT_RATIO = 1.25  # PengServe's P50 TPOT over data parallel's
+STANDS_STILL_S = 10.0  # a server that had requests and sent nothing for longer stood still: no figure of it counts
 MOST_BACK_S = 10.0  # from a burst's end until the layout is dp
 
 
@@ -134,13 +136,26 @@ def failures(runs: Iterable[Run]) -> list[str]:
     ]
 
 
+def standstills(runs: Iterable[Run]) -> list[str]:
+    """One sentence for every run in which a server stood still."""
+    return [
+        f"{NAMES[r.system]}, {r.num_instances} instances, round {r.round_index + 1}: a server that had requests sent "
+        f"nothing for {r.silence_s:.0f} s. Run this round again; its figures say nothing."
+        for r in runs
+        if r.silence_s > STANDS_STILL_S
+    ]
+
+
 def run_line(run: Run) -> str:
     """One run in few words."""
     ttft = f"TTFT P50 {1e3 * run.ttft_p50_s:.0f} ms, P99 {1e3 * run.ttft_p99_s:.0f} ms"
     shares = f"demand {run.demand_mean:.2f} on average, {run.demand_peak:.2f} at most"
     backs = f"; seconds to dp: {_backs([run])}" if run.timeline.drops else ""
     stolen = f"; {run.stolen:.0%} of the cores' time stolen" if run.stolen >= 0.01 else ""
-    return f"{ttft}, TPOT P50 {1e3 * run.tpot_p50_s:.1f} ms; {shares}; {run.preemptions} preemptions{backs}{stolen}"
+    still = f"; a server was silent for {run.silence_s:.0f} s" if run.silence_s > STANDS_STILL_S else ""
+    return (
+        f"{ttft}, TPOT P50 {1e3 * run.tpot_p50_s:.1f} ms; {shares}; {run.preemptions} preemptions{backs}{stolen}{still}"
+    )
 
 
 def load_line(plan: Plan, size: Size) -> str:
@@ -199,7 +214,7 @@ def markdown(plan: Plan, size: Size, runs: Sequence[Run], date: str, plot_name: 
         "",
         f"![Demand, capacity and TTFT over time]({plot_name})",
         "",
-        *(f"- {sentence}" for sentence in failures(runs)),
+        *(f"- {sentence}" for sentence in (*failures(runs), *standstills(runs))),
     ]
     return "\n".join(lines).rstrip() + "\n"
 

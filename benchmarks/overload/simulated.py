@@ -4,7 +4,8 @@ A result has all that a simulation needs: steps timed with all instances busy, m
 What it has not is what ingress, client and controller take of the same cores, and how fast the machine was then. That
 is fitted on two levels, few and many requests at once, that were measured just before each run and again just after
 it, and on no run: a factor on steps that makes time per token right over both, then seconds a step and a factor on
-reading KV that make it right on each. What stages of a pipeline do besides their layers is fitted on a third level.
+reading KV that make it right on each, then what P50 TTFT of few is above that, as time before an instance has a
+request. What stages of a pipeline do besides their layers is fitted on a third level.
 """
 
 import argparse
@@ -51,6 +52,7 @@ class Host:
     step_s: float = 0.0  # that a step takes more besides
     log_kv: float = 0.0  # logarithm of a factor on reading KV
     stage_s: float = 0.0  # what every stage of a pipeline does besides its layers
+    request_s: float = 0.0  # before an instance has a request: HTTP, chat template, tokenizer
     misfit: float = math.nan  # mean |log(simulated / real)| of P50 TTFT and TPOT of the levels
 
     def added(self, model: CostModel) -> CostModel:
@@ -62,7 +64,7 @@ class Host:
 
 LEAST_SHARE, MOST_SHARE = -0.5, 4.0
 STEP_RANGE_S, LOG_KV_RANGE = (-0.02, 0.1), (-4.0, 2.0)
-MOST_STAGE_S = 0.1
+MOST_STAGE_S = MOST_REQUEST_S = 0.1
 
 
 class Recorded:
@@ -80,7 +82,7 @@ class Recorded:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             (folder / "machine.yaml").write_text(yaml.safe_dump(self._catalog(system, host)), encoding="utf-8")
-            config = SimulationConfig.parse({**self._config(system), "folder": folder})
+            config = SimulationConfig.parse({**self._config(system, host), "folder": folder})
             return simulate(config, arrivals_of(records))
 
     def fit_host(self, run: Mapping[str, Any]) -> Host:
@@ -89,6 +91,7 @@ class Recorded:
         sweeps = [[tuple(Record(**record) for record in level) for level in sweep] for sweep in run["levels"]]
         few, full = [sweep[0] for sweep in sweeps], [sweep[1] for sweep in sweeps]
         host = self._fitted(system, few, full)
+        host = replace(host, request_s=self._waited_s(system, few, host))
         pipelined = [level for _, _, *more in sweeps for level in more]
         if pipelined:
             stage_s = _zero_of(lambda s: self._bias("pp", pipelined, replace(host, stage_s=s)), 0.0, MOST_STAGE_S)
@@ -107,6 +110,16 @@ class Recorded:
 
         step_s, log_kv = _root_of(biases, deltas=(1e-3, 0.1), ranges=(STEP_RANGE_S, LOG_KV_RANGE)).tolist()
         return Host(share=share, step_s=step_s, log_kv=log_kv)
+
+    def _waited_s(self, system: str, levels: Levels, host: Host) -> float:
+        """By how much P50 TTFT of the levels is above what steps take, in the mean. Where many requests come at once it
+        is how long they wait for each other, so that few tell it.
+
+        Time before an instance has a request moves its steps and makes none longer, so that what was fitted stays.
+        """
+        found = [compare(level, self.replay(system, level, host))[0] for level in levels]
+        missing_s = sum(ttft.real - ttft.simulated for ttft in found) / len(found)
+        return min(MOST_REQUEST_S, max(0.0, missing_s))
 
     def _bias(self, system: str, levels: Levels, host: Host) -> float:
         """Mean log(simulated / real) of the levels' P50 TPOT."""
@@ -162,7 +175,7 @@ class Recorded:
         instance_bytes = more_tokens * token_bytes // self.num_instances
         return instance_bytes // BYTES * stages // (stages - 1)  # each keeps one part of so many
 
-    def _config(self, system: str) -> dict[str, Any]:
+    def _config(self, system: str, host: Host) -> dict[str, Any]:
         engine = self._plan["engine"]
         cluster = {
             "profile": "measured",
@@ -173,6 +186,7 @@ class Recorded:
             "max_model_len": engine["max_model_len"],
             "max_num_seqs": engine["max_num_seqs"],
             "max_num_batched_tokens": engine["max_num_batched_tokens"],
+            "request_s": host.request_s,
             "prefix_caching": self._scheduler == "vllm" and bool(engine["enable_prefix_caching"]),
         }
         policy: dict[str, Any] = {"name": "vllm_dp"}
@@ -290,7 +304,7 @@ def _note(num_instances: int, run: Mapping[str, Any], host: Host) -> str:
     """What was fitted for one run."""
     text = f"{num_instances} instances, {run['system']}, round {run['round_index'] + 1}: steps take"
     text += f" {1 + host.share:.2f} times as long and {1e3 * host.step_s:.1f} ms more,"
-    text += f" reading KV {math.exp(host.log_kv):.2f} times that"
+    text += f" reading KV {math.exp(host.log_kv):.2f} times that, requests {1e3 * host.request_s:.0f} ms before it"
     text += f" (P50 of the levels off by {host.misfit:.1%}, in the mean)"
     return text + (f", {1e3 * host.stage_s:.1f} ms a stage besides layers." if host.stage_s else ".")
 

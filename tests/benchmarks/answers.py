@@ -3,7 +3,7 @@
 from benchmarks.sse import Answer
 
 
-def answer(*times_s: float, tokens: int | None = None, sent_s: float = 0.0, error: str = "") -> Answer:
+def answer(*times_s: float, tokens: int | None = None, sent_s: float = 0.0, error: str = "", server: int = 0) -> Answer:
     """A stream with events at these times; a token each, unless told otherwise."""
     return Answer(
         sent_s=sent_s,
@@ -11,4 +11,5 @@ def answer(*times_s: float, tokens: int | None = None, sent_s: float = 0.0, erro
         event_times_s=list(times_s),
         output_tokens=len(times_s) if tokens is None else tokens,
         error=error,
+        server=server,
     )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.figures import complete, longest_gap_s, mean, percentile, ratio, tpots_s, ttfts_s
+from benchmarks.figures import complete, longest_gap_s, mean, percentile, ratio, silence_s, tpots_s, ttfts_s
 from tests.benchmarks.answers import answer
 
 
@@ -29,6 +29,18 @@ def test_an_answer_of_one_token_has_no_time_per_token() -> None:
 def test_the_longest_gap_is_between_two_texts_and_not_before_the_first() -> None:
     assert longest_gap_s(answer(5.0, 5.5, 8.0, 8.25)) == 2.5
     assert longest_gap_s(answer(3.0)) == 0.0
+
+
+def test_a_server_is_silent_while_it_has_requests_and_sends_nothing() -> None:
+    early, late = answer(1.0, 2.0), answer(31.0, 32.0, sent_s=30.0)
+    assert silence_s([]) == 0.0
+    assert silence_s([early, late]) == 1.0  # with nothing to do it may be silent
+    still = answer(1.5, 29.0, sent_s=0.5)
+    assert silence_s([early, still, late]) == 27.0
+    assert silence_s([early, still, answer(20.0, 21.0, sent_s=15.0)]) == 18.0  # new requests break no silence
+    other = answer(*range(1, 30), server=1)
+    assert silence_s([other]) == 1.0
+    assert silence_s([other, early, still]) == 27.0  # each server for itself
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1))

@@ -275,6 +275,15 @@ def test_ratios_are_taken_round_by_round() -> None:
     assert row[1:] == ["10000 (x1.00)", "10000"]
 
 
+def test_a_run_in_which_a_server_stood_still_says_so() -> None:
+    still = replace(run("vllm-dp"), silence_s=report.STANDS_STILL_S + 1)
+    assert report.standstills([run("drop"), replace(still, silence_s=report.STANDS_STILL_S)]) == []
+    assert report.standstills([still, run("drop")]) == [
+        "vLLM data parallel, 2 instances, round 1: a server that had requests sent nothing for 11 s. Run this round "
+        "again; its figures say nothing."
+    ]
+
+
 def test_files_have_all_runs_and_a_panel_for_each_system(tmp_path: Path) -> None:
     runs = [run(system, i, drops=[(5.0, 9.0)] if system == "drop" else ()) for system in SYSTEMS for i in range(2)]
     size = Size(num_instances=2, weight_bytes=25 << 20, calibration=calibration(), course=COURSE)
@@ -324,6 +333,7 @@ def test_a_small_run_answers_everything_on_every_system(tmp_path: Path) -> None:
     assert held["vllm-dp"] == pytest.approx(held["dp"], rel=0.1)
     assert held["vllm-pp"] == pytest.approx(size.calibration.pp_tokens, rel=0.1)
     assert all(r.demand_mean > 0 for r in runs)
+    assert all(0 < r.silence_s <= report.STANDS_STILL_S for r in runs) and report.standstills(runs) == []
     # What a simulation of the runs needs.
     assert all(len(r.requests) == r.num_requests for r in runs)
     assert all(record.at_s < record.first_s <= record.end_s for r in runs for record in r.requests)

@@ -88,6 +88,7 @@ def test_what_host_and_stages_take_is_found_out_from_the_levels_alone(data: dict
         assert host.share == pytest.approx(HIDDEN.share, rel=0.05)
         assert (host.step_s, host.log_kv) == (pytest.approx(0.0, abs=5e-4), pytest.approx(0.0, abs=0.05))
         assert host.stage_s == pytest.approx(HIDDEN.stage_s if run["system"] == "drop" else 0.0, rel=0.1)
+        assert host.request_s == pytest.approx(0.0, abs=2e-3)
 
 
 def test_time_per_token_is_right_on_each_level_whatever_differs_from_the_profile(data: dict[str, Any]) -> None:
@@ -100,6 +101,18 @@ def test_time_per_token_is_right_on_each_level_whatever_differs_from_the_profile
         records = [Record(**record) for record in level]
         errors = {f.what: f.error for f in compare(records, recorded.replay("dp", records, host))}
         assert abs(errors["P50 TPOT"]) < 0.02
+
+
+@pytest.mark.parametrize("request_s", [0.005, 0.02])
+def test_time_before_an_instance_has_a_request_is_found_out_from_few(data: dict[str, Any], request_s: float) -> None:
+    recorded, hidden = Recorded(data, scheduler="fast"), Host(share=0.2, request_s=request_s)
+    levels = [answered(level, recorded.replay("dp", level, hidden)) for level in (loads(12, 1.0, 1), loads(40, 3.0, 2))]
+    host = recorded.fit_host({"system": "dp", "levels": [levels, levels]})
+    assert host.request_s == pytest.approx(request_s, abs=2e-3)
+    for level in levels:
+        records = [Record(**record) for record in level]
+        errors = {f.what: f.error for f in compare(records, recorded.replay("dp", records, host))}
+        assert abs(errors["P50 TTFT"]) < 0.05 and abs(errors["P50 TPOT"]) < 0.02
 
 
 def test_runs_of_the_simulation_itself_are_within_the_bars(data: dict[str, Any]) -> None:

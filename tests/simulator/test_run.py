@@ -246,6 +246,17 @@ def test_moments_tell_the_layout_and_come_at_regular_times() -> None:
     assert len(result.instance_kv) == len(result.moments)
 
 
+def test_time_before_an_instance_has_a_request_is_added_to_its_first_token_and_to_nothing_else() -> None:
+    load = poisson(60, 4)
+    at_once, later = (
+        simulate_small(config_of("vllm_dp", cluster={"request_s": request_s}), load) for request_s in (0.0, 0.25)
+    )
+    for one, other in zip(at_once.outcomes, later.outcomes, strict=True):
+        assert one.ttft_s is not None and one.tpot_s is not None
+        assert other.ttft_s == pytest.approx(one.ttft_s + 0.25)
+        assert other.tpot_s == pytest.approx(one.tpot_s)
+
+
 def test_static_layouts_stand_before_the_first_request() -> None:
     result = simulate_small(config_of("vllm_tp", {"degree": 4}, cluster={"instances": 4}), poisson(20, 10))
     assert {m.groups for m in result.moments} == {"tp4@(0,1,2,3)"}
