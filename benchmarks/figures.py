@@ -62,7 +62,7 @@ def silence_s(answers: Iterable[Answer]) -> float:
 def _longest_wait_s(events: Sequence[tuple[float, int]]) -> float:
     longest_s, since_s, num_there = 0.0, 0.0, 0
     for time_s, change in events:
-        if num_there and change <= 0:
+        if change <= 0:
             longest_s = max(longest_s, time_s - since_s)
         if not num_there or change <= 0:
             since_s = time_s

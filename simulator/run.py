@@ -76,7 +76,6 @@ class Simulation:
         if len({arrival.request_id for arrival in self._arrivals}) < len(self._arrivals):
             raise ConfigError("two requests of the trace have the same id: give each its own")
         self._next = 0  # arrival
-        self._request_s = config.cluster.request_s
         last_s = self._arrivals[-1].at_s if self._arrivals else 0.0
         self._span_s = last_s if config.horizon_s is None else config.horizon_s
         self._failure: BaseException | None = None
@@ -190,7 +189,7 @@ class Simulation:
         loop, start_s = asyncio.get_running_loop(), self.outcomes.start_s
         while self._next < len(self._arrivals):
             arrival = self._arrivals[self._next]
-            due_s = start_s + arrival.at_s + self._request_s
+            due_s = start_s + arrival.at_s + self.config.cluster.request_s
             if due_s > loop.time():
                 loop.call_at(due_s, self._feed_one)
                 return
