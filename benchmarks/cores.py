@@ -6,7 +6,6 @@ all have as much to do.
 
 import os
 from collections.abc import Iterable
-from itertools import cycle
 
 import psutil
 
@@ -14,14 +13,14 @@ _VLLM_ENGINE = "VLLM::EngineCore"  # how vLLM names the process
 
 
 def pin(instances: Iterable[int]) -> None:
-    """Gives these processes, in their order, the cores in turn, then again from the last to the first, and so on.
+    """Shares the cores out among these processes, in their order: those that share one are neighbours.
 
-    Where two or more share a core, neighbours do not meet on it, nor do leaders of pipelines, who have most to do.
-    Threads that a process starts later inherit its core from the thread that starts them.
+    A pipeline whose members share a core works through one microbatch after the other on it, so that the core always
+    has something to do. Threads that a process starts later inherit its core from the thread that starts them.
     """
-    cores = sorted(os.sched_getaffinity(0))
-    there_and_back = cycle([*cores, *reversed(cores)])
-    for pid, core in zip(instances, there_and_back, strict=False):
+    cores, pids = sorted(os.sched_getaffinity(0)), list(instances)
+    for index, pid in enumerate(pids):
+        core = cores[index * min(len(cores), len(pids)) // len(pids)]
         for thread in psutil.Process(pid).threads():
             os.sched_setaffinity(thread.id, {core})
 

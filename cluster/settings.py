@@ -290,6 +290,7 @@ class Settings(_Section):
             degrees=self.degrees,
             max_stages=self.shape.drop.max_stages,
             microbatches=self.shape.drop.microbatches,
+            max_in_flight=self.shape.drop.max_in_flight,
             memory_bytes=self.instances.memory_bytes,
             chunk_bytes=self.instances.chunk_bytes,
             peer_timeout_s=self.shape.peer_timeout_s,

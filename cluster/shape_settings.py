@@ -17,6 +17,7 @@ class DropSettings(BaseModel, extra="forbid", validate_default=True, frozen=True
 
     max_stages: int = Field(default=1, ge=1)  # of the pipelines that they then form; 1: parameters are never dropped
     microbatches: MicrobatchPolicy = MicrobatchPolicy.LOOKAHEAD  # lookahead, or tokens: what fills the stages
+    max_in_flight: int = Field(default=0, ge=0)  # microbatches; 0: one a stage, fewer where instances share cores
     auto: bool = True  # as memory demands; false: only where a layout with pipelines is asked for
     drop_above: float = Field(default=0.95, gt=0, le=1)
     target: float = Field(default=0.8, gt=0, le=1)
@@ -49,7 +50,7 @@ class DropSettings(BaseModel, extra="forbid", validate_default=True, frozen=True
 
     def drop_config(self) -> DropConfig:
         """What the planners of drops and restores go by."""
-        return DropConfig(is_auto=self.auto, **self.model_dump(exclude={"auto", "microbatches"}))
+        return DropConfig(is_auto=self.auto, **self.model_dump(exclude={"auto", "microbatches", "max_in_flight"}))
 
 
 class ShapeSettings(BaseModel, extra="forbid", validate_default=True, frozen=True):

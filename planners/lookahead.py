@@ -92,26 +92,27 @@ def form_by_tokens(work: Sequence[Work], model: CostModel, limits: Limits) -> tu
 
 
 def next_budget(
-    ready: Sequence[Work], in_flight_s: Sequence[float], model: CostModel, limits: Limits, *, stages: int
+    ready: Sequence[Work], in_flight_s: Sequence[float], model: CostModel, limits: Limits, *, max_in_flight: int
 ) -> Mapping[str, int]:
-    """What enters a pipeline of `stages` next: `{request id: new tokens}`, decodes first, the longest ready before all.
+    """What enters a pipeline next: `{request id: new tokens}`, decodes first, the longest ready before all.
 
     It costs the mean of all that is ready and in flight, over as many microbatches as the limits ask for and at least
-    `stages`; but where it is not small, hardly more than the dearest in flight: every jump costs a bubble. So a long
-    queue gives microbatches alike, what is left of it is shared out among the stages, and prompts that come while all
-    decode are computed bit by bit beside them.
+    `max_in_flight`; but where it is not small, hardly more than the dearest in flight: every jump costs a bubble. So a
+    long queue gives microbatches alike, what is left of it is shared out among the stages, and prompts that come while
+    all decode are computed bit by bit beside them.
 
     Args:
         ready: work of requests that run or may begin, without those of which a token is on its way. The rest of a
             prompt is ready while its first chunks are in flight.
         in_flight_s: `Microbatch.cost_s` of those that have not come back.
+        max_in_flight: how many may be in the pipeline at once (`stages.microbatches_in_flight`).
     """
     if not ready:
         return {}
     line = _Line(_window(sorted(ready, key=lambda work: (work.is_prefill, work.since)), limits), model)
     # A stage without work is worse than a small microbatch of decodes, which come back again and again.
     most = max(sum(not work.is_prefill for work in ready), line.stop // limits.min_tokens)
-    num_parts = len(_equal_parts(line, limits, min(stages - len(in_flight_s), most))) - 1
+    num_parts = len(_equal_parts(line, limits, min(max_in_flight - len(in_flight_s), most))) - 1
     ready_s, flight_s = line.cost_s(0, line.stop), [cost_s - model.load_s for cost_s in in_flight_s]
     target_s = (ready_s + sum(flight_s)) / (num_parts + len(flight_s))
     if flight_s:

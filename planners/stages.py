@@ -13,6 +13,7 @@ So a member only ever drops layers when its pipeline grows, and only ever takes 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import floor
 
 from pengserve.planners.types.errors import UnsupportedShapeError
 
@@ -51,6 +52,16 @@ def stage_of(rank: int, num_stages: int) -> int:
 def rank_of(stage: int, num_stages: int) -> int:
     """Inverse of `stage_of`."""
     return next(rank for rank in range(num_stages) if stage_of(rank, num_stages) == stage)
+
+
+def microbatches_in_flight(num_stages: int, processors: float) -> int:
+    """How many microbatches keep the processors of a pipeline's members busy, of which each member has so many, 1 at
+    most.
+
+    With a processor each, every stage has one microbatch. Stages that share a processor would only wait for each other
+    with theirs, and every microbatch costs something by itself: fewer and larger ones give more tokens.
+    """
+    return min(num_stages, max(1, floor(num_stages * processors + 0.5)))
 
 
 def nests(sizes: Sequence[int]) -> bool:

@@ -187,7 +187,7 @@ def formations_of(plan: Plan, model: CostModel, stages: int) -> list[Formation]:
     def by_tokens(ready: Sequence[Work], in_flight_s: Sequence[float]) -> Mapping[str, int]:
         return next_by_tokens(ready, model, limits)
 
-    lookahead: Former = partial(next_budget, model=model, limits=limits, stages=stages)
+    lookahead: Former = partial(next_budget, model=model, limits=limits, max_in_flight=stages)
     found = []
     for name, batches, former in (
         ("token count", form_by_tokens(prompts, model, limits), by_tokens),
@@ -207,7 +207,7 @@ def planning(plan: Plan, model: CostModel) -> tuple[float, float, int]:
     num_planned = 0
     for _ in range(PLANNINGS):
         started_s = time.perf_counter()
-        next_budget(prompts, [1.0], model, limits, stages=stages)
+        next_budget(prompts, [1.0], model, limits, max_in_flight=stages)
         chosen_s = time.perf_counter()
         num_planned = len(form_microbatches(prompts, model, limits, stages))
         found[0].append(chosen_s - started_s)

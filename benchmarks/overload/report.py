@@ -198,7 +198,8 @@ def markdown(plan: Plan, size: Size, runs: Sequence[Run], date: str, plot_name: 
         "Medians over the rounds; (x…) behind a figure: PengServe's with drop over this one, median of the rounds' "
         "ratios. TTFT from sending a request to its first text. A burst ends when its last request is sent.",
         "All instances, the ingress, the controller and the client share the cores of one machine; what computes of an "
-        "instance keeps to one core, in turn, but for vLLM's pipelines, whose stages spin while they wait.",
+        "instance keeps to one core, neighbours to the same one, but for vLLM's pipelines, whose stages spin while "
+        "they wait.",
         f"vLLM data parallel: one server an instance, worker in the engine's process; the client sends each request to "
         f"the one with the fewest in flight. vLLM pipeline parallel: a server for each {plan.stages} instances, "
         "a worker process a stage.",

@@ -7,7 +7,6 @@ torch and vLLM would cost ten seconds and could itself be what is broken.
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 import shutil
 import socket
@@ -24,6 +23,7 @@ from rich.text import Text
 from pengserve.cluster.settings import Settings, has_cuda_driver, load_settings, unsafe_environment
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.units import GIB, format_bytes
+from pengserve.replicas.processors import num_cores
 
 WANTED_VLLM = "0.32."
 WANTED_RAY = "2.60."
@@ -149,7 +149,7 @@ def check_environment() -> Iterator[Finding]:
 
 def check_machine(device: str, num_instances: int) -> Iterator[Finding]:
     """Cores, instruction sets, memory, shared memory."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = num_cores()
     level = Level.WARN if device == "cpu" and cores < num_instances else Level.OK
     action = "instances will share cores: set instances.count lower for speed" if level is Level.WARN else ""
     yield Finding(

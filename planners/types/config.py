@@ -27,6 +27,7 @@ class InstanceConfig:
     degrees: tuple[int, ...] = ()  # tensor-parallel degrees to build lanes for; empty: dp alone, and stock weights
     max_stages: int = 1  # of pipelines to build lanes for; 1: parameters are never dropped
     microbatches: MicrobatchPolicy = MicrobatchPolicy.LOOKAHEAD  # what fills the stages of a pipeline
+    max_in_flight: int = 0  # microbatches of a pipeline; 0: one a stage, fewer where instances share processors
     memory_bytes: int = 0  # for weights and KV together; 0: weights as they are, and KV as the engine's flags say
     chunk_bytes: int = 2 << 20  # unit in which the arena moves memory between weights and KV
     peer_timeout_s: float = 5.0  # a collective or a peer's answer; then the group counts as broken

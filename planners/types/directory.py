@@ -13,6 +13,11 @@ class PeerAddress:
     key: InstanceKey
     endpoint: str  # "host:port"
 
+    @property
+    def host(self) -> str:
+        """The machine's address."""
+        return self.endpoint.rpartition(":")[0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
@@ -35,3 +40,8 @@ class PeerDirectory:
     version: int
     peers: tuple[PeerAddress, ...]
     groups: tuple[GroupSpec, ...]
+
+    def num_beside(self, key: InstanceKey) -> int:
+        """Instances that run on the same machine as this one, itself among them; 0 where it is not listed."""
+        hosts = [peer.host for peer in self.peers]
+        return sum(hosts.count(peer.host) for peer in self.peers if peer.key == key)

@@ -18,6 +18,7 @@ from types import MappingProxyType
 import torch
 
 from pengserve.planners.cost_model import CostModel, fit
+from pengserve.planners.stages import microbatches_in_flight
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import EngineError, PengServeError, StepError, UnsupportedShapeError
 from pengserve.planners.types.layout import Group, GroupKind
@@ -36,6 +37,7 @@ from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs, EngineCoreReq
 from pengserve.replicas.memory.kv_views import KvView
 from pengserve.replicas.memory.ledger import BlockLedger
 from pengserve.replicas.memory.weight_views import Shard
+from pengserve.replicas.processors import num_cores, processors_each
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ class Lanes:
         Raises:
             ConfigError: an engine argument is not usable.
         """
+        self._config, self._cores = config, num_cores()
+        self._processors = 1.0  # of each instance here
         self.dp = DpLane(config)
         if (config.degrees or config.max_stages > 1) and self.dp.core.vllm_config.model_config.enforce_eager:
             # vLLM compiles the masking of a sharded embedding, also where eager execution is asked for: that would be
@@ -72,7 +76,6 @@ class Lanes:
         self._idle_totals: dict[str, int] = {}
         self._dp_view: KvView | None = None
         self._clock = StageClock()  # of all pipelines, one after the other
-        self._microbatches = config.microbatches
         self._cost_model = self._profile() if config.max_stages > 1 else FIRST_MODEL
 
     def _profile(self) -> CostModel:
@@ -108,7 +111,7 @@ class Lanes:
             return TpLane(self.dp, self._active, str(group), Shard(rank, group.degree), self.lease)
         if self.dp.memory is None:
             raise UnsupportedShapeError("parameters can be dropped where memory_bytes is set")
-        return PpLane(
+        lane = PpLane(
             self.dp,
             self._active,
             str(group),
@@ -116,9 +119,22 @@ class Lanes:
             group.degree,
             self.dp.memory.layers,
             cost_model=self._cost_model,
-            policy=self._microbatches,
+            policy=self._config.microbatches,
             clock=self._clock,
         )
+        lane.max_in_flight = self._max_in_flight(lane)
+        return lane
+
+    def share_machine(self, num_instances: int) -> None:
+        """So many instances run on this machine from now on, this one among them."""
+        self._processors = processors_each(self._config, self._cores, num_instances)
+        for lane in self._lanes.values():
+            if isinstance(lane, PpLane):
+                lane.max_in_flight = self._max_in_flight(lane)
+
+    def _max_in_flight(self, lane: PpLane) -> int:
+        fixed = self._config.max_in_flight
+        return min(fixed, lane.num_stages) if fixed else microbatches_in_flight(lane.num_stages, self._processors)
 
     def infos(self) -> tuple[LaneInfo, ...]:
         """The shapes that can run here, and those that cannot, with the reason."""

@@ -44,15 +44,15 @@ class Microbatches:
         self._clock = itertools.count(1)
         self._since: dict[str, int] = {}  # request -> when it became ready, in steps of the clock
 
-    def schedule(self, in_flight: Sequence[SchedulerOutput]) -> SchedulerOutput:
-        """The next microbatch, while the others are under way."""
+    def schedule(self, in_flight: Sequence[SchedulerOutput], max_in_flight: int) -> SchedulerOutput:
+        """The next microbatch, while the others are under way; so many may be at once."""
         scheduler = self._scheduler
         running: list[Request] = scheduler.running
         num_slots = scheduler.max_num_running_reqs - len(running)
         waiting = list(itertools.islice((*scheduler.kv_holding_waiting, *scheduler.waiting), max(0, num_slots)))
         order = {request.request_id: index for index, request in enumerate(running)}
         ready = [request for request in (*running, *waiting) if request.num_tokens > request.num_computed_tokens]
-        budget = self._budget(ready, order, in_flight)
+        budget = self._budget(ready, order, in_flight, max_in_flight)
         place = {request_id: index for index, request_id in enumerate(budget)}
         passed = [request for request in running if request.request_id not in place]
         # vLLM passes over a request until this step; `schedule` begins by counting the step.
@@ -80,14 +80,18 @@ class Microbatches:
             self._fit.observe(chunks, seconds * self._num_stages)
 
     def _budget(
-        self, ready: Sequence[Request], running: Mapping[str, int], in_flight: Sequence[SchedulerOutput]
+        self,
+        ready: Sequence[Request],
+        running: Mapping[str, int],
+        in_flight: Sequence[SchedulerOutput],
+        max_in_flight: int,
     ) -> Mapping[str, int]:
         work = [self._work(request, request.request_id in running) for request in ready]
         model = self._fit.model()
         if self._policy is MicrobatchPolicy.TOKENS:
             return next_by_tokens(work, model, self._limits)
         costs_s = [model.batch_s(chunks_of(output)) for output in in_flight]
-        return next_budget(work, costs_s, model, self._limits, stages=self._num_stages)
+        return next_budget(work, costs_s, model, self._limits, max_in_flight=max_in_flight)
 
     def _work(self, request: Request, is_running: bool) -> Work:
         num_tokens = request.num_tokens - request.num_computed_tokens

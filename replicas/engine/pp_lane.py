@@ -100,6 +100,7 @@ class PpLane(GroupLane):
         self.send_hidden: Callable[[int, Sequence[Buffer]], None] = lambda rank, parts: None
         self.timeout_s = 0.0  # of a stage's silence
         self._hidden = HiddenCodec(runner.model, base.worker.device)
+        self.max_in_flight = num_stages  # leader: microbatches, where members share no processors
         self._in_flight: deque[_Microbatch] = deque()
         self._clock = clock or StageClock()
         self._stage_s = 0.0  # leader: of its stage, for the newest microbatch
@@ -129,7 +130,7 @@ class PpLane(GroupLane):
 
     @property
     def num_stages(self) -> int:
-        """Stages, and the most microbatches in flight."""
+        """Stages, one a member."""
         return self.group.world_size
 
     @property
@@ -239,7 +240,7 @@ class PpLane(GroupLane):
 
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Leader: keeps the pipeline full, and finishes the microbatch that has been in it for longest."""
-        while not self._is_held and len(self._in_flight) < self.num_stages and self._begin():
+        while not self._is_held and len(self._in_flight) < self.max_in_flight and self._begin():
             pass
         if not self._in_flight:
             return {}
@@ -256,7 +257,7 @@ class PpLane(GroupLane):
     def _begin(self) -> bool:
         """Makes and sends the next microbatch; False where there is nothing for it."""
         assert self._microbatches is not None
-        output = self._microbatches.schedule([microbatch.output for microbatch in self._in_flight])
+        output = self._microbatches.schedule([other.output for other in self._in_flight], self.max_in_flight)
         if not self._in_flight:
             self._recompute_if_stuck(output)
         if not output.total_num_scheduled_tokens and not output.finished_req_ids and not self._known:

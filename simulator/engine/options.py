@@ -23,7 +23,8 @@ class SchedulerOptions:
     host_blocks: int | None = (
         None  # with "swap": blocks that fit the host, beyond which it recomputes; None: any number
     )
-    num_stages: int = 1  # of a pipeline: so many steps may be unfinished
+    num_stages: int = 1  # of a pipeline
+    max_in_flight: int = 0  # steps that may be unfinished at once; 0: one a stage
     lookahead: CostModel | None = None  # with stages: microbatches cost the same by it; None: each takes all it can
 
     def __post_init__(self) -> None:
@@ -37,3 +38,10 @@ class SchedulerOptions:
             raise ConfigError(f"preemption is {self.preemption!r}: choose recompute or swap")
         if self.num_stages < 1:
             raise ConfigError(f"num_stages is {self.num_stages}: a pipeline has 1 stage or more")
+        if not 0 <= self.max_in_flight <= self.num_stages:
+            raise ConfigError(f"max_in_flight is {self.max_in_flight}: a pipeline has one step a stage at most")
+
+    @property
+    def most_in_flight(self) -> int:
+        """Steps that may be unfinished at once."""
+        return self.max_in_flight or self.num_stages

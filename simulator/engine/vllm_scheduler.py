@@ -194,7 +194,7 @@ class VllmScheduler:
 
     def _form(self) -> SchedulerOutput:
         if self._microbatches is not None:
-            return self._microbatches.schedule(self._in_flight)
+            return self._microbatches.schedule(self._in_flight, self.options.most_in_flight)
         return self._scheduler.schedule()
 
     def _give_up(self) -> str | None:

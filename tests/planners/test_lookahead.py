@@ -109,7 +109,7 @@ def test_a_decode_that_does_not_fit_waits_for_the_next_microbatch() -> None:
     most = Limits(max_tokens=5, max_requests=9)
     for batches in (form_by_tokens(drafts, MODEL, most), form_microbatches(drafts, MODEL, most, 1)):
         assert [batch.num_tokens for batch in batches] == [3, 3, 3, 3]
-    assert next_by_tokens(drafts, MODEL, most) == next_budget(drafts, [], MODEL, most, stages=1) == {"r0": 3}
+    assert next_by_tokens(drafts, MODEL, most) == next_budget(drafts, [], MODEL, most, max_in_flight=1) == {"r0": 3}
 
 
 @settings(deadline=None)
@@ -192,7 +192,7 @@ def test_cheap_tokens_make_all_microbatches_smaller_rather_than_some_cheaper() -
 
 def test_nothing_to_do_gives_no_microbatch() -> None:
     assert form_microbatches([], MODEL, WIDE) == form_by_tokens([], MODEL, WIDE) == ()
-    assert next_budget([], [], MODEL, WIDE, stages=2) == next_by_tokens([], MODEL, WIDE) == {}
+    assert next_budget([], [], MODEL, WIDE, max_in_flight=2) == next_by_tokens([], MODEL, WIDE) == {}
 
 
 def test_work_without_a_token_is_refused() -> None:
@@ -206,7 +206,7 @@ def test_a_budget_takes_the_first_of_what_is_ready(
     work: list[Work], most: Limits, stages: int, in_flight_s: list[float]
 ) -> None:
     for budget in (
-        next_budget(work, in_flight_s[: stages - 1], MODEL, most, stages=stages),
+        next_budget(work, in_flight_s[: stages - 1], MODEL, most, max_in_flight=stages),
         next_by_tokens(work, MODEL, most),
     ):
         order = sorted(work, key=lambda item: (item.is_prefill, item.since))[: len(budget)]
@@ -223,7 +223,7 @@ def test_a_budget_takes_the_first_of_what_is_ready(
 def test_an_empty_pipeline_is_filled_evenly(work: list[Work], stages: int) -> None:
     left, costs_s = {item.request_id: item for item in work}, []
     for _ in range(stages):
-        budget = next_budget(list(left.values()), costs_s, MODEL, WIDE, stages=stages)
+        budget = next_budget(list(left.values()), costs_s, MODEL, WIDE, max_in_flight=stages)
         taken = [replace(left[name], num_tokens=num) for name, num in budget.items()]
         if taken:
             costs_s.append(MODEL.batch_s(item.chunk for item in taken))
@@ -238,24 +238,25 @@ def test_an_empty_pipeline_is_filled_evenly(work: list[Work], stages: int) -> No
 
 def test_decodes_that_came_back_together_part_again() -> None:
     together = [decode(f"r{i}", 500) for i in range(64)]
-    first = next_budget(together, [], MODEL, WIDE, stages=2)
+    first = next_budget(together, [], MODEL, WIDE, max_in_flight=2)
     assert len(first) == 32
-    assert len(next_budget(together[32:], [MODEL.batch_s(w.chunk for w in together[:32])], MODEL, WIDE, stages=2)) == 32
+    first_s = MODEL.batch_s(work.chunk for work in together[:32])
+    assert len(next_budget(together[32:], [first_s], MODEL, WIDE, max_in_flight=2)) == 32
 
 
 def test_a_long_queue_gives_microbatches_like_those_in_flight() -> None:
     queue = [prefill(f"r{i}", 37 * (i % 50 + 1)) for i in range(200)]
     most = Limits(max_tokens=512, max_requests=64)
     first = form_microbatches(queue, MODEL, most, 2)[0].cost_s
-    budget = next_budget(queue, [first], MODEL, most, stages=2)
+    budget = next_budget(queue, [first], MODEL, most, max_in_flight=2)
     taken = [replace(item, num_tokens=budget[item.request_id]) for item in queue if item.request_id in budget]
     assert MODEL.batch_s(item.chunk for item in taken) == pytest.approx(first, rel=0.05)
 
 
 def test_the_oldest_decodes_go_first_and_all_before_prefill() -> None:
     ready = [prefill("new", 3000, since=0.0), decode("young", 100, since=9.0), decode("old", 100, since=1.0)]
-    assert list(next_budget(ready, [], MODEL, WIDE, stages=1)) == ["old", "young", "new"]
+    assert list(next_budget(ready, [], MODEL, WIDE, max_in_flight=1)) == ["old", "young", "new"]
 
 
 def test_a_short_prompt_is_not_cut_to_fill_a_stage() -> None:
-    assert next_budget([prefill("a", 60)], [], MODEL, replace(WIDE, min_tokens=64), stages=4) == {"a": 60}
+    assert next_budget([prefill("a", 60)], [], MODEL, replace(WIDE, min_tokens=64), max_in_flight=4) == {"a": 60}

@@ -52,7 +52,7 @@ def jobs(count: int, most_tokens: int, outputs: tuple[int, int] = (8, 64), seed:
 
 
 def lookahead(stages: int, limits: Limits = LIMITS, model: CostModel = MODEL) -> Former:
-    return partial(next_budget, model=model, limits=limits, stages=stages)
+    return partial(next_budget, model=model, limits=limits, max_in_flight=stages)
 
 
 def by_tokens(limits: Limits = LIMITS) -> Former:
