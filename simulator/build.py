@@ -114,6 +114,7 @@ def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
         # A static pipeline is vLLM's own, which counts tokens alone.
         lookahead=_lookahead(cluster, sizes, times(1)) if setup.max_stages > 1 and not setup.is_static else None,
         costs=costs,
+        processors=cluster.processors,
         assumptions=(*assumptions, *_more_assumptions(cluster, named.model, setup, scheduler)),
     )
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from pengserve.planners.cost_model import CostModel
+from pengserve.planners.stages import microbatches_in_flight
 from pengserve.planners.types.layout import GroupKind, degree_of, tensor_degree_of
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.simulator.engine.cluster import ClusterShape, SimCluster
@@ -34,6 +35,7 @@ class Machine:
     activation_bytes: int  # that a stage sends on for a token
     host_bytes_per_s: float  # of one instance, to its host's memory
     costs: SwitchCosts
+    processors: float = 1.0  # of an instance; below 1 instances share them, and steps were timed while all were busy
     lookahead: CostModel | None = None  # of the whole model, for the microbatches of pipelines
     assumptions: tuple[str, ...] = ()
 
@@ -79,14 +81,24 @@ class Machine:
         def transfer_s(batch: Batch) -> float:
             return first_s + each_s * (batch.num_decodes + prefill_tokens(batch.prefills))
 
-        options = replace(self.options, num_stages=degree_of(shape), lookahead=self.lookahead, preemption="recompute")
+        num_stages = degree_of(shape)
+        max_in_flight = microbatches_in_flight(num_stages, self.processors)
+        options = replace(
+            self.options,
+            num_stages=num_stages,
+            max_in_flight=max_in_flight,
+            lookahead=self.lookahead,
+            preemption="recompute",
+        )
         scheduler = self._scheduler(capacity, options)
         return PipelineLane(
             scheduler,
             times,
             on_end=on_end,
             transfer_s=transfer_s,
-            stage_times=times.stage(degree_of(shape)),
+            stage_times=times.stage(num_stages),
+            # Members that wait for each other leave each other their processors.
+            pace=max(self.processors, max_in_flight / num_stages),
             on_step=on_step,
             gaps=gaps,
         )

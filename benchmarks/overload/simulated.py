@@ -75,6 +75,7 @@ class Recorded:
         """`data` is a result that `is_complete`."""
         self._plan, self._size, self._scheduler = data["plan"], data["size"], scheduler
         self.num_instances = int(self._size["num_instances"])
+        self._processors = min(1.0, int(data["machine"]["cores"]) / self.num_instances)
         self.runs = [run for run in data["runs"] if run["system"] in SIMULATED]
         self.profiles = {profile["system"]: CostModel(**profile["model"]) for profile in self._size["profiles"]}
 
@@ -191,6 +192,7 @@ class Recorded:
             "max_num_seqs": engine["max_num_seqs"],
             "max_num_batched_tokens": engine["max_num_batched_tokens"],
             "request_s": host.request_s,
+            "processors": self._processors,
             "prefix_caching": self._scheduler == "vllm" and bool(engine["enable_prefix_caching"]),
         }
         policy: dict[str, Any] = {"name": "vllm_dp"}

@@ -42,6 +42,6 @@ class PeerDirectory:
     groups: tuple[GroupSpec, ...]
 
     def num_beside(self, key: InstanceKey) -> int:
-        """Instances that run on the same machine as this one, itself among them; 0 where it is not listed."""
+        """Instances on the machine of this one, itself among them; 0 where it is not listed."""
         hosts = [peer.host for peer in self.peers]
         return sum(hosts.count(peer.host) for peer in self.peers if peer.key == key)

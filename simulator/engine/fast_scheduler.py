@@ -49,7 +49,7 @@ class FastScheduler:
         self._formation = (
             Formation(
                 options.lookahead,
-                num_stages=options.num_stages,
+                max_in_flight=options.most_in_flight,
                 max_tokens=options.max_num_batched_tokens,
                 max_requests=capacity.max_num_seqs,
             )
@@ -145,8 +145,8 @@ class FastScheduler:
 
     def schedule(self, max_steps: int = 1) -> Step | None:
         """See `LaneScheduler`."""
-        if len(self._open) >= self.options.num_stages:
-            raise PlanError(f"{len(self._open)} steps are unfinished: finish one, or set num_stages higher")
+        if len(self._open) >= self.options.most_in_flight:
+            raise PlanError(f"{len(self._open)} steps are unfinished: finish one first")
         step = self._schedule_decodes(max_steps) if self.options.num_stages == 1 else None
         step = step or self._schedule_mixed()
         if step is not None:

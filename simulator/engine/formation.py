@@ -17,8 +17,8 @@ MIN_TOKENS = 32  # no microbatch is made smaller than this, but to give every st
 class Formation:
     """Says which requests go into the next microbatch, and remembers since when each has been ready."""
 
-    def __init__(self, model: CostModel, *, num_stages: int, max_tokens: int, max_requests: int) -> None:
-        self._model, self._num_stages = model, num_stages
+    def __init__(self, model: CostModel, *, max_in_flight: int, max_tokens: int, max_requests: int) -> None:
+        self._model, self._max_in_flight = model, max_in_flight
         self._limits = Limits(max_tokens=max_tokens, max_requests=max_requests, min_tokens=min(MIN_TOKENS, max_tokens))
         self._clock = itertools.count(1)
         self._since: dict[str, int] = {}  # request -> when it became ready, in steps of the clock
@@ -29,7 +29,7 @@ class Formation:
         """New tokens by request id, in the order in which they are to be scheduled. `in_flight_s` as `cost_s` gave."""
         work = [self._work(entry, True) for entry in running if entry.tokens > entry.computed]
         work += [self._work(entry, False) for entry in waiting if entry.tokens > entry.computed]
-        return next_budget(work, in_flight_s, self._model, self._limits, stages=self._num_stages)
+        return next_budget(work, in_flight_s, self._model, self._limits, max_in_flight=self._max_in_flight)
 
     def cost_s(self, chunks: Iterable[Chunk]) -> float:
         """What a microbatch costs on the whole model."""

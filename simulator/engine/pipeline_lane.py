@@ -1,4 +1,4 @@
-"""A pipeline lane in virtual time: as many microbatches in flight as there are stages (KunServe 4.3, Fig. 10).
+"""A pipeline lane in virtual time, with a microbatch in flight for each stage, or fewer (KunServe 4.3, Fig. 10).
 
     stage 0   |-- a --|-- b --|       |-- a' --|
     stage 1           |-- a --|-- b --|        |-- a' --|
@@ -78,6 +78,7 @@ class PipelineLane(Lane):
         on_end: Callable[[Sequence[LiveRequest]], None],
         transfer_s: Callable[[Batch], float],
         stage_times: StepTimes | None = None,
+        pace: float = 1.0,
         on_step: Callable[[], None] | None = None,
         gaps: GapCounter | None = None,
         swap_s: Callable[[int, int], float] | None = None,
@@ -87,6 +88,7 @@ class PipelineLane(Lane):
         Args:
             times: of the whole model.
             stage_times: of one stage; None: even shares of the whole.
+            pace: factor on what a stage takes, where it has more of a processor than when steps were timed.
             transfer_s: seconds in which a microbatch's activations go from one stage to the next.
 
         Raises:
@@ -97,12 +99,12 @@ class PipelineLane(Lane):
             raise PlanError("a pipeline lane needs a scheduler with num_stages of 2 or more: use a plain lane")
         super().__init__(scheduler, times, on_end=on_end, on_step=on_step, gaps=gaps, swap_s=swap_s)
         self.stages = Stages(self.num_stages)
-        self._transfer_s, self._stage_times = transfer_s, stage_times
+        self._transfer_s, self._stage_times, self._pace = transfer_s, stage_times, pace
 
     def _stage_s(self, batch: Batch) -> float:
         if self._stage_times is not None:
-            return self._stage_times.step_s(batch)
-        return self.times.step_s(batch) / self.num_stages
+            return self._pace * self._stage_times.step_s(batch)
+        return self._pace * self.times.step_s(batch) / self.num_stages
 
     def _wake(self) -> None:
         if not self._is_at_boundary:
@@ -111,7 +113,7 @@ class PipelineLane(Lane):
     def _fill(self, now_s: float, max_steps: int = MANY) -> None:
         if self._is_paused or self._must_wait(now_s):
             return
-        while len(self._flights) < self.num_stages:
+        while len(self._flights) < self.scheduler.options.most_in_flight:
             step = self._next_step()
             if step is None:
                 break

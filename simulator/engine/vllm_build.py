@@ -163,7 +163,7 @@ def _vllm_config(capacity: KvCapacity, options: SchedulerOptions) -> Any:
         num_speculative_tokens=0,
         num_lookahead_tokens=0,
         num_prefill_lookahead_tokens=0,
-        max_in_flight_tokens=options.num_stages * options.max_num_batched_tokens,
-        max_concurrent_batches=options.num_stages,
+        max_in_flight_tokens=options.most_in_flight * options.max_num_batched_tokens,
+        max_concurrent_batches=options.most_in_flight,
         use_v2_model_runner=True,  # its outputs name requests, where V1's repeat all their tokens
     )

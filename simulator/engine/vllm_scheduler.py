@@ -176,8 +176,8 @@ class VllmScheduler:
 
     def schedule(self, max_steps: int = 1) -> Step | None:
         """See `LaneScheduler`. vLLM decides every step by itself: `max_steps` of what it gives is 1."""
-        if len(self._in_flight) >= self.options.num_stages:
-            raise PlanError(f"{len(self._in_flight)} steps are unfinished: finish one, or set num_stages higher")
+        if len(self._in_flight) >= self.options.most_in_flight:
+            raise PlanError(f"{len(self._in_flight)} steps are unfinished: finish one first")
         output = self._form()
         preempted = self._count_preempted(output.preempted_req_ids)
         while not output.num_scheduled_tokens:

@@ -65,7 +65,8 @@ def data() -> dict[str, Any]:
         "stages": 2,
         "engine": engine_flags(max_num_seqs=128),
     }
-    data: dict[str, Any] = {"date": "2026-11-21", "plan": plan, "size": size, "runs": []}
+    machine = {"cores": 2}
+    data: dict[str, Any] = {"date": "2026-11-21", "machine": machine, "plan": plan, "size": size, "runs": []}
     load = loads(60, 4.0, 3)
     run_of = {"num_instances": 2, "round_index": 0, "requests": [{}], "levels": [[[{}]]]}
     held = {"capacity": [[0.0, 8704.0]]}
@@ -165,7 +166,7 @@ def test_rounds_are_as_far_apart_as_the_farthest_is_from_the_others() -> None:
     assert found["P50 TPOT"] == found["P99 TPOT"] == pytest.approx(0.5)
 
 
-SHARED = "two instances share each core, of which the simulation knows nothing"
+SILENT = "in two of three rounds one of vLLM's servers answered nothing for 1.2 and 4.9 s: TTFT P99 is 64 % too low"
 EDGE = "demand came to about what dp holds, where a wait more or less decides TTFT P99"
 TIPPED = "in two of three rounds demand outgrew the pipelines, in the simulation less: TTFT P99 30 to 70 % too low"
 FULL = "in two of three rounds demand came to just what pipelines hold, where a wait more or less decides TTFT P99"
@@ -181,9 +182,7 @@ KNOWN = {
     ("overload2-x1.5", "dp"): EDGE,
     ("overload2-x1.45", "vllm-dp"): EDGE,
     ("overload2-x1.45", "dp"): EDGE,
-    ("overload4-x1.16", "vllm-dp"): SHARED,
-    ("overload4-x1.16", "dp"): SHARED,
-    ("overload4-x1.16", "drop"): SHARED,
+    ("overload4-x1.16", "vllm-dp"): SILENT,
 }
 RESULTS = {"-".join(path.stem.split("-")[:2]): path for path in newest_results()}  # by load
 

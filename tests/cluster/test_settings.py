@@ -116,6 +116,7 @@ def test_variables_that_kubernetes_and_the_command_line_set_are_left_alone(monke
         ({"shape": {"strategy": "carry"}}, ["unknown key", "did you mean"]),
         ({"shape": {"drop": {"max_stages": 3}}}, ["shape.drop.max_stages", "a power of two", "got 3"]),
         ({"shape": {"drop": {"microbatches": "evenly"}}}, ["shape.drop.microbatches", "lookahead", "tokens"]),
+        ({"shape": {"drop": {"max_in_flight": -1}}}, ["shape.drop.max_in_flight", "greater than or equal to 0"]),
         ({"shape": {"drop": {"max_stages": 0}}}, ["shape.drop.max_stages", "greater than or equal to 1"]),
         ({"shape": {"drop": {"max_stages": 4}}}, ["shape.drop.max_stages", "a pipeline of 4", "count is 2"]),
         ({"shape": {"drop": {"max_stages": 2}}}, ["shape.drop.max_stages of 2 needs instances.memory_bytes"]),
@@ -299,6 +300,13 @@ def test_microbatches_are_formed_by_lookahead_unless_tokens_are_asked_for():
     assert load_settings(None, model="m").instance_config("").microbatches is MicrobatchPolicy.LOOKAHEAD
     settings = load_settings(None, model="m", shape={"drop": {"microbatches": "tokens"}})
     assert settings.instance_config("").microbatches is MicrobatchPolicy.TOKENS
+    assert Settings.model_validate(settings.to_args()) == settings
+
+
+def test_as_many_microbatches_are_in_flight_as_are_asked_for():
+    assert load_settings(None, model="m").instance_config("").max_in_flight == 0, "as processors allow"
+    settings = load_settings(None, model="m", shape={"drop": {"max_in_flight": 3}})
+    assert settings.instance_config("").max_in_flight == 3
     assert Settings.model_validate(settings.to_args()) == settings
 
 

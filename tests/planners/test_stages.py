@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pengserve.planners.stages import Parts, nests, rank_of, stage_layers, stage_of
+from pengserve.planners.stages import Parts, microbatches_in_flight, nests, rank_of, stage_layers, stage_of
 from pengserve.planners.types.errors import UnsupportedShapeError
 
 LAYERS = st.integers(8, 130)
@@ -26,6 +26,18 @@ def test_each_member_has_one_stage_and_the_leader_the_last(num_stages: int) -> N
     stages = [stage_of(rank, num_stages) for rank in range(num_stages)]
     assert sorted(stages) == list(range(num_stages)) and stages[0] == num_stages - 1
     assert [rank_of(stage, num_stages) for stage in stages] == list(range(num_stages))
+
+
+@given(st.integers(1, 64), st.floats(0.01, 1.0), st.floats(0.01, 1.0))
+def test_the_less_of_a_processor_members_have_the_fewer_microbatches(num_stages: int, one: float, other: float) -> None:
+    less, more = sorted((one, other))
+    assert 1 <= microbatches_in_flight(num_stages, less) <= microbatches_in_flight(num_stages, more) <= num_stages
+    assert abs(microbatches_in_flight(num_stages, more) - max(1.0, num_stages * more)) <= 0.5
+
+
+def test_members_with_a_processor_each_have_a_microbatch_each() -> None:
+    assert [microbatches_in_flight(stages, 1.0) for stages in (2, 4, 8)] == [2, 4, 8]
+    assert [microbatches_in_flight(stages, 0.5) for stages in (2, 4, 8)] == [1, 2, 4]
 
 
 @given(LAYERS, PARTS)

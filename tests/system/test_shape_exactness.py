@@ -114,7 +114,12 @@ def disturbed(request: pytest.FixtureRequest, model: Any) -> Iterator[Disturbed]
     degrees = (2,) if request.param == 2 else (2, 4)
     with (
         elastic_cluster(
-            model, request.param, degrees=degrees, max_stages=request.param, memory_bytes=MEMORY_BYTES
+            model,
+            request.param,
+            degrees=degrees,
+            max_stages=request.param,
+            max_in_flight=request.param,  # as on processors of their own
+            memory_bytes=MEMORY_BYTES,
         ) as cluster,
         cluster.ingress() as url,
         Traffic(url) as traffic,

@@ -74,6 +74,7 @@ class FakeLanes:
         self.dp, self._tp = FakeLane(rank), FakeLane(rank)
         self.running: FakeLane | None = None
         self.on_broken: Callable[[BaseException], None] = lambda error: None
+        self.num_here = 0
 
     @property
     def current(self) -> FakeLane:
@@ -88,6 +89,9 @@ class FakeLanes:
         return SimpleNamespace(layout=SimpleNamespace(num_heads=2))
 
     def build(self, group: Group, rank: int) -> None: ...
+
+    def share_machine(self, num_instances: int) -> None:
+        self.num_here = num_instances
 
     def enter(self, lane: FakeLane, seed: int, collectives: object) -> None:
         self.running = lane

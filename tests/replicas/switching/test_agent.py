@@ -95,6 +95,12 @@ def test_a_group_that_no_directory_lists_ends(pair: list[FakeMember]) -> None:
     until(lambda: is_alone(pair))
 
 
+def test_members_know_how_many_share_their_machine(pair: list[FakeMember]) -> None:
+    assert [member.lanes.num_here for member in pair] == [2, 2]
+    pair[0].agent.connect(directory(pair[:1], 2, with_group=False))
+    until(lambda: pair[0].lanes.num_here == 1)
+
+
 def test_the_death_of_a_peer_ends_its_groups(pair: list[FakeMember]) -> None:
     commit(pair, plan(1)).result(TIMEOUT_S)
     until(lambda: is_merged(pair))

@@ -212,6 +212,8 @@ def test_a_request_cannot_come_with_no_kv_or_all_of_it(computed: int) -> None:
         {"policy": "fair"},
         {"preemption": "never"},
         {"num_stages": 0},
+        {"max_in_flight": 3, "num_stages": 2},
+        {"max_in_flight": -1},
     ],
 )
 def test_options_name_the_field_that_is_wrong(wrong: dict[str, Any]) -> None:

@@ -18,11 +18,13 @@ from tests.simulator.engine.loads import MODEL, LinearTimes, capacity, live
 ROOM, TIMES = capacity(num_blocks=4000, block_size=16, max_num_seqs=64), LinearTimes()
 
 
-def serve(requests: list[LiveRequest], transfer_s: float = 0.0, **options: Any) -> tuple[PipelineLane, float]:
+def serve(
+    requests: list[LiveRequest], transfer_s: float = 0.0, pace: float = 1.0, **options: Any
+) -> tuple[PipelineLane, float]:
     async def main() -> tuple[PipelineLane, float]:
         ended: list[LiveRequest] = []
         scheduler = FastScheduler(ROOM, SchedulerOptions(**{"num_stages": 2, **options}))
-        lane = PipelineLane(scheduler, TIMES, on_end=ended.extend, transfer_s=lambda batch: transfer_s)
+        lane = PipelineLane(scheduler, TIMES, on_end=ended.extend, transfer_s=lambda batch: transfer_s, pace=pace)
         for request in requests:
             lane.add(request)
         await asyncio.sleep(1000.0)
@@ -58,6 +60,17 @@ def test_stages_work_at_once(lookahead: Any) -> None:
     lane, end_s = serve(requests, lookahead=lookahead)
     assert end_s < 0.75 * lane.stages.busy_s
     assert all(request.is_done for request in requests)
+
+
+def test_stages_that_take_turns_on_one_processor_save_what_a_microbatch_costs_by_itself() -> None:
+    def requests() -> list[LiveRequest]:
+        return [live(f"r{index}", 40, 100) for index in range(16)]
+
+    both, both_s = serve(requests(), lookahead=MODEL)
+    turns, turns_s = serve(requests(), lookahead=MODEL, max_in_flight=1, pace=0.5)
+    assert turns.stages.bubble() == pytest.approx(0.5, abs=0.01)
+    assert turns.scheduler.totals["step"] < 0.6 * both.scheduler.totals["step"]
+    assert turns_s < both_s
 
 
 def test_lookahead_leaves_smaller_bubbles_than_counting_tokens() -> None:
