@@ -134,7 +134,7 @@ def aims(runs: Sequence[Run]) -> list[str]:
 def failures(runs: Iterable[Run]) -> list[str]:
     """One sentence for every run in which something failed."""
     return [
-        f"{NAMES[r.system]}, {r.load}, round {r.round_index}: {r.failed} requests and {r.failed_switches} switches "
+        f"{NAMES[r.system]}, {r.load}, round {r.round_index + 1}: {r.failed} requests and {r.failed_switches} switches "
         "failed" + (f" ({r.first_error})" if r.first_error else "")
         for r in runs
         if r.failed or r.failed_switches

@@ -89,7 +89,7 @@ def print_table(samples: Sequence[Sample], console: Console) -> None:
 def failures(samples: Iterable[Sample]) -> list[str]:
     """One sentence for every measurement in which a request failed."""
     return [
-        f"{s.system}, {s.figures.num_clients} clients, round {s.round_index}: {s.figures.failed} requests failed "
+        f"{s.system}, {s.figures.num_clients} clients, round {s.round_index + 1}: {s.figures.failed} requests failed "
         f"({s.figures.first_error})"
         for s in samples
         if s.figures.failed

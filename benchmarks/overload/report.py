@@ -128,7 +128,7 @@ def aims(runs: Sequence[Run]) -> list[str]:
 def failures(runs: Iterable[Run]) -> list[str]:
     """One sentence for every run in which something failed."""
     return [
-        f"{NAMES[r.system]}, {r.num_instances} instances, round {r.round_index}: {r.failed} requests and "
+        f"{NAMES[r.system]}, {r.num_instances} instances, round {r.round_index + 1}: {r.failed} requests and "
         f"{len(r.switch_errors)} switches failed"
         + "".join(f" ({why})" for why in (r.first_error, *r.switch_errors) if why)
         for r in runs

@@ -169,12 +169,12 @@ def test_rounds_are_as_far_apart_as_the_farthest_is_from_the_others() -> None:
 SILENT = "in two of three rounds one of vLLM's servers answered nothing for 1.2 and 4.9 s: TTFT P99 is 64 % too low"
 EDGE = "demand came to about what dp holds, where a wait more or less decides TTFT P99"
 TIPPED = "in two of three rounds demand outgrew the pipelines, in the simulation less: TTFT P99 30 to 70 % too low"
+OUTGREW = "in one of three rounds demand outgrew the pipelines, in the simulation not: TTFT P99 is 48 % too low"
 FULL = "in two of three rounds demand came to just what pipelines hold, where a wait more or less decides TTFT P99"
 KNOWN = {
     ("overload2-x1.13", "dp"): EDGE,
     ("overload2-x1.13", "drop"): FULL,
-    ("overload2-x1.16", "vllm-dp"): EDGE,
-    ("overload2-x1.16", "dp"): EDGE,
+    ("overload2-x1.16", "drop"): OUTGREW,
     ("overload2-x1.18", "drop"): TIPPED,
     ("overload2-x1.6", "drop"): TIPPED,
     ("overload2-x1.55", "vllm-dp"): f"{EDGE}; TTFT P50 of its one round, whose few waited 26 ms more than in the run",
