@@ -20,19 +20,19 @@ from pengserve.planners.types.units import format_bytes
 class CudaBackend:
     """Chunks of one GPU's memory, through `cuda-bindings`."""
 
-    def __init__(self, device: torch.device, driver: Any = None) -> None:
-        """`driver`: `cuda.bindings.driver`, or what stands for it in tests.
+    def __init__(self, device: torch.device) -> None:
+        """Asks the device what it can; takes nothing yet.
 
         Raises:
-            ConfigError: `cuda-bindings` is missing, or the device cannot remap memory.
+            ConfigError: `cuda-bindings` or the driver is missing, or the device cannot remap memory.
         """
-        self._driver = _load_driver() if driver is None else driver
+        self._driver = _load_bindings()
         index = torch.cuda.current_device() if device.index is None else device.index
         self._device = torch.device("cuda", index)  # with its index, torch does not ask the driver about an address
         self._handles: list[Any] = []
         self._chunk_bytes = 0
         try:
-            self._call("cuInit", 0)
+            self._load_driver()
             ordinal = self._call("cuDeviceGet", index)
             self._context = self._call("cuDevicePrimaryCtxRetain", ordinal)
             self._properties, self._access = self._describe(ordinal, index)
@@ -97,6 +97,12 @@ class CudaBackend:
         self._enter()
         self._call("cuMemAddressFree", address, num_bytes)
 
+    def _load_driver(self) -> None:
+        try:
+            self._call("cuInit", 0)
+        except RuntimeError as error:  # the bindings look for libcuda when it is called first
+            raise StepError(f"NVIDIA's driver does not load: {error}") from error
+
     def _describe(self, ordinal: Any, index: int) -> tuple[Any, Any]:
         """What kind of memory is wanted, and who may do what with it."""
         driver = self._driver
@@ -142,7 +148,7 @@ class _DeviceBytes:
         }
 
 
-def _load_driver() -> Any:
+def _load_bindings() -> Any:
     try:
         from cuda.bindings import driver
     except ImportError as error:

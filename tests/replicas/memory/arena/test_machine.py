@@ -12,7 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pengserve.planners.types.errors import StepError
 from pengserve.replicas.memory.arena.arena import Region
-from tests.replicas.memory.arena.worlds import CpuWorld, FakeCudaWorld, World
+from tests.replicas.memory.arena.host_driver import needs_compiler
+from tests.replicas.memory.arena.worlds import CpuWorld, CudaWorld, World
 
 NUM_CHUNKS = 12
 CHUNK = st.integers(0, 8)
@@ -126,7 +127,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.arena.close()
 
 
-@pytest.mark.parametrize("world", [CpuWorld, FakeCudaWorld])
+@pytest.mark.parametrize("world", [CpuWorld, pytest.param(CudaWorld, marks=needs_compiler)])
 def test_any_sequence_of_changes(world: Callable[[int], World]) -> None:
     machine = type("Machine", (ArenaMachine,), {"make_world": staticmethod(world)})
     run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))

@@ -1,4 +1,4 @@
-"""The two kinds of memory that the arena's laws are stated for: real pages, and a GPU's driver that is only rules."""
+"""The two kinds of memory that the arena's laws are stated for: pages, and what CUDA's driver maps, over pages too."""
 
 import mmap
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from pengserve.replicas.memory.arena.arena import Arena, Region
 from pengserve.replicas.memory.arena.backend import Backend
 from pengserve.replicas.memory.arena.cpu import CpuBackend
 from pengserve.replicas.memory.arena.cuda import CudaBackend
-from tests.replicas.memory.arena.fake_driver import GRANULARITY, FakeDriver
+from tests.replicas.memory.arena.host_driver import GRANULARITY, HostDriver
 
 PAGE = mmap.PAGESIZE
 
@@ -76,12 +76,12 @@ class CpuWorld:
         return sorted(system_chunks(region, PAGE))
 
 
-class FakeCudaWorld:
-    """A driver that keeps the rules."""
+class CudaWorld:
+    """The driver's calls, through `cuda-bindings`."""
 
     def __init__(self, num_chunks: int) -> None:
-        self.driver = FakeDriver(memory_bytes=num_chunks * GRANULARITY)
-        self.backend = Refusing(CudaBackend(torch.device("cuda:0"), self.driver))
+        self.driver = HostDriver(memory_bytes=num_chunks * GRANULARITY)
+        self.backend = Refusing(CudaBackend(torch.device("cuda:0")))
         self.arena = Arena(self.backend, num_chunks * GRANULARITY, GRANULARITY)
 
     def write(self, region: Region, chunk: int, value: int) -> None:
@@ -92,7 +92,7 @@ class FakeCudaWorld:
 
     def mapped(self, region: Region) -> list[int]:
         places = range(region.address, region.address + region.num_chunks * GRANULARITY, GRANULARITY)
-        return [chunk for chunk, place in enumerate(places) if place in self.driver.readable]
+        return [chunk for chunk, place in enumerate(places) if self.driver.handle(place)]
 
 
 def system_chunks(region: Region, chunk_bytes: int) -> dict[int, int]:
