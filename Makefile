@@ -81,6 +81,9 @@ test-faults: setup ## SIGKILL of each member in every phase of a switch: the ful
 	@$(PYTEST) -q tests/system/test_shape_faults.py
 	@$(PYTEST) -q tests/system/test_growth_faults.py
 
+test-gpu: ## On a GPU, where PYTHON has '.[gpu,dev]': how long remaps take, kernels and graphs over memory that moved
+	@timeout 600 $(PYTHON) -m pytest -q -s -m gpu
+
 soak: setup ## Everything at once, at random: for SOAK_S seconds (600), from SOAK_SEED (1), on SOAK_INSTANCES (2, or 4)
 	@SOAK_S=$${SOAK_S:-600} $(PYTEST) -q -s tests/system/test_soak.py
 
