@@ -1,7 +1,7 @@
 """What a matrix product takes, by how its weight lies: `python -m benchmarks.gemm`.
 
 Writes `results/gemm.md`. Weights as a checkpoint has them are what lanes share (`replicas/engine/shared_model.py`,
-whose `_ONEDNN_MIN_ROWS` comes from here); packed where they lie they are an instance's that has no such lanes
+whose `gemm` goes by it); packed where they lie they are an instance's that has no such lanes
 (`replicas/memory/packed_weights.py`). float32, one thread.
 """
 
@@ -45,6 +45,9 @@ WEIGHTS = (
     Weight(name="demo, gate and up", num_outputs=1408, num_inputs=256, num_in_step=4),
     Weight(name="demo, down", num_outputs=256, num_inputs=704, num_in_step=4),
     Weight(name="demo, head", num_outputs=2048, num_inputs=256, num_in_step=1),
+    Weight(name="3 MiB", num_outputs=1024, num_inputs=768),
+    Weight(name="4 MiB", num_outputs=1024, num_inputs=1024),
+    Weight(name="8 MiB", num_outputs=2048, num_inputs=1024),
     Weight(name="Qwen3-0.6B, qkv", num_outputs=4096, num_inputs=1024),
     Weight(name="Qwen3-0.6B, down", num_outputs=1024, num_inputs=3072),
     Weight(name="Qwen3-4B, qkv", num_outputs=6144, num_inputs=2560),

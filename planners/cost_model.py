@@ -1,17 +1,19 @@
 """How long a batch takes (KunServe section 4.3, Eq. 1-3), fitted to steps that were timed.
 
-    chunk  =  prefix_attention_s * prefix * num  +  self_attention_s * num^2  +  ffn_s * num  +  other_s     Eq. 1
+    chunk  =  prefix_attention_s * prefix * tiled(num)  +  self_attention_s * num^2  +  ffn_s * num  +  other_s  Eq. 1
               +  kv_read_s * prefix
-    batch  =  load_s  +  the sum of its chunks                                                            Eq. 2-3
+    batch  =  load_s  +  the sum of its chunks                                                                Eq. 2-3
 
-`kv_read_s` is not in the paper, whose figures are of prefill. A chunk reads the KV of its prefix once, for however many
-new tokens; where there is but one, reading takes most of its attention: on a CPU a decode costs ten times what
-`prefix_attention_s` says. The paper gives every chunk its own loading of the weights and then takes all but one off
-again; here it is one term. Fits weigh relative errors: a decode step of 5 ms counts as much as a prefill of a second.
+`kv_read_s` is not in the paper, whose figures are of prefill. A chunk reads the KV of its prefix once, for however
+many new tokens; where there is but one, reading takes most of its attention: on a CPU a decode costs ten times what
+`prefix_attention_s` says. Nor are tiles: kernels compute attention for so many new tokens at once, full or not, so
+that 40 tokens after a long prefix cost what 64 do (vLLM makes tiles for CPUs as large as a core's cache). The paper
+gives every chunk its own loading of the weights and then takes all but one off again; here it is one term. Fits weigh
+relative errors: a decode step of 5 ms counts as much as a prefill of a second.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, combinations
 
 import numpy as np
@@ -23,6 +25,7 @@ Floats = NDArray[np.float64]
 
 TERMS = ("prefix_attention_s", "self_attention_s", "kv_read_s", "ffn_s", "other_s", "load_s")  # as in `_features`
 WITHOUT_ATTENTION = ("ffn_s", "other_s", "load_s")
+TILES = (1, 8, 16, 32, 64, 128)  # tokens
 MIN_SAMPLES = 2 * len(TERMS)
 MAX_CONDITION = 1e5  # of the samples' features, each of size 1; above it two terms look the same
 REFIT_STEPS = 8  # once many steps were seen the model is solved anew after so many; it forgets over hundreds
@@ -56,6 +59,7 @@ class CostModel:
     ffn_s: float  # a new token passes the linear layers
     other_s: float  # a chunk is there at all: tables, sampling
     load_s: float  # a batch is there at all: weights are loaded once, kernels launched
+    tile_tokens: int = 1  # attention to a prefix takes so many new tokens at once, but for one token alone
 
     def chunk_s(self, chunk: Chunk) -> float:
         """Seconds that `chunk` adds to a batch (Eq. 1)."""
@@ -63,8 +67,8 @@ class CostModel:
 
     def tokens_s(self, prefix_tokens: int, num_tokens: int) -> float:
         """`chunk_s` of so many tokens, for callers that price many."""
-        linear_s = self.prefix_attention_s * prefix_tokens + self.self_attention_s * num_tokens + self.ffn_s
-        return linear_s * num_tokens + self.kv_read_s * prefix_tokens + self.other_s
+        prefix_s = (self.prefix_attention_s * tiled(num_tokens, self.tile_tokens) + self.kv_read_s) * prefix_tokens
+        return prefix_s + (self.self_attention_s * num_tokens + self.ffn_s) * num_tokens + self.other_s
 
     def batch_s(self, chunks: Iterable[Chunk]) -> float:
         """Seconds of a batch (Eq. 2-3)."""
@@ -72,17 +76,22 @@ class CostModel:
 
     def batches_s(self, batches: Iterable[Sequence[Chunk]]) -> Floats:
         """`batch_s` of many batches at once."""
-        seconds: Floats = _matrix(batches) @ _coefficients(self)
+        seconds: Floats = _matrix(batches, self.tile_tokens) @ _coefficients(self)
         return seconds
 
 
+def tiled(num_tokens: int, tile_tokens: int) -> int:
+    """New tokens of a chunk, with those that its last tile lacks; a decode is computed in another way, and has none."""
+    return num_tokens if num_tokens == 1 else -(-num_tokens // tile_tokens) * tile_tokens
+
+
 def fit(samples: Sequence[Sample]) -> CostModel:
-    """The model with the least mean squared relative error on `samples`.
+    """The model with the least mean squared relative error on `samples`, of all `TILES`.
 
     Raises:
         PlanError: the samples are too few, or too much alike, to tell the terms apart.
     """
-    return _fit(samples, TERMS)
+    return _fit(samples, TERMS, TILES)
 
 
 def fit_token_count(samples: Sequence[Sample]) -> CostModel:
@@ -91,7 +100,7 @@ def fit_token_count(samples: Sequence[Sample]) -> CostModel:
     Raises:
         PlanError: as `fit`.
     """
-    return _fit(samples, WITHOUT_ATTENTION)
+    return _fit(samples, WITHOUT_ATTENTION, TILES[:1])
 
 
 def relative_errors(model: CostModel, samples: Sequence[Sample]) -> Floats:
@@ -112,7 +121,7 @@ class OnlineFit:
     def __init__(self, model: CostModel, *, memory_steps: float = 500.0, belief_steps: float = 8.0) -> None:
         """`memory_steps`: a step's weight falls to 1/e within so many. `belief_steps`: weight of the first model."""
         self._first, self._keep, self._model = model, 1.0 - 1.0 / memory_steps, model
-        rows = _matrix(_PROBES)
+        rows = _matrix(_PROBES, model.tile_tokens)
         rows *= np.sqrt(belief_steps / len(rows)) / model.batches_s(_PROBES)[:, None]
         self._belief: Floats = rows.T @ rows
         self._coefficients = _coefficients(model)
@@ -124,7 +133,7 @@ class OnlineFit:
         """Takes one step into account. What took `OUTLIER` times its prediction or more counts as that."""
         seconds = min(seconds, OUTLIER * self.model().batch_s(chunks))
         first_s = self._first.batch_s(chunks)
-        row = _features(chunks) / first_s
+        row = _features(chunks, self._first.tile_tokens) / first_s
         self._gram = self._keep * self._gram + np.outer(row, row)
         self._moment = self._keep * self._moment + row * (seconds / first_s)
         self._num_seen += 1
@@ -135,7 +144,8 @@ class OnlineFit:
         if self._num_unsolved and self._num_unsolved >= min(REFIT_STEPS, self._num_seen // REFIT_STEPS):
             first, gram, moment = self._coefficients, self._belief + self._gram, self._belief @ self._coefficients
             speed = first @ (moment + self._moment) / (first @ gram @ first)
-            self._model = _solve(gram, speed * moment + self._moment, TERMS, self._model)
+            solved = _solve(gram, speed * moment + self._moment, TERMS, self._model)
+            self._model = replace(solved, tile_tokens=self._first.tile_tokens)
             self._num_unsolved = 0
         return self._model
 
@@ -150,18 +160,28 @@ _PROBES: tuple[tuple[Chunk, ...], ...] = tuple(
 )  # fmt: skip
 
 
-def _fit(samples: Sequence[Sample], terms: Sequence[str]) -> CostModel:
+def _fit(samples: Sequence[Sample], terms: Sequence[str], tiles: Sequence[int]) -> CostModel:
     if len(samples) < MIN_SAMPLES:
         raise PlanError(f"a cost model needs at least {MIN_SAMPLES} timed steps, not {len(samples)}: profile more")
     measured_s = np.array([sample.seconds for sample in samples])
     if not (np.isfinite(measured_s).all() and (measured_s > 0).all()):
         raise PlanError("a timed step took no time, or none that is a number: profile again")
-    rows = _matrix(sample.chunks for sample in samples) / measured_s[:, None]
+    found = [_fit_tile(samples, terms, tile_tokens) for tile_tokens in tiles]
+    models = [model for model in found if model is not None]
+    if not models:
+        raise PlanError("the timed steps are too much alike to tell a cost model's terms apart: profile more kinds")
+    return min(models, key=lambda model: float((relative_errors(model, samples) ** 2).sum()))
+
+
+def _fit_tile(samples: Sequence[Sample], terms: Sequence[str], tile_tokens: int) -> CostModel | None:
+    """The best model with this tile; None where its terms look the same."""
+    rows = _matrix((sample.chunks for sample in samples), tile_tokens)
+    rows /= np.array([sample.seconds for sample in samples])[:, None]
     rows = rows[:, [TERMS.index(term) for term in terms]]
     sizes = np.linalg.norm(rows, axis=0)
     if not sizes.all() or np.linalg.cond(rows / sizes) > MAX_CONDITION:
-        raise PlanError("the timed steps are too much alike to tell a cost model's terms apart: profile more kinds")
-    return _solve(rows.T @ rows, rows.sum(axis=0), terms)
+        return None
+    return replace(_solve(rows.T @ rows, rows.sum(axis=0), terms), tile_tokens=tile_tokens)
 
 
 def _solve(gram: Floats, moment: Floats, terms: Sequence[str], guess: CostModel | None = None) -> CostModel:
@@ -195,13 +215,13 @@ def _coefficients(model: CostModel) -> Floats:
     return np.array([getattr(model, term) for term in TERMS])
 
 
-def _features(chunks: Sequence[Chunk]) -> Floats:
+def _features(chunks: Sequence[Chunk], tile_tokens: int) -> Floats:
     """What a batch has of each of `TERMS`."""
-    prefix = sum(chunk.prefix_tokens * chunk.num_tokens for chunk in chunks)
+    prefix = sum(chunk.prefix_tokens * tiled(chunk.num_tokens, tile_tokens) for chunk in chunks)
     square = sum(chunk.num_tokens * chunk.num_tokens for chunk in chunks)
     read = sum(chunk.prefix_tokens for chunk in chunks)
     return np.array([prefix, square, read, sum(chunk.num_tokens for chunk in chunks), len(chunks), 1.0])
 
 
-def _matrix(batches: Iterable[Sequence[Chunk]]) -> Floats:
-    return np.stack([_features(chunks) for chunks in batches])
+def _matrix(batches: Iterable[Sequence[Chunk]], tile_tokens: int) -> Floats:
+    return np.stack([_features(chunks, tile_tokens) for chunks in batches])

@@ -79,10 +79,10 @@ def markdown(plan: Plan, result: Result, date: str) -> str:
         "",
         *table(ERROR_HEADING, error_rows(result), 2),
         "",
-        "| coefficient | " + " | ".join(TERMS) + " |",
-        "|---|" + "---:|" * len(TERMS),
+        "| coefficient | " + " | ".join(TERMS) + " | tokens of a tile |",
+        "|---|" + "---:|" * (len(TERMS) + 1),
         *(
-            f"| {name} | " + " | ".join(f"{getattr(model, term):.3g}" for term in TERMS) + " |"
+            f"| {name} | " + " | ".join(f"{getattr(model, term):.3g}" for term in TERMS) + f" | {model.tile_tokens} |"
             for name, model in zip(_models(result), (result.ours, result.tokens_only), strict=True)
         ),
         "",

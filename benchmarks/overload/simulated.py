@@ -27,7 +27,7 @@ from benchmarks.harness import RESULTS
 from benchmarks.overload.record import SIMULATED, Record
 from benchmarks.validation.figures import Figure, figure_table, spread
 from pengserve.cluster.demo.checkpoint import LlamaShape
-from pengserve.planners.cost_model import CostModel
+from pengserve.planners.cost_model import TERMS, CostModel
 from pengserve.simulator.config import SimulationConfig
 from pengserve.simulator.requests import Arrival
 from pengserve.simulator.result import Result
@@ -58,7 +58,7 @@ class Host:
 
     def added(self, model: CostModel) -> CostModel:
         """The cost model with it."""
-        scaled = CostModel(**{name: (1.0 + self.share) * seconds for name, seconds in asdict(model).items()})
+        scaled = replace(model, **{term: (1.0 + self.share) * getattr(model, term) for term in TERMS})
         load_s, kv_read_s = scaled.load_s + self.step_s, scaled.kv_read_s * math.exp(self.log_kv)
         return replace(scaled, load_s=max(0.0, load_s), kv_read_s=kv_read_s)
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pengserve.planners.types.errors import UnsupportedShapeError
+from pengserve.planners.types.units import MIB
 from pengserve.replicas.engine.vllm_seam import (
     ColumnParallelLinear,
     LinearBase,
@@ -35,13 +36,16 @@ _LINEARS = (ColumnParallelLinear, MergedColumnParallelLinear, QKVParallelLinear,
 _EMBEDDINGS = (VocabParallelEmbedding, ParallelLMHead)
 _PLAIN_METHODS = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
 
-# Below this many rows MKL's matrix-vector product wins over oneDNN (float32, measured with benchmarks/gemm.py).
+# With fewer rows, and over weights that a core's own cache holds, MKL wins over oneDNN, which lays every weight out
+# anew (float32, measured with benchmarks/gemm.py). By size, not by a trial: all instances compute alike.
 _ONEDNN_MIN_ROWS = 4
+_ONEDNN_MIN_BYTES = 4 * MIB
 
 
 def gemm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ weight.T + bias` for weights that must stay as they are: nothing is packed, `weight` may be a view."""
-    if weight.dtype is torch.float32 and x.shape[0] >= _ONEDNN_MIN_ROWS and weight.is_contiguous() and not x.is_cuda:
+    is_onednn = x.shape[0] >= _ONEDNN_MIN_ROWS and weight.nbytes >= _ONEDNN_MIN_BYTES
+    if is_onednn and weight.dtype is torch.float32 and weight.is_contiguous() and not x.is_cuda:
         product: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
         return product
     return nn.functional.linear(x, weight, bias)

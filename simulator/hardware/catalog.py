@@ -42,6 +42,8 @@ _CONFIG = ConfigDict(extra="forbid")
 def _costs(costs: CostModel) -> CostModel:
     if not all(isfinite(value) and value >= 0 for value in astuple(costs)) or costs.load_s <= 0:
         raise ValueError("no coefficient is below 0, and load_s is above it")
+    if costs.tile_tokens < 1:
+        raise ValueError("a tile has one token or more")
     return costs
 
 

@@ -17,6 +17,7 @@ from pengserve.planners.cost_model import (
     OUTLIER,
     REFIT_STEPS,
     TERMS,
+    TILES,
     Chunk,
     CostModel,
     OnlineFit,
@@ -24,6 +25,7 @@ from pengserve.planners.cost_model import (
     fit,
     fit_token_count,
     relative_errors,
+    tiled,
 )
 from pengserve.planners.types.errors import PlanError
 
@@ -31,7 +33,7 @@ TRUE = CostModel(prefix_attention_s=5e-8, self_attention_s=3e-8, kv_read_s=5e-7,
 Batch = tuple[Chunk, ...]
 
 chunks = st.builds(Chunk, prefix_tokens=st.integers(0, 4000), num_tokens=st.integers(1, 2000))
-models = st.builds(CostModel, **{term: st.floats(0, 1e-3) for term in TERMS})
+models = st.builds(CostModel, tile_tokens=st.sampled_from(TILES), **{term: st.floats(0, 1e-3) for term in TERMS})
 
 
 def batches(count: int, seed: int = 1) -> list[Batch]:
@@ -85,6 +87,35 @@ def test_where_masked_pairs_are_skipped_a_cut_costs_a_chunk_and_reading_what_is_
 
 def test_a_fit_finds_the_model_behind_the_samples() -> None:
     assert close(fit(samples(40)), TRUE, 1e-6)
+
+
+@pytest.mark.parametrize("tile_tokens", TILES)
+def test_a_fit_finds_the_tile_behind_the_samples(tile_tokens: int) -> None:
+    true = replace(TRUE, tile_tokens=tile_tokens)
+    found = fit(samples(40, true))
+    assert found.tile_tokens == tile_tokens and close(found, true, 1e-6)
+
+
+@given(st.integers(1, 2000), st.sampled_from(TILES))
+def test_the_last_tile_is_paid_whole_but_by_a_decode(num_tokens: int, tile_tokens: int) -> None:
+    paid = tiled(num_tokens, tile_tokens)
+    assert num_tokens <= paid < num_tokens + tile_tokens
+    assert paid == num_tokens if num_tokens == 1 else paid % tile_tokens == 0
+
+
+@given(models, st.integers(0, 4000), st.integers(1, 2000))
+def test_a_token_more_never_costs_less(model: CostModel, prefix: int, num: int) -> None:
+    assert model.tokens_s(prefix, num) <= model.tokens_s(prefix, num + 1)
+    assert model.tokens_s(prefix, num) <= model.tokens_s(prefix + 1, num)
+
+
+def test_what_is_seen_while_serving_is_tiled_as_well() -> None:
+    true = replace(TRUE, tile_tokens=64)
+    online = OnlineFit(replace(true, prefix_attention_s=2 * true.prefix_attention_s))
+    for sample in samples(400, true):
+        online.observe(sample.chunks, sample.seconds)
+    assert online.model().tile_tokens == 64
+    assert relative_errors(online.model(), samples(60, true, seed=3)).mean() < 0.02
 
 
 def test_a_fit_of_noisy_samples_predicts_others() -> None:

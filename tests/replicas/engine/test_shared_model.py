@@ -157,6 +157,21 @@ def test_heads_that_do_not_split_are_refused(world: Any, tmp_path: Path) -> None
         qkv_parts(torch.zeros(5, 4), num_heads=3, num_kv_heads=1, head_size=1, shard=Shard(0, 2))
 
 
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "is_onednn"), [(3, 4096, False), (4, 4096, True), (64, 512, False)]
+)
+def test_products_over_plain_weights_are_those_of_the_faster_library(
+    num_rows: int, num_outputs: int, is_onednn: bool
+) -> None:
+    from pengserve.replicas.engine.shared_model import gemm
+
+    x, weight = torch.randn(num_rows, 512), torch.randn(num_outputs, 512)
+    mkl = torch.nn.functional.linear(x, weight)
+    onednn = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    assert torch.equal(gemm(x, weight), onednn if is_onednn else mkl)
+    torch.testing.assert_close(mkl, onednn, rtol=1e-4, atol=1e-4)
+
+
 def test_weights_that_cannot_be_packed_are_told_of_once(
     world: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
