@@ -194,7 +194,13 @@ class _Line:
         left, right = self._starts[index - 1], self._starts[index]
         if not self._items[index - 1].is_prefill or self._costs_s[index] <= (1.0 + SNAP) * target_s:
             return right
-        return left + 1 + bisect_left(range(left + 1, right), target_s, key=lambda position: self.cost_s(0, position))
+        exact = left + 1 + bisect_left(range(left + 1, right), target_s, key=lambda position: self.cost_s(0, position))
+        return min(
+            self._tile_ends(left, exact, right),
+            key=lambda position: (
+                abs(self.cost_s(0, position) - target_s) + self._cut_s(index - 1, left, position, right)
+            ),
+        )
 
     def cut(self, start: int, stop: int, share: float) -> int | None:
         """Where `[start, stop)` falls into two whose costs are as `share` to `1 - share`; None: nowhere inside."""
@@ -217,8 +223,25 @@ class _Line:
         near_s = SNAP * min(share, 1.0 - share) * (after_s - before_s)
         if self._items[index].is_prefill and all(abs(excess_s(position)) > near_s for position in found):
             inner = left + 1 + bisect_left(range(left + 1, right), 0.0, key=excess_s)
-            found += [position for position in (inner - 1, inner) if left < position < right]
-        return min(found, key=lambda position: abs(excess_s(position)), default=None)
+            inside = [position for position in (inner - 1, inner) if left < position < right]
+            found += [end for position in inside for end in self._tile_ends(left, position, right)]
+
+        def loss_s(position: int) -> float:
+            more_s = self._cut_s(index, left, position, right) if left < position < right else 0.0
+            return abs(excess_s(position)) + min(share, 1.0 - share) * more_s
+
+        return min(found, key=loss_s, default=None)
+
+    def _tile_ends(self, left: int, position: int, right: int) -> list[int]:
+        """`position` and those next to it, inside of `(left, right)`, where a chunk from `left` fills its tiles."""
+        tile = self._model.tile_tokens
+        filled = left + (position - left) // tile * tile
+        return [position, *(end for end in (filled, filled + tile) if left < end < right and end != position)]
+
+    def _cut_s(self, index: int, left: int, position: int, right: int) -> float:
+        """What it costs that the tokens `[left, right)` of an item are cut at `position`."""
+        inner_s, outer_s = self._chunk_s(index, left, position), self._chunk_s(index, position, right)
+        return inner_s + outer_s - self._chunk_s(index, left, right)
 
     def _item(self, position: int) -> int:
         return bisect_right(self._starts, position) - 1

@@ -134,6 +134,15 @@ def test_costs_differ_by_little_more_than_what_cannot_be_cut(work: list[Work], n
     assert max(costs_s) <= mean_s * (1 + 4 * SNAP) + 2 * granule_s(work, model)
 
 
+def test_prompts_are_cut_where_tiles_end() -> None:
+    long = [replace(prefill("r0", 2000), prefix_tokens=8000)]
+    (first, *_), (plain, *_) = (form_microbatches(long, model, WIDE, 3) for model in (TILED, MODEL))
+    assert first.num_tokens % TILED.tile_tokens == 0 and plain.num_tokens % TILED.tile_tokens
+    assert next_budget(long, [], TILED, WIDE, max_in_flight=3)["r0"] % TILED.tile_tokens == 0
+    short = [prefill("r0", 200)]  # attends to no prefix: nothing is gained by whole tiles
+    assert next_budget(short, [], TILED, WIDE, max_in_flight=3) == next_budget(short, [], MODEL, WIDE, max_in_flight=3)
+
+
 @settings(deadline=None)
 @given(works(max_size=4, max_tokens=8), st.integers(2, 3))
 def test_no_other_cuts_are_much_better(work: list[Work], num: int) -> None:
@@ -238,9 +247,8 @@ def test_an_empty_pipeline_is_filled_evenly(work: list[Work], stages: int, model
             item = left.pop(name)
             if num < item.num_tokens:
                 left[name] = replace(item, prefix_tokens=item.prefix_tokens + num, num_tokens=item.num_tokens - num)
-    # A cut opens a tile more, which is not foreseen: in the worst case each of them leaves it over.
-    cuts = 2 if model.tile_tokens == 1 else max(2, stages)
-    assert sum(model.chunk_s(item.chunk) for item in left.values()) <= cuts * granule_s(work, model)
+    unforeseen = 2 if model.tile_tokens == 1 else max(2, stages)  # each cut may open a tile more
+    assert sum(model.chunk_s(item.chunk) for item in left.values()) <= unforeseen * granule_s(work, model)
     mean_s = sum(cost_s - model.load_s for cost_s in costs_s) / stages
     assert max(costs_s) - model.load_s <= mean_s * (1 + REST) + 2 * granule_s(work, model)
 
