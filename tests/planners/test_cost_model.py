@@ -96,6 +96,12 @@ def test_a_fit_finds_the_tile_behind_the_samples(tile_tokens: int) -> None:
     assert found.tile_tokens == tile_tokens and close(found, true, 1e-6)
 
 
+@given(st.integers(0, 10_000))
+@settings(deadline=None, max_examples=20)
+def test_noise_is_not_taken_for_tiles(seed: int) -> None:
+    assert fit(samples(60, noise=0.1, seed=seed)).tile_tokens == 1
+
+
 @given(st.integers(1, 2000), st.sampled_from(TILES))
 def test_the_last_tile_is_paid_whole_but_by_a_decode(num_tokens: int, tile_tokens: int) -> None:
     paid = tiled(num_tokens, tile_tokens)
