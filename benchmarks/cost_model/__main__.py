@@ -39,7 +39,7 @@ def make_plan(options: argparse.Namespace) -> Plan:
 def _options() -> argparse.Namespace:
     parser = option_parser("cost_model", __doc__)
     parser.add_argument("--batches", type=int, default=150, help="different batches to time")
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--tiny", action="store_true", help="few batches, once: to see that it works")
     return parser.parse_args()
 
