@@ -81,7 +81,7 @@ test-faults: setup ## SIGKILL of each member in every phase of a switch: the ful
 	@$(PYTEST) -q tests/system/test_shape_faults.py
 	@$(PYTEST) -q tests/system/test_growth_faults.py
 
-test-gpu: ## On a GPU, where PYTHON has '.[gpu,dev]': how long remaps take, kernels and graphs over memory that moved
+test-gpu: ## On a GPU, where PYTHON has '.[gpu,openai,dev]': how long remaps take, kernels and graphs over memory that moved
 	@timeout 600 $(PYTHON) -m pytest -q -s -m gpu
 
 soak: setup ## Everything at once, at random: for SOAK_S seconds (600), from SOAK_SEED (1), on SOAK_INSTANCES (2, or 4)

@@ -92,7 +92,7 @@ def fit(samples: Sequence[Sample]) -> CostModel:
     Raises:
         PlanError: the samples are too few, or too much alike, to tell the terms apart.
     """
-    return _fit(samples, TERMS, TILES[1:])
+    return _fit(samples, TERMS, TILES)
 
 
 def fit_token_count(samples: Sequence[Sample]) -> CostModel:
@@ -101,7 +101,7 @@ def fit_token_count(samples: Sequence[Sample]) -> CostModel:
     Raises:
         PlanError: as `fit`.
     """
-    return _fit(samples, WITHOUT_ATTENTION, ())
+    return _fit(samples, WITHOUT_ATTENTION, TILES[:1])
 
 
 def relative_errors(model: CostModel, samples: Sequence[Sample]) -> Floats:
@@ -167,27 +167,23 @@ def _fit(samples: Sequence[Sample], terms: Sequence[str], tiles: Sequence[int]) 
     measured_s = np.array([sample.seconds for sample in samples])
     if not (np.isfinite(measured_s).all() and (measured_s > 0).all()):
         raise PlanError("a timed step took no time, or none that is a number: profile again")
-    plain = _fit_tile(samples, terms, 1)
+    plain, *others = [_fit_tile(samples, terms, tile_tokens) for tile_tokens in tiles]
     if plain is None:
         raise PlanError("the timed steps are too much alike to tell a cost model's terms apart: profile more kinds")
-    tiled_fits = [_fit_tile(samples, terms, tile_tokens) for tile_tokens in tiles]
-
-    def loss(model: CostModel) -> float:
-        return float((relative_errors(model, samples) ** 2).sum())
-
-    best = min((model for model in tiled_fits if model is not None), key=loss, default=plain)
-    return best if loss(best) <= TILE_GAIN * loss(plain) else plain
+    best = min((found for found in others if found is not None), key=lambda found: found[0], default=plain)
+    return best[1] if best[0] <= TILE_GAIN * plain[0] else plain[1]
 
 
-def _fit_tile(samples: Sequence[Sample], terms: Sequence[str], tile_tokens: int) -> CostModel | None:
-    """The best model with this tile; None where its terms look the same."""
+def _fit_tile(samples: Sequence[Sample], terms: Sequence[str], tile_tokens: int) -> tuple[float, CostModel] | None:
+    """The least squared error with this tile, and its model; None where terms look the same."""
     rows = _matrix((sample.chunks for sample in samples), tile_tokens)
     rows /= np.array([sample.seconds for sample in samples])[:, None]
-    rows = rows[:, [TERMS.index(term) for term in terms]]
-    sizes = np.linalg.norm(rows, axis=0)
-    if not sizes.all() or np.linalg.cond(rows / sizes) > MAX_CONDITION:
+    chosen = rows[:, [TERMS.index(term) for term in terms]]
+    sizes = np.linalg.norm(chosen, axis=0)
+    if not sizes.all() or np.linalg.cond(chosen / sizes) > MAX_CONDITION:
         return None
-    return replace(_solve(rows.T @ rows, rows.sum(axis=0), terms), tile_tokens=tile_tokens)
+    model = replace(_solve(chosen.T @ chosen, chosen.sum(axis=0), terms), tile_tokens=tile_tokens)
+    return float(((rows @ _coefficients(model) - 1.0) ** 2).sum()), model
 
 
 def _solve(gram: Floats, moment: Floats, terms: Sequence[str], guess: CostModel | None = None) -> CostModel:

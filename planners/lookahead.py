@@ -224,7 +224,7 @@ class _Line:
         if self._items[index].is_prefill and all(abs(excess_s(position)) > near_s for position in found):
             inner = left + 1 + bisect_left(range(left + 1, right), 0.0, key=excess_s)
             inside = [position for position in (inner - 1, inner) if left < position < right]
-            found += [end for position in inside for end in self._tile_ends(left, position, right)]
+            found += {end: None for position in inside for end in self._tile_ends(left, position, right)}  # each once
 
         def loss_s(position: int) -> float:
             more_s = self._cut_s(index, left, position, right) if left < position < right else 0.0

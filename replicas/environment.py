@@ -7,7 +7,7 @@ from pengserve.planners.types.units import GIB, MIB
 def process_environment(config: InstanceConfig) -> dict[str, str]:
     """Variables to put into an instance's process before Python starts.
 
-    OpenMP and vLLM read these once, at import; setting them later has no effect.
+    OpenMP, vLLM and the C library read these once; setting them later has no effect.
     """
     environment = {
         "VLLM_USE_V2_MODEL_RUNNER": "0",  # lanes are built on the V1 runner
@@ -21,7 +21,7 @@ def process_environment(config: InstanceConfig) -> dict[str, str]:
             # vLLM would pin threads to cores; instances that share cores must float.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # glibc would give the memory of a long prompt's activations back after each step, and the next one pay for
-            # every page of it again: 15 % of a step of 1,700 tokens. 32 MiB is the most that it takes for the first.
+            # every page of it again: 13 % of a step of 1,700 tokens. 32 MiB is the most that it takes for the first.
             "MALLOC_MMAP_THRESHOLD_": str(32 * MIB),
             "MALLOC_TRIM_THRESHOLD_": str(2 * GIB),
         }
