@@ -7,9 +7,13 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 CONFIG ?= deploy/laptop.yaml
 BIN := .venv/bin
-MODEL := .pengserve/demo-model
+SHIPPED_MODEL := cluster/demo/model
 FLOORS := planners replicas controller cluster simulator
-PYTEST := timeout 3000 $(BIN)/python -m pytest
+# Tests of files that know nothing of each other run two at a time; those that start engines run one after the other.
+PYTEST := timeout 3000 $(BIN)/python -m pytest -q
+FAST := not slow and not shapes and not faults and not validation and not gpu
+ENGINES := slow and not shapes and not faults and not validation and not gpu
+SHAPES := shapes and not faults and not validation and not gpu
 
 # One core does one instance's work, nothing is fetched or reported while it runs.
 export OMP_NUM_THREADS ?= 1
@@ -19,6 +23,11 @@ export DO_NOT_TRACK ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 export VLLM_CPU_OMP_THREADS_BIND ?= nobind
 export VLLM_LOGGING_LEVEL ?= WARNING
+
+# `make test AVX2=1` and so on: as on a processor that has AVX2 and nothing newer.
+ifdef AVX2
+export PYTHONPATH := $(CURDIR)/tests/support/avx2
+endif
 
 # Every target with a word of help is a name, not a file.
 .PHONY: $(shell sed -n 's/^\([a-z-]*\):.*\#\# .*/\1/p' Makefile)
@@ -33,17 +42,14 @@ setup: .venv/.installed ## Create .venv with the locked CPU set and PengServe it
 		|| { echo "The lock is for Python 3.11: run make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing the locked CPU set into .venv (about 2.5 GB, once)"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -r requirements-cpu.txt
+	@$(PYTHON) deploy/install.py $(BIN)/python requirements-cpu.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
-model: $(MODEL)/pengserve-model.json ## Train the demo model into .pengserve/demo-model (two minutes, once)
+demo-model: setup ## Train the shipped demo model anew and print its loss (37 minutes on two busy cores)
+	@OMP_WAIT_POLICY=PASSIVE $(BIN)/pengserve model make-demo $(SHIPPED_MODEL)  # on busy cores, spinning threads take thrice as long
 
-$(MODEL)/pengserve-model.json: .venv/.installed $(wildcard cluster/demo/*.py)
-	@OMP_WAIT_POLICY=PASSIVE $(BIN)/pengserve model make-demo $(MODEL)  # on busy cores, spinning threads take thrice as long
-	@touch $@
-
-serve: setup model ## Set everything up, then serve the demo model with two instances (Ctrl-C stops)
+serve: setup ## Set everything up, then serve the demo model with two instances (Ctrl-C stops)
 	@$(BIN)/pengserve up $(CONFIG)
 
 serve-check: ## Run `make serve`, stream one answer, stop it; print the text and the time from command to answer
@@ -69,17 +75,23 @@ imports: setup ## import-linter: the floors of docs/decisions/0001-house-and-flo
 	@$(BIN)/lint-imports
 
 fast-tests: setup ## Tests that need neither an engine nor Ray
-	@$(PYTEST) -q -m "not slow and not gpu"
+	@$(PYTEST) -n 2 --dist loadfile -m "$(FAST)"
 
-test: setup ## All tests that run on a CPU, but for the long ones of the next two targets
-	@$(PYTEST) -q -m "not gpu and not faults and not shapes"
+engine-tests: setup ## Tests with real engines, and one real application under Ray
+	@$(PYTEST) -m "$(ENGINES)"
 
-test-shapes: setup ## Whole clusters that change their shape: exactness with four instances, faults, overload, precision
-	@$(PYTEST) -q -m "shapes and not gpu and not faults"
+test: fast-tests engine-tests ## What each landing passes beside `make check`: both of the above
+
+test-shapes: setup ## Whole clusters that change their shape: exactness, faults, overload, precision
+	@$(PYTEST) -m "$(SHAPES)"
 
 test-faults: setup ## SIGKILL of each member in every phase of a switch: the full matrix
-	@$(PYTEST) -q tests/system/test_shape_faults.py
-	@$(PYTEST) -q tests/system/test_growth_faults.py
+	@$(PYTEST) tests/system/test_shape_faults.py
+	@$(PYTEST) tests/system/test_growth_faults.py
+
+test-validation: setup ## Simulations of recorded runs, small runs of the benchmarks, property tests with all their cases
+	@$(PYTEST) -m validation
+	@$(PYTEST) -n 2 --dist loadfile -m "$(FAST)" --hypothesis-profile=long
 
 test-gpu: ## On a GPU, where PYTHON has '.[gpu,openai,dev]': how long remaps take, kernels and graphs over memory that moved
 	@timeout 600 $(PYTHON) -m pytest -q -s -m gpu
@@ -90,22 +102,22 @@ soak: setup ## Everything at once, at random: for SOAK_S seconds (600), from SOA
 diagrams: setup ## Draw docs/processes.svg again
 	@$(BIN)/python docs/draw_processes.py
 
-bench-overhead: setup model ## PengServe against vLLM's own server and ray.serve.llm; writes benchmarks/results/
+bench-overhead: setup ## PengServe against vLLM's own server and ray.serve.llm; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.overhead
 
 bench-comm: setup ## What groups and peer messages cost; writes benchmarks/results/comm.md
 	@$(BIN)/python -m benchmarks.comm
 
-bench-switch: setup model ## What merges and splits cost, and what running streams notice; writes benchmarks/results/
+bench-switch: setup ## What merges and splits cost, and what running streams notice; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.switch
 
-bench-fly: setup model ## Bursts and priorities on static dp, static tp and PengServe; writes benchmarks/results/
+bench-fly: setup ## Bursts and priorities on static dp, static tp and PengServe; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.fly
 
 bench-arena: setup ## What remapping weights as KV costs; writes benchmarks/results/arena.md
 	@$(BIN)/python -m benchmarks.arena
 
-bench-cost-model: setup model ## How well steps are predicted, and bubbles with and without lookahead; writes benchmarks/results/
+bench-cost-model: setup ## How well steps are predicted, and bubbles with and without lookahead; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.cost_model
 
 bench-bubbles: setup ## How long stages of real pipelines stand idle, with lookahead and without; writes benchmarks/results/
@@ -114,7 +126,7 @@ bench-bubbles: setup ## How long stages of real pipelines stand idle, with looka
 bench-gemm: setup ## From how many rows on oneDNN multiplies faster over unpacked weights; writes benchmarks/results/gemm.md
 	@$(BIN)/python -m benchmarks.gemm
 
-bench-overload: setup model ## Bursts beyond memory: vLLM dp and pp, PengServe without and with drops; writes benchmarks/results/
+bench-overload: setup ## Bursts beyond memory: vLLM dp and pp, PengServe without and with drops; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.overload
 
 bench-simulator: setup ## How long simulations of 8 and of 1,000 instances take; writes benchmarks/results/

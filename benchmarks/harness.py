@@ -20,8 +20,10 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from pengserve.cluster.demo.shipped import shipped_model
+
 ROOT = Path(__file__).parents[1]
-DEMO_MODEL = ROOT / ".pengserve" / "demo-model"
+DEMO_MODEL = shipped_model()
 RESULTS = ROOT / "benchmarks" / "results"
 MIB = 1 << 20
 CORE_TIMES = Path("/proc/stat")
@@ -76,7 +78,7 @@ def has_model(model: Path, console: Console) -> bool:
     """Whether there is a model in this folder; says what to do where there is none."""
     if (model / "config.json").exists():
         return True
-    console.print(f"{model} holds no model: run `make model`, or give --model")
+    console.print(f"{model} holds no model: give another --model")
     return False
 
 

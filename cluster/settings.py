@@ -24,6 +24,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
+from pengserve.cluster.demo.shipped import SHIPPED_NAME, shipped_model
 from pengserve.cluster.shape_settings import ShapeSettings
 from pengserve.planners.types.config import ControllerConfig, InstanceConfig
 from pengserve.planners.types.errors import ConfigError
@@ -208,6 +209,8 @@ class Settings(_Section):
         directory = Path(data["model"]).expanduser()
         model = str(directory.resolve()) if directory.is_dir() else data["model"]
         names = data.get("served_model_name") or [Path(model).name]
+        if model == SHIPPED_NAME:
+            model = str(shipped_model())
         return {**data, "model": model, "served_model_name": names}
 
     @model_validator(mode="after")
@@ -451,7 +454,11 @@ def _explain(error: Mapping[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         return f"unknown key {key!r}{_did_you_mean(key, list(_paths(Settings)))}"
     if error["type"] == "missing":
-        hint = ", a local Hugging Face directory (`pengserve model make-demo DIR` makes one)" if key == "model" else ""
+        hint = (
+            ", a local Hugging Face directory, or `demo` for the model that comes with PengServe"
+            if key == "model"
+            else ""
+        )
         return f"{key} is missing: give it{hint}"
     if error["type"] == "value_error":
         return f"{key}: {message}" if key else message

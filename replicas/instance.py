@@ -52,6 +52,7 @@ class Instance:
         self._host = bind_host or config.channel_host or "127.0.0.1"
         self._device = device or DeviceInfo(device=config.device, pid=os.getpid())
         self._state = InstanceState.STARTING
+        self._phase = "importing vLLM"  # while STARTING
         self._failure = ""
         self._stats = InstanceStats()
         self._revisions = Revisions()
@@ -104,6 +105,7 @@ class Instance:
             groups_ready=agent.groups_ready() if agent else (),
             groups_failed=agent.groups_failed() if agent else (),
             rss_bytes=_rss_bytes(),
+            phase=self._phase if self._state is InstanceState.STARTING else "",
             failure=self._failure,
         )
         return self._revisions.numbered(answer)
@@ -168,6 +170,7 @@ class Instance:
         from pengserve.replicas.engine.wire import Codec
 
         started_s = time.perf_counter()
+        self._phase = "loading the model"
         self._codec, self._step_codec = Codec(), Codec()
         lanes = Lanes(self.config)
         if self.config.degrees or self.config.max_stages > 1:

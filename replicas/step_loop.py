@@ -25,6 +25,9 @@ class SteppedLane(Protocol):
     def step(self) -> Mapping[int, Any]:
         """One engine step; outputs by client index."""
 
+    def use_idle_time(self, is_wanted: Callable[[], bool]) -> None:
+        """Work that can wait until there is nothing else to do; to be ended soon after `is_wanted()`."""
+
     def stats(self, last_step_s: float = 0.0) -> InstanceStats:
         """Load after the last step."""
 
@@ -77,7 +80,8 @@ class StepLoop(Generic[Lane]):
             try:
                 self._on_ready(lane)
                 while not self._stopping:
-                    self._drain_commands(wait=not lane.has_work())
+                    if not self._drain_commands(wait=not lane.has_work()) and not lane.has_work():
+                        lane.use_idle_time(lambda: not self._commands.empty())
                     if lane.has_work():
                         self._step(lane)
             finally:
@@ -91,12 +95,15 @@ class StepLoop(Generic[Lane]):
         outputs = lane.step()
         self._on_step(outputs, lane.stats(time.perf_counter() - started_s))
 
-    def _drain_commands(self, *, wait: bool) -> None:
+    def _drain_commands(self, *, wait: bool) -> bool:
+        """Runs the commands that are there, or come within `IDLE_WAIT_S`; whether there was any."""
+        was_any = False
         try:
             command = self._commands.get(timeout=IDLE_WAIT_S) if wait else self._commands.get_nowait()
             while True:
+                was_any = True
                 if command is not None:
                     command()
                 command = self._commands.get_nowait()
         except queue.Empty:
-            return
+            return was_any

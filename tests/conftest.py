@@ -1,12 +1,22 @@
 """Fixtures shared by the whole suite. Starting an engine costs ten seconds, so the session's two are shared."""
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.support.effort import register_profiles
 from tests.support.models import tiny_model
 from tests.support.processes import InstanceProcess, start_instances
+
+register_profiles()
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what was imported out of all later garbage collections: hundreds of thousands of objects that stay."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -211,7 +211,7 @@ def check_model(settings: Settings) -> Iterator[Finding]:
             subject="model",
             text=f"{settings.model} is no directory here"
             + ("" if looks_local else "; it will be looked up on the hub"),
-            action="make one with `pengserve model make-demo DIR`, or download it first",
+            action="give the path of a Hugging Face directory, or `demo` for the model that comes with PengServe",
         )
         return
     try:

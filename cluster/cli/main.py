@@ -24,7 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="A cluster of vLLM instances behind one OpenAI API.\n\n"
-    "Begin with `pengserve model make-demo demo-model`, then `pengserve up --model demo-model`.\n\n"
+    "Begin with `pengserve up --model demo`: it serves a small model that comes with PengServe.\n\n"
     "Something does not work? `pengserve doctor` looks at this machine and says what to do.",
 )
 model_app = typer.Typer(no_args_is_help=True, help="Make models to try PengServe with.")
@@ -67,7 +67,8 @@ def up(
 
     Settings come from CONFIG, then `PENGSERVE_` variables (`PENGSERVE_HTTP__PORT=9000`), then the options here.
 
-    - `pengserve up --model ./demo-model`
+    - `pengserve up --model demo`, the small model that comes with PengServe
+    - `pengserve up --model ./my-model`
     - `pengserve up serve.yaml --instances 4 --port 9000`
     - `RAY_ADDRESS=auto pengserve up serve.yaml --detach`
     """
@@ -236,11 +237,12 @@ def make_demo(
     directory: Annotated[Path, typer.Argument(help="Where to write the model.")],
     seed: Annotated[int, typer.Option(help="Seed of weights and data order.")] = 0,
 ) -> None:
-    """Train a small Llama model, on text found in every Python, within three minutes on two cores.
+    """Train the demo model anew, on text found in every Python (37 minutes on two busy cores).
 
-    The result is an ordinary Hugging Face directory. A second run with the same seed returns at once.
+    `pengserve up --model demo` serves the one that comes with PengServe and needs no training. The result is an
+    ordinary Hugging Face directory. A second run with the same seed returns at once.
 
-    - `pengserve model make-demo demo-model && pengserve up --model demo-model`
+    - `pengserve model make-demo ./my-demo && pengserve up --model ./my-demo`
     """
     from pengserve.cluster.cli.model import run_make_demo
 

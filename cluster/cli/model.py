@@ -1,8 +1,10 @@
 """`pengserve model`."""
 
+import logging
 from pathlib import Path
 
 from rich.console import Console
+from rich.logging import RichHandler
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from pengserve.planners.types.errors import ConfigError
@@ -11,10 +13,13 @@ _INSTALL = "run `pip install 'pengserve[cpu]'` (or `[gpu]` on a machine with CUD
 
 
 def run_make_demo(directory: Path, seed: int) -> None:
-    """Make the demo model in `directory`, with a bar for each phase."""
-    from pengserve.cluster.demo import make_demo
+    """Make the demo model in `directory`, with a bar for each phase and the loss of every hundredth step."""
+    from pengserve.cluster.demo.make import make_demo
 
     console = Console(stderr=True)
+    losses = logging.getLogger("pengserve.cluster.demo")
+    losses.addHandler(RichHandler(console=console, show_time=False, show_level=False, show_path=False))
+    losses.setLevel(logging.INFO)
     columns = (TextColumn("{task.description:<10}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         tasks = {}

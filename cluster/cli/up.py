@@ -98,7 +98,7 @@ def run_detached(settings: Settings, timeout_s: float) -> int:
     if stop.is_asked:
         console.print(f"Deploying goes on in the cluster; remove it with `pengserve down --app {settings.app}`.")
         return 130
-    _print_hint(settings, console)
+    _print_hint(settings, console, steps.elapsed_s)
     return 0
 
 
@@ -128,7 +128,7 @@ def local_url(settings: Settings) -> str:
 def _serve_locally(settings: Settings, timeout_s: float, console: Console, stop: StopRequest) -> int:
     with ExitStack() as cluster:
         with Steps(console) as steps:
-            steps.waiting("ray", "starting a local cluster")
+            steps.waiting("ray", "importing and starting a local cluster")
             logs = cluster.enter_context(ray_local.local_ray(settings))
             cluster.push(_stop_serve)
             stop.listen()  # again: Ray took SIGTERM for itself while it started
@@ -140,7 +140,7 @@ def _serve_locally(settings: Settings, timeout_s: float, console: Console, stop:
                     console.print(f"Logs of every process: {logs}", soft_wrap=True, highlight=False)
                     raise
         if not stop.is_asked:
-            _print_hint(settings, console)
+            _print_hint(settings, console, steps.elapsed_s)
             while not stop.wait(1.0):
                 pass
         _drain(settings, console)
@@ -163,7 +163,7 @@ def _bring_up(settings: Settings, client: PengServe, steps: Steps, stop: StopReq
     deadline_s = time.monotonic() + timeout_s
     deployment = _Deployment(settings)
     ready, failures = 0, dict[str, list[str]]()
-    steps.waiting("ingress", "deploying")
+    steps.waiting("ingress", "starting Ray Serve, importing vLLM")
     while not stop.wait(POLL_PERIOD_S):
         if deployment.error is not None:
             raise EngineError(f"the application did not start: {_one_line(deployment.error)}") from deployment.error
@@ -221,7 +221,7 @@ def _show_instances(snapshot: ClusterSnapshot, failures: Mapping[str, Sequence[s
         if instance.state is InstanceState.READY:
             steps.done(name, f"{instance.device.device} on {instance.device.node_ip}")
         elif not whys:
-            steps.waiting(name, "loading the model")
+            steps.waiting(name, instance.phase or "starting a process")
         elif num_ready or len(whys) < HOPELESS_STARTS:
             steps.failed(name, f"trying again after: {whys[-1]}")
         else:
@@ -298,7 +298,8 @@ def _check_before_start(settings: Settings) -> None:
             raise ConfigError(f"{package} is not installed: run `pip install 'pengserve[cpu]'`, or `[gpu]` with CUDA")
     if settings.model.startswith((".", "/", "~")) and not Path(settings.model).is_dir():
         raise ConfigError(
-            f"the model directory {settings.model} does not exist: `pengserve model make-demo DIR` makes one to try"
+            f"the model directory {settings.model} does not exist: `--model demo` serves the small model that comes"
+            " with PengServe"
         )
 
 
@@ -309,8 +310,8 @@ def _with_loopback_channels(settings: Settings) -> Settings:
     return settings.model_copy(update={"instances": local})
 
 
-def _print_hint(settings: Settings, console: Console) -> None:
-    console.print("\nReady. Paste this into another shell:\n")
+def _print_hint(settings: Settings, console: Console, took_s: float) -> None:
+    console.print(f"\nReady after {took_s:.1f} s. Paste this into another shell:\n")
     # The line itself goes to stdout, so that a script can read it.
     Console().print(curl_line(settings), soft_wrap=True, highlight=False, markup=False)
     console.print("\nWatch it with `pengserve top`; stop with Ctrl-C.", highlight=False)

@@ -2,7 +2,3 @@
 
 Importing this package costs nothing; torch, transformers and tokenizers are imported by the calls that need them.
 """
-
-from pengserve.cluster.demo.make import make_demo
-
-__all__ = ["make_demo"]

@@ -1,4 +1,4 @@
-"""`make_demo`: from nothing to a servable checkpoint in under three minutes on two cores."""
+"""`make_demo`: from nothing to a servable checkpoint."""
 
 import logging
 from collections.abc import Callable
@@ -24,7 +24,7 @@ DEMO = LlamaShape(  # 3.5 million parameters
 )
 # A model this small repeats itself; greedy requests get the penalty too unless they name their own.
 SAMPLING = {"temperature": 0.6, "top_p": 0.9, "repetition_penalty": 1.15}
-PLAN = TrainPlan(num_steps=750, batch_size=2, seq_len=512, peak_lr=3e-3)
+PLAN = TrainPlan(num_steps=3000, batch_size=2, seq_len=512, peak_lr=3e-3)
 
 Progress = Callable[[str, float], None]
 """Receives the phase ("corpus", "tokenizer", "train", "save") and how much of it is done, from 0.0 to 1.0."""

@@ -135,6 +135,7 @@ class InstanceSnapshot:
     groups_ready: tuple[str, ...] = ()  # names of `GroupSpec`s whose communicators are ready here
     groups_failed: tuple[str, ...] = ()  # ... and of those that failed and need a new round
     rss_bytes: int = 0
+    phase: str = ""  # what a STARTING one does, in a few words for people
     failure: str = ""  # why it is DEAD, or why the slot's life before it ended; one sentence for people
     # Of one life, answers of one revision differ in `stats` and `rss_bytes` alone. 0: nobody has numbered them.
     revision: int = 0

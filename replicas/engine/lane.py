@@ -215,10 +215,19 @@ class Lane(ABC):
         for name in _TOTALS:
             setattr(self, name, getattr(other, name))
 
-    def forget_totals(self) -> None:
-        """Begins to count anew: what has run so far was nobody's."""
-        for name in _TOTALS:
-            setattr(self, name, 0)
+    @property
+    def has_served(self) -> bool:
+        """Whether the lane has made a step that counts."""
+        return self._steps > 0
+
+    def kept_totals(self) -> tuple[int, ...]:
+        """The totals as they are, for `put_back_totals`."""
+        return tuple(getattr(self, name) for name in _TOTALS)
+
+    def put_back_totals(self, totals: tuple[int, ...]) -> None:
+        """Counts on from `totals`: the steps since then belonged to no client's request."""
+        for name, value in zip(_TOTALS, totals, strict=True):
+            setattr(self, name, value)
 
     def _queued_tokens(self, num_waiting: int) -> int:
         """Tokens that waiting requests have; counted again only when the queue has changed."""

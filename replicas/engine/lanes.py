@@ -17,7 +17,6 @@ from types import MappingProxyType
 
 import torch
 
-from pengserve.planners.cost_model import CostModel, fit
 from pengserve.planners.stages import microbatches_in_flight
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import EngineError, PengServeError, StepError, UnsupportedShapeError
@@ -26,11 +25,11 @@ from pengserve.planners.types.snapshot import InstanceStats, LaneInfo
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.group_lane import GroupLane
+from pengserve.replicas.engine.idle_profile import IdleProfile
 from pengserve.replicas.engine.lane import Lane
 from pengserve.replicas.engine.lane_groups import ActiveGroup, Collectives
 from pengserve.replicas.engine.microbatches import FIRST_MODEL
 from pengserve.replicas.engine.pp_lane import PpLane
-from pengserve.replicas.engine.profiling import choose_batches, profile
 from pengserve.replicas.engine.stage_clock import StageClock
 from pengserve.replicas.engine.tp_lane import TpLane, kv_view
 from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs, EngineCoreRequest, Request
@@ -43,7 +42,6 @@ logger = logging.getLogger(__name__)
 
 NO_OUTPUTS: Mapping[int, EngineCoreOutputs] = MappingProxyType({})
 FIRST_STEP_S = 0.005
-PROFILED_BATCHES, PROFILED_STEPS = 18, 3
 
 
 class Lanes:
@@ -76,23 +74,20 @@ class Lanes:
         self._idle_totals: dict[str, int] = {}
         self._dp_view: KvView | None = None
         self._clock = StageClock()  # of all pipelines, one after the other
-        self._cost_model = self._profile() if config.max_stages > 1 else FIRST_MODEL
+        self._cost_model = FIRST_MODEL
+        self._profile = IdleProfile(self.dp) if config.max_stages > 1 else None
 
-    def _profile(self) -> CostModel:
-        """Times some steps of `dp`, so that pipelines can be filled evenly from the first microbatch on."""
-        started_s = time.perf_counter()
-        max_tokens = self.dp.core.vllm_config.scheduler_config.max_num_batched_tokens
-        batches = choose_batches(self.capacity, max_tokens, PROFILED_BATCHES, repetitions=PROFILED_STEPS)
-        try:
-            model = fit(list(profile(self.dp, batches, PROFILED_STEPS)))
-        except PengServeError as error:
-            logger.warning("steps could not be profiled (%s): pipelines learn what they cost as they go", error)
-            return FIRST_MODEL
-        finally:
-            self.dp.reset_prefix_cache()
-            self.dp.forget_totals()
-        logger.info("profiled %d batches in %.1f s: %s", len(batches), time.perf_counter() - started_s, model)
-        return model
+    def use_idle_time(self, is_wanted: Callable[[], bool]) -> None:
+        """Does what can wait until an instance has nothing else to do; returns soon after `is_wanted()`."""
+        if self._profile is None or self._running is not None or self.dp.has_work():
+            return
+        self._profile.advance(is_wanted)
+        if self._profile.is_over:
+            self._cost_model = self._profile.model() or FIRST_MODEL
+            self._profile = None
+            for lane in self._lanes.values():
+                if isinstance(lane, PpLane):
+                    lane.assume(self._cost_model)
 
     # Lanes -----------------------------------------------------------------------------------------------------------
 

@@ -44,6 +44,10 @@ class Microbatches:
         self._clock = itertools.count(1)
         self._since: dict[str, int] = {}  # request -> when it became ready, in steps of the clock
 
+    def assume(self, model: CostModel) -> None:
+        """Begins to learn anew, from `model`."""
+        self._fit = OnlineFit(model)
+
     def schedule(self, in_flight: Sequence[SchedulerOutput], max_in_flight: int) -> SchedulerOutput:
         """The next microbatch, while the others are under way; so many may be at once."""
         scheduler = self._scheduler

@@ -128,6 +128,11 @@ class PpLane(GroupLane):
         )
         self._microbatches = None if scheduler is None else Microbatches(scheduler, num_stages, cost_model, policy)
 
+    def assume(self, cost_model: CostModel) -> None:
+        """Takes `cost_model`, of steps of the whole model, for true until microbatches say otherwise."""
+        if self._microbatches is not None:
+            self._microbatches.assume(cost_model)
+
     @property
     def num_stages(self) -> int:
         """Stages, one a member."""

@@ -7,7 +7,7 @@ prefixes, new tokens and decodes is one step, and nothing has to be computed bef
 import random
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count, cycle, islice
 from typing import Any
@@ -74,11 +74,21 @@ def profile(lane: DpLane, batches: Sequence[Sequence[Chunk]], repetitions: int =
     Raises:
         EngineError: the lane has requests, or no room for a batch, or did not run it in one step.
     """
+    return (sample for sample in profile_steps(lane, batches, repetitions) if sample is not None)
+
+
+def profile_steps(
+    lane: DpLane, batches: Sequence[Sequence[Chunk]], repetitions: int
+) -> Generator[Sample | None, None, None]:
+    """As `profile`, one step at a time: None after each step, then the sample of each batch after its last.
+
+    Closing the generator early ends what is being timed, and leaves the lane idle.
+    """
     if lane.has_work():
         raise EngineError("steps are timed on an idle lane; this one has requests")
     with _forward_times(lane.worker) as forward_s:
         for chunks in batches:
-            yield _time(lane, chunks, repetitions, forward_s)
+            yield from _time(lane, chunks, repetitions, forward_s)
 
 
 @contextmanager
@@ -106,7 +116,9 @@ def _forward_times(worker: Any) -> Iterator[list[float]]:
             hook.remove()
 
 
-def _time(lane: Lane, chunks: Sequence[Chunk], repetitions: int, forward_s: list[float]) -> Sample:
+def _time(
+    lane: Lane, chunks: Sequence[Chunk], repetitions: int, forward_s: list[float]
+) -> Generator[Sample | None, None, None]:
     decodes = [chunk for chunk in chunks if chunk.num_tokens == 1]
     prefill = [chunk for chunk in chunks if chunk.num_tokens > 1]
     took_s: list[float] = []
@@ -126,12 +138,13 @@ def _time(lane: Lane, chunks: Sequence[Chunk], repetitions: int, forward_s: list
             _check(entered, prefill, 0)
             lane.release([request.request_id for request in entered])
             entered.clear()
+            yield None
     finally:
         lane.release([request.request_id for request in (*running, *entered)])
     middle = (repetitions + 1) // 2
     grown = [Chunk(prefix_tokens=chunk.prefix_tokens + middle, num_tokens=1) for chunk in decodes]
     seconds, beside_s = statistics.median(took_s[1:]), statistics.median(host_s[1:])
-    return Sample(chunks=(*grown, *prefill), seconds=seconds, host_s=beside_s)
+    yield Sample(chunks=(*grown, *prefill), seconds=seconds, host_s=beside_s)
 
 
 def _enter(lane: Lane, chunk: Chunk) -> Request:

@@ -19,6 +19,7 @@ def test_half_the_layers_move(is_scattered: bool, calls_a_layer: int) -> None:
         assert len(values) == 2
 
 
+@pytest.mark.slow
 def test_the_report_has_a_row_for_each_setup() -> None:
     small = Setup(chunk_bytes=CHUNK, huge_pages=False, populate=False)
     setups = [Setup(chunk_bytes=2 * MIB), small, Setup(chunk_bytes=CHUNK, is_scattered=True)]

@@ -84,7 +84,7 @@ def test_files_hold_every_run(tmp_path: Path) -> None:
     assert ": met, 0.25 times" in text_path.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.validation
 @pytest.mark.timeout(300)
 def test_a_small_run_on_real_pipelines() -> None:
     plan = replace(

@@ -65,7 +65,7 @@ def test_a_result_is_written_with_all_that_was_measured(result: Result, tmp_path
     assert all(len(row) == len(report.BUBBLE_HEADING) for row in report.bubble_rows(result))
 
 
-@pytest.mark.slow
+@pytest.mark.validation
 def test_a_small_run_times_every_batch() -> None:
     plan = replace(PLAN, model=tiny_model(), num_batches=24, rounds=2, repetitions=1)
     steps = 0

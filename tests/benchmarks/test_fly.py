@@ -116,8 +116,7 @@ def test_tables_have_a_cell_for_each_heading(tmp_path: Path) -> None:
     assert "x1.00" in text_path.read_text()
 
 
-@pytest.mark.slow
-@pytest.mark.shapes
+@pytest.mark.validation
 def test_a_small_run_answers_everything() -> None:
     plan = replace(
         PLAN,

@@ -49,7 +49,7 @@ def test_every_benchmark_takes_a_model_and_a_folder(tmp_path: Path) -> None:
 def test_a_folder_without_a_model_is_told_and_not_measured(tmp_path: Path) -> None:
     said = io.StringIO()
     assert not has_model(tmp_path, Console(file=said, width=200))
-    assert f"{tmp_path} holds no model: run `make model`" in said.getvalue()
+    assert f"{tmp_path} holds no model: give another --model" in said.getvalue()
     (tmp_path / "config.json").touch()
     assert has_model(tmp_path, Console(file=said))
 

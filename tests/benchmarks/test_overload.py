@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.overload import plot, report, timeline
@@ -132,7 +132,6 @@ def test_prompts_know_about_how_many_tokens_they_have() -> None:
     ]
 
 
-@settings(deadline=None)
 @given(came=st.floats(0.6, 1.0))
 def test_a_burst_is_so_large_that_what_comes_of_it_is_the_wanted_peak(came: float) -> None:
     found = replace(calibration(), came=came)
@@ -314,8 +313,7 @@ def test_the_plot_keeps_everything_inside_its_panel() -> None:
 # A small run ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.shapes
+@pytest.mark.validation
 @pytest.mark.timeout(600)
 def test_a_small_run_answers_everything_on_every_system(tmp_path: Path) -> None:
     plan = replace(PLAN.tiny(), model=tiny_model(), memory_bytes=9 << 20, chunk_bytes=64 << 10, rehearsals=2)

@@ -20,7 +20,6 @@ from benchmarks.overload.simulated import (
     newest_results,
     repeatability,
 )
-from benchmarks.validation.figures import Figure
 from pengserve.planners.cost_model import CostModel
 from pengserve.simulator.result import Result
 
@@ -81,6 +80,7 @@ def data() -> dict[str, Any]:
     return json.loads(json.dumps(data))
 
 
+@pytest.mark.slow
 def test_what_host_and_stages_take_is_found_out_from_the_levels_alone(data: dict[str, Any]) -> None:
     runs = [run | {"requests": [{}]} for run in data["runs"]]
     recorded = Recorded(data | {"runs": runs}, scheduler="fast")
@@ -92,6 +92,7 @@ def test_what_host_and_stages_take_is_found_out_from_the_levels_alone(data: dict
         assert host.request_s == pytest.approx(0.0, abs=2e-3)
 
 
+@pytest.mark.slow
 def test_time_per_token_is_right_on_each_level_whatever_differs_from_the_profile(data: dict[str, Any]) -> None:
     """As on the machine: a step has more to do besides requests, and a request costs it less."""
     recorded, hidden = Recorded(data, scheduler="fast"), Host(share=0.2, step_s=1e-3, log_kv=-0.5)
@@ -104,6 +105,7 @@ def test_time_per_token_is_right_on_each_level_whatever_differs_from_the_profile
         assert abs(errors["P50 TPOT"]) < 0.02
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("request_s", [0.005, 0.02])
 def test_time_before_an_instance_has_a_request_is_found_out_from_few(data: dict[str, Any], request_s: float) -> None:
     recorded, hidden = Recorded(data, scheduler="fast"), Host(share=0.2, request_s=request_s)
@@ -116,12 +118,14 @@ def test_time_before_an_instance_has_a_request_is_found_out_from_few(data: dict[
         assert abs(errors["P50 TTFT"]) < 0.05 and abs(errors["P50 TPOT"]) < 0.02
 
 
+@pytest.mark.slow
 def test_runs_of_the_simulation_itself_are_within_the_bars(data: dict[str, Any]) -> None:
     figures, notes = compare_all(data, scheduler="fast")
     assert len(figures) == 12 and len(notes) == 3
     assert [f"{figure.what}: {figure.error:+.1%}" for figure in figures if not figure.is_met] == []
 
 
+@pytest.mark.slow
 def test_steps_that_took_half_as_long_are_noticed(data: dict[str, Any]) -> None:
     changed = copy.deepcopy(data)
     for run in changed["runs"]:
@@ -166,41 +170,50 @@ def test_rounds_are_as_far_apart_as_the_farthest_is_from_the_others() -> None:
     assert found["P50 TPOT"] == found["P99 TPOT"] == pytest.approx(0.5)
 
 
-SILENT = "in two of three rounds one of vLLM's servers answered nothing for 1.2 and 4.9 s: TTFT P99 is 64 % too low"
-EDGE = "demand came to about what dp holds, where a wait more or less decides TTFT P99"
-TIPPED = "in two of three rounds demand outgrew the pipelines, in the simulation less: TTFT P99 30 to 70 % too low"
-OUTGREW = "in one of three rounds demand outgrew the pipelines, in the simulation not: TTFT P99 is 48 % too low"
-FULL = "in two of three rounds demand came to just what pipelines hold, where a wait more or less decides TTFT P99"
-KNOWN = {
-    ("overload2-x1.13", "dp"): EDGE,
-    ("overload2-x1.13", "drop"): FULL,
-    ("overload2-x1.16", "drop"): OUTGREW,
-    ("overload2-x1.18", "drop"): TIPPED,
-    ("overload2-x1.6", "drop"): TIPPED,
-    ("overload2-x1.55", "vllm-dp"): f"{EDGE}; TTFT P50 of its one round, whose few waited 26 ms more than in the run",
-    ("overload2-x1.5", "vllm-dp"): EDGE,
-    ("overload2-x1.5", "dp"): EDGE,
-    ("overload2-x1.45", "vllm-dp"): EDGE,
-    ("overload2-x1.45", "dp"): EDGE,
-    ("overload4-x1.16", "vllm-dp"): SILENT,
+SILENT = "in two of three rounds one of vLLM's servers answered nothing for 1.2 and 4.9 s: 64 % too low"
+EDGE = "demand came to about what dp holds, where a wait more or less decides"
+FEW = "of its one round, whose few requests waited 26 ms more than in the run"
+TIPPED = "in two of three rounds demand outgrew the pipelines, in the simulation less: 30 to 70 % too low"
+OUTGREW = "in one of three rounds demand outgrew the pipelines, in the simulation not: 48 % too low"
+FULL = "in two of three rounds demand came to just what pipelines hold, where a wait more or less decides"
+KNOWN_MISSES = {  # (load, system, figure) -> why this one figure is outside its bar; all others are guarded
+    ("overload2-x1.13", "dp", "P99 TTFT"): EDGE,
+    ("overload2-x1.13", "drop", "P99 TTFT"): FULL,
+    ("overload2-x1.16", "drop", "P99 TTFT"): OUTGREW,
+    ("overload2-x1.18", "drop", "P99 TTFT"): TIPPED,
+    ("overload2-x1.6", "drop", "P99 TTFT"): TIPPED,
+    ("overload2-x1.55", "vllm-dp", "P50 TTFT"): FEW,
+    ("overload2-x1.55", "vllm-dp", "P99 TTFT"): EDGE,
+    ("overload2-x1.5", "vllm-dp", "P99 TTFT"): EDGE,
+    ("overload2-x1.5", "dp", "P99 TTFT"): EDGE,
+    ("overload2-x1.45", "vllm-dp", "P99 TTFT"): EDGE,
+    ("overload2-x1.45", "dp", "P99 TTFT"): EDGE,
+    ("overload4-x1.16", "vllm-dp", "P99 TTFT"): SILENT,
 }
 RESULTS = {"-".join(path.stem.split("-")[:2]): path for path in newest_results()}  # by load
 
 
-@pytest.fixture(scope="module", params=RESULTS)
-def newest(request: pytest.FixtureRequest) -> tuple[str, list[Figure]]:
-    """A load, and all figures of its newest result."""
-    return request.param, compare_all(json.loads(RESULTS[request.param].read_text(encoding="utf-8")))[0]
+def misses(load: str) -> dict[tuple[str, str, str], str]:
+    """Figures of a load's newest result that are outside their bars, with their errors."""
+    found, _ = compare_all(json.loads(RESULTS[load].read_text(encoding="utf-8")))
+    assert len(found) == 4 * len(SIMULATED)
+    missed = {}
+    for figure in found:
+        _, _, rest = figure.what.partition("instances, ")
+        system, _, what = rest.partition(": ")
+        if not figure.is_met:
+            missed[load, system, what] = f"{figure.error:+.1%}"
+    return missed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("system", SIMULATED)
-def test_the_newest_real_runs_are_within_the_bars(
-    newest: tuple[str, list[Figure]], system: str, request: pytest.FixtureRequest
-) -> None:
-    load, everything = newest
-    if (load, system) in KNOWN:
-        request.applymarker(pytest.mark.xfail(reason=KNOWN[load, system], strict=True))
-    figures = [figure for figure in everything if f"instances, {system}: " in figure.what]
-    assert len(figures) == 4
-    assert [f"{figure.what}: {figure.error:+.1%}" for figure in figures if not figure.is_met] == []
+@pytest.mark.validation
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("load", RESULTS)
+def test_the_newest_real_runs_are_within_the_bars_but_for_the_figures_that_are_known(load: str) -> None:
+    known = {miss for miss in KNOWN_MISSES if miss[0] == load}
+    assert set(found := misses(load)) == known, found
+
+
+def test_every_known_miss_is_of_a_result_that_is_there() -> None:
+    assert {load for load, _, _ in KNOWN_MISSES} <= set(RESULTS)
+    assert {system for _, system, _ in KNOWN_MISSES} <= set(SIMULATED)

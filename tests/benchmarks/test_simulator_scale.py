@@ -1,5 +1,7 @@
 """Laws of what the benchmark of large simulations measures."""
 
+import pytest
+
 from benchmarks.simulator_scale import FOLDER, timed_ticks
 from pengserve.controller import loop
 from pengserve.controller.loop import Controller
@@ -8,6 +10,7 @@ from pengserve.simulator.engine.port import SimPort
 from pengserve.simulator.run import simulate
 
 
+@pytest.mark.slow
 def test_every_tick_is_timed_and_the_controller_is_left_as_it_was() -> None:
     before = Controller.tick, SimPort.statuses
     config = SimulationConfig.load(FOLDER / "small.yaml")

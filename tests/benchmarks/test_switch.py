@@ -89,8 +89,7 @@ def test_a_switch_that_failed_is_told_and_not_counted(tmp_path: Path) -> None:
     assert json.loads(json_path.read_text())["samples"][0] == json.loads(json.dumps(as_data(sample())))
 
 
-@pytest.mark.slow
-@pytest.mark.shapes
+@pytest.mark.validation
 def test_a_small_run_sees_every_switch() -> None:
     plan = Plan(
         model=tiny_model(),

@@ -1,9 +1,11 @@
 """Laws of the configuration: precedence, refusal by name, and secrets that stay secret."""
 
+from pathlib import Path
 from typing import get_args
 
 import pytest
 
+from pengserve.cluster.demo.shipped import shipped_model
 from pengserve.cluster.settings import (
     Settings,
     load_settings,
@@ -140,7 +142,7 @@ def test_a_value_that_cannot_work_is_refused_with_its_key_and_what_is_accepted(d
 
 
 def test_a_missing_model_says_how_to_get_one():
-    with pytest.raises(ConfigError, match=r"model is missing.*make-demo"):
+    with pytest.raises(ConfigError, match=r"model is missing.*`demo`"):
         load_settings(None)
 
 
@@ -312,3 +314,12 @@ def test_as_many_microbatches_are_in_flight_as_are_asked_for():
 
 def test_strategies_are_those_that_switches_have():
     assert set(get_args(Strategy)) == set(SwitchStrategy)
+
+
+def test_demo_names_the_shipped_model_unless_a_directory_is_called_so(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = load_settings(None, model="demo")
+    assert Path(settings.model) == shipped_model()
+    assert settings.served_model_name == ["demo"]
+    (tmp_path / "demo").mkdir()
+    assert Path(load_settings(None, model="demo").model) == tmp_path / "demo"

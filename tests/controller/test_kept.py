@@ -19,6 +19,7 @@ from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, InstanceStats
 from pengserve.replicas.revisions import Revisions
 from tests.controller.fakes import answer, lanes, life
+from tests.support.effort import examples
 
 CONFIG = ControllerConfig(app="kept", num_instances=4, degrees=(2, 4), drop=DropConfig(max_stages=2))
 Observations = list[tuple[InstanceKey, Observation]]
@@ -72,7 +73,7 @@ def numbering() -> Callable[[Observations], Observations]:
     return number
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=examples(150))
 @given(st.data())
 def test_what_is_kept_is_what_would_be_made_anew(data: st.DataObject) -> None:
     state = transitions.empty(CONFIG, version=1, epoch=Epoch(0))
@@ -103,7 +104,7 @@ def test_what_is_kept_is_what_would_be_made_anew(data: st.DataObject) -> None:
                 assert dataclasses.replace(slot.snapshot, **loads) == newest
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=examples(50))
 @given(st.data())
 def test_the_newest_answer_of_each_life_is_shown(data: st.DataObject) -> None:
     state = transitions.empty(CONFIG, version=1, epoch=Epoch(0))

@@ -24,6 +24,7 @@ from pengserve.planners.types.layout import Group, GroupKind, parse_groups
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState
 from tests.controller.fakes import answer, life
+from tests.support.effort import examples
 
 CONFIG = ControllerConfig(app="laws", num_instances=4, lost_after_s=1000, degrees=(2, 4), restart_backoff_s=0.5)
 GROUPS = parse_groups("tp2@(0,1)") + parse_groups("tp2@(2,3)") + parse_groups("tp4@(0..3)")
@@ -221,7 +222,7 @@ class LayoutLaws(RuleBasedStateMachine):
         assert anew.routes == self.state.routing.routes
 
 
-LayoutLaws.TestCase.settings = settings(max_examples=250, stateful_step_count=40, deadline=None)
+LayoutLaws.TestCase.settings = settings(max_examples=examples(250), stateful_step_count=40)
 TestLayoutLaws = LayoutLaws.TestCase
 
 

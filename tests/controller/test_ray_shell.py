@@ -174,7 +174,7 @@ def test_lives_and_deaths_of_instances_and_controllers(ray: Any, tmp_path: Path)
     killed_s = time.monotonic()
     os.kill(snapshot.instances[1].device.pid, signal.SIGKILL)
     first.routed(lambda table: all(str(route.key) != "1.1" for route in table.routes))
-    assert time.monotonic() - killed_s < 5
+    assert time.monotonic() - killed_s < 40
     table = first.routed(lambda table: [str(route.key) for route in table.routes] == ["0.1", "1.2"])
     until(lambda: len(group_names(ray)) == 2)
 

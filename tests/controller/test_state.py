@@ -18,6 +18,7 @@ from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.snapshot import InstanceState
 from tests.controller.fakes import answer, life
+from tests.support.effort import examples
 
 CONFIG = ControllerConfig(app="laws", num_instances=3, lost_after_s=10, start_timeout_s=100)
 
@@ -206,7 +207,7 @@ class ClusterLaws(RuleBasedStateMachine):
         assert not open_starts(self.log)
 
 
-ClusterLaws.TestCase.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+ClusterLaws.TestCase.settings = settings(max_examples=examples(200), stateful_step_count=40)
 TestClusterLaws = ClusterLaws.TestCase
 
 

@@ -19,7 +19,6 @@ import yaml
 
 from pengserve.cluster.cli.ray_local import ray_environment
 from pengserve.cluster.settings import parse_settings
-from tests.support.models import demo_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parents[2]
@@ -59,7 +58,6 @@ class Head:
 
 @pytest.fixture(scope="module")
 def head() -> Iterator[Head]:
-    demo_model()
     scratch = Path(tempfile.mkdtemp(prefix="ps-", dir="/tmp"))  # Unix sockets take paths of 107 bytes at most
     ports = dict(zip(("gcs", "dashboard", "http", "agent", "client", "metrics"), _free_ports(6), strict=True))
     document = yaml.safe_load((ROOT / "deploy" / "serve-cpu.yaml").read_text())

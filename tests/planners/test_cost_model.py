@@ -28,6 +28,7 @@ from pengserve.planners.cost_model import (
     tiled,
 )
 from pengserve.planners.types.errors import PlanError
+from tests.support.effort import examples
 
 TRUE = CostModel(prefix_attention_s=5e-8, self_attention_s=3e-8, kv_read_s=5e-7, ffn_s=7e-5, other_s=8e-5, load_s=4e-3)
 Batch = tuple[Chunk, ...]
@@ -97,7 +98,7 @@ def test_a_fit_finds_the_tile_behind_the_samples(tile_tokens: int) -> None:
 
 
 @given(st.integers(0, 10_000))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=examples(20))
 def test_noise_is_not_taken_for_tiles(seed: int) -> None:
     assert fit(samples(60, noise=0.1, seed=seed)).tile_tokens == 1
 
@@ -129,7 +130,6 @@ def test_a_fit_of_noisy_samples_predicts_others() -> None:
     assert relative_errors(model, samples(100, seed=2)).mean() < 0.02
 
 
-@settings(deadline=None)
 @given(st.integers(0, 10_000), st.sets(st.sampled_from(TERMS[:-1])))
 def test_no_coefficient_is_negative_and_none_near_is_better(seed: int, absent: set[str]) -> None:
     true = replace(TRUE, **dict.fromkeys(absent, 0.0))
@@ -253,7 +253,6 @@ def test_what_is_not_seen_for_long_is_still_believed() -> None:
     assert prefill and relative_errors(online.model(), prefill).mean() < 0.1
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(chunks, st.floats(1e-6, 1e6)), min_size=1, max_size=30))
 def test_whatever_is_observed_no_coefficient_is_negative(seen: list[tuple[Chunk, float]]) -> None:
     online = OnlineFit(TRUE)

@@ -1,7 +1,7 @@
 """Laws of the drop planner: it makes room where memory is short, with the fewest stages, and touches nobody else."""
 
-import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from hypothesis import given, settings
@@ -17,6 +17,8 @@ from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, LaneInfo
 from tests.planners.clusters import BLOCK_SIZE, NUM_BLOCKS, WEIGHT_BLOCKS, pipeline_capacity, snapshot, stats
+from tests.support.effort import examples
+from tests.support.speed import least_cpu_s, slowness
 
 CONFIG = DropConfig(max_stages=4)
 LAYOUTS = ["", "tp2@(0,1)", "pp2@(2,3)", "tp4@(4..7)", "tp2@(0,1) pp2@(2,3) pp4@(4..7)", "pp2@(0,1) pp2@(2,3)"]
@@ -67,7 +69,7 @@ def clusters(draw: st.DrawFn) -> ClusterSnapshot:
 # Laws
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(clusters(), st.sampled_from([1, 2, 4, 8]), st.sets(st.integers(0, 7), max_size=2))
 def test_a_plan_is_of_disjoint_pipelines_that_free_memory_where_it_is_short(
     seen: ClusterSnapshot, max_stages: int, taken: set[int]
@@ -94,7 +96,7 @@ def test_a_plan_is_of_disjoint_pipelines_that_free_memory_where_it_is_short(
         assert check_switch(plan, seen) == ()
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(st.integers(0, 4 * NUM_BLOCKS), min_size=8, max_size=8), st.sampled_from([2, 4, 8]))
 def test_a_plan_covers_the_demand_or_is_as_wide_as_can_be(blocks: list[int], max_stages: int) -> None:
     config = replace(CONFIG, max_stages=max_stages)
@@ -111,7 +113,7 @@ def test_a_plan_covers_the_demand_or_is_as_wide_as_can_be(blocks: list[int], max
     assert {g.leader for g in found.short} == still
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(st.lists(st.integers(0, 3 * NUM_BLOCKS), min_size=8, max_size=8))
 def test_no_pipeline_has_more_stages_than_it_needs(blocks: list[int]) -> None:
     """Neither of its halves could have done with what it holds as a pipeline of its own."""
@@ -130,7 +132,6 @@ def test_no_pipeline_has_more_stages_than_it_needs(blocks: list[int]) -> None:
         assert is_short(group.members[:half]) or is_short(group.members[half:])
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 4 * NUM_BLOCKS), min_size=8, max_size=8))
 def test_a_drop_leaves_less_short_than_it_found(blocks: list[int]) -> None:
     seen = loaded(*blocks)
@@ -275,14 +276,11 @@ def test_a_thousand_instances_plan_in_a_millisecond() -> None:
     for overloaded, bound_s in ((10, 0.02), (1, 0.1)):
         seen = loaded(*(90 if i % overloaded == 0 else 10 for i in range(1000)), max_stages=4)
         demand = demand_of(seen)
-        durations_s = []
-        for _ in range(9):
-            start_s = time.perf_counter()
-            found = plan_drop(seen, demand, CONFIG)
-            durations_s.append(time.perf_counter() - start_s)
+        found = plan_drop(seen, demand, CONFIG)
         assert found.plan is not None and len(found.plan.groups) >= 1000 // overloaded // 4
-        print(f"{len(demand.overloaded)} of 1000 overloaded: {min(durations_s) * 1e3:.2f} ms")
-        assert min(durations_s) < bound_s
+        least_s = least_cpu_s(partial(plan_drop, seen, demand, CONFIG), times=9)
+        print(f"{len(demand.overloaded)} of 1000 overloaded: {least_s * 1e3:.2f} ms")
+        assert least_s < bound_s * slowness()
 
 
 def test_a_pipeline_that_is_no_half_of_a_wider_one_is_no_part_of_it() -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pengserve.planners.cost_model import Chunk, CostModel
@@ -79,7 +79,6 @@ def granule_s(work: Sequence[Work], model: CostModel = MODEL) -> float:
     return max([token_s, *decodes_s]) + model.other_s + model.kv_read_s * longest
 
 
-@settings(deadline=None)
 @given(works(), limits, formers, cost_models)
 def test_every_token_is_computed_once_and_in_order(
     work: list[Work], most: Limits, form: Former, model: CostModel
@@ -92,14 +91,12 @@ def test_every_token_is_computed_once_and_in_order(
         assert item.is_prefill or len(ranges) == 1
 
 
-@settings(deadline=None)
 @given(works(), limits, formers)
 def test_requests_keep_their_order(work: list[Work], most: Limits, form: Former) -> None:
     served = [item.request_id for batch in form(work, MODEL, most) for item in batch.work]
     assert list(dict.fromkeys(served)) == [item.request_id for item in work]
 
 
-@settings(deadline=None)
 @given(works(), limits, formers, cost_models)
 def test_no_microbatch_is_empty_or_beyond_the_limits(
     work: list[Work], most: Limits, form: Former, model: CostModel
@@ -119,14 +116,12 @@ def test_a_decode_that_does_not_fit_waits_for_the_next_microbatch() -> None:
     assert next_by_tokens(drafts, MODEL, most) == next_budget(drafts, [], MODEL, most, max_in_flight=1) == {"r0": 3}
 
 
-@settings(deadline=None)
 @given(works(), limits, formers, cost_models)
 def test_a_microbatch_tells_its_cost(work: list[Work], most: Limits, form: Former, model: CostModel) -> None:
     for batch in form(work, model, most):
         assert batch.cost_s == pytest.approx(model.batch_s(item.chunk for item in batch.work))
 
 
-@settings(deadline=None)
 @given(works(), st.integers(2, 16), cost_models)
 def test_costs_differ_by_little_more_than_what_cannot_be_cut(work: list[Work], num: int, model: CostModel) -> None:
     costs_s = [batch.cost_s - model.load_s for batch in form_microbatches(work, model, WIDE, num)]
@@ -143,7 +138,6 @@ def test_prompts_are_cut_where_tiles_end() -> None:
     assert next_budget(short, [], TILED, WIDE, max_in_flight=3) == next_budget(short, [], MODEL, WIDE, max_in_flight=3)
 
 
-@settings(deadline=None)
 @given(works(max_size=4, max_tokens=8), st.integers(2, 3))
 def test_no_other_cuts_are_much_better(work: list[Work], num: int) -> None:
     fine = [replace(item, prefix_tokens=100 * item.prefix_tokens) for item in work]  # attention differs
@@ -170,7 +164,6 @@ def all_partitions(work: Sequence[Work], num: int) -> list[list[float]]:
     return found
 
 
-@settings(deadline=None)
 @given(works(), limits)
 def test_balance_makes_no_crowd_of_small_microbatches(work: list[Work], most: Limits) -> None:
     prompts = [replace(item, is_prefill=True) for item in work]
@@ -216,7 +209,6 @@ def test_work_without_a_token_is_refused() -> None:
         form_microbatches([prefill("a", 0)], MODEL, WIDE)
 
 
-@settings(deadline=None)
 @given(works(), limits, st.integers(1, 8), st.lists(st.floats(4e-3, 10), max_size=7))
 def test_a_budget_takes_the_first_of_what_is_ready(
     work: list[Work], most: Limits, stages: int, in_flight_s: list[float]
@@ -234,7 +226,6 @@ def test_a_budget_takes_the_first_of_what_is_ready(
         assert last.is_prefill or budget[last.request_id] == last.num_tokens
 
 
-@settings(deadline=None)
 @given(works(), st.integers(2, 8), cost_models)
 def test_an_empty_pipeline_is_filled_evenly(work: list[Work], stages: int, model: CostModel) -> None:
     left, costs_s = {item.request_id: item for item in work}, []

@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pengserve.planners.check import check_switch
@@ -16,9 +16,9 @@ from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, LayoutPolicy, SwitchRecord
 from tests.planners.clusters import DP_TOKENS, T0_S, snapshot, stats
 from tests.planners.merges import CONFIG, looks, plan, snapshots, what
+from tests.support.speed import slowness
 
 
-@settings(deadline=None)
 @given(looks(), st.sampled_from(["carry", "hard", "soft", "sequential"]))
 def test_a_plan_breaks_no_law_and_is_the_same_again(seen: list[ClusterSnapshot], strategy: str) -> None:
     config = replace(CONFIG, load_strategy=strategy, priority_strategy=strategy)
@@ -35,7 +35,6 @@ def test_a_plan_breaks_no_law_and_is_the_same_again(seen: list[ClusterSnapshot],
                 assert not any(i.stats.num_paused for i in look.instances if i.instance_id in found.group.members)
 
 
-@settings(deadline=None)
 @given(looks())
 def test_a_request_too_long_for_one_instance_keeps_its_group(seen: list[ClusterSnapshot]) -> None:
     history = LoadHistory()
@@ -46,7 +45,6 @@ def test_a_request_too_long_for_one_instance_keeps_its_group(seen: list[ClusterS
             assert leader is not None and leader.stats.longest_tokens <= DP_TOKENS
 
 
-@settings(deadline=None)
 @given(snapshots(), st.data())
 def test_towards_a_target_every_step_is_lawful_and_it_arrives(seen: ClusterSnapshot, data: st.DataObject) -> None:
     ranks = seen.ranks
@@ -141,8 +139,8 @@ def test_a_thousand_instances_plan_in_milliseconds() -> None:
         history = LoadHistory()
         durations_s = []
         for i in range(7):
-            start_s = time.perf_counter()
+            start_s = time.thread_time()
             _, history = plan_switch(replace(look, time_s=T0_S + i), CONFIG, history)
-            durations_s.append(time.perf_counter() - start_s)
+            durations_s.append(time.thread_time() - start_s)
         print(f"{min(durations_s) * 1e3:.1f} ms")
-        assert min(durations_s) < 0.05
+        assert min(durations_s) < 0.05 * slowness()

@@ -10,6 +10,7 @@ from pengserve.planners.merge import LoadHistory, Reason, plan_switch
 from pengserve.planners.types.layout import Group
 from tests.planners.clusters import T0_S, VirtualCluster, snapshot, stats
 from tests.planners.merges import CONFIG, DWELL_S, QUIET_S, plan, standing, what
+from tests.support.effort import examples
 
 
 @pytest.mark.parametrize("num_instances", [2, 4, 8])
@@ -35,7 +36,7 @@ def test_a_burst_right_after_a_merge_does_not_wait_for_the_dwell() -> None:
     assert merged_s == QUIET_S and split_s == 3.5
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.sampled_from([0, 1, 2, 5, 9, 17, 40, 100]), min_size=10, max_size=120),
     st.sampled_from([2, 4, 8]),
@@ -65,7 +66,7 @@ def test_a_load_that_comes_and_goes_turns_the_layout_once_in_a_dwell() -> None:
 
 
 @given(st.integers(0, 200), st.sampled_from([2, 4, 8]))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 def test_steady_load_comes_to_rest(num_requests: int, num_instances: int) -> None:
     cluster = VirtualCluster(num_instances, lambda _: num_requests).run(60)
     assert all(at_s < 30 for at_s, _ in cluster.switches)

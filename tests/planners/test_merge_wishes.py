@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pengserve.planners.merge import LoadHistory, Reason, plan_switch
@@ -74,7 +74,6 @@ def test_a_group_for_a_long_request_is_kept_until_that_has_come_and_gone() -> No
 # Priority and wishes
 
 
-@settings(deadline=None)
 @given(snapshots(), st.sampled_from([Demand(num_priority=1), Demand(wanted_degrees=((2, 1),))]))
 def test_priority_never_takes_all_instances_from_best_effort(seen: ClusterSnapshot, demand: Demand) -> None:
     instances = tuple(replace(i, stats=replace(i.stats, num_running=3)) for i in seen.instances)

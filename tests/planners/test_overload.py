@@ -5,7 +5,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pengserve.planners.overload import MIN_GAP_S, DemandHistory, GroupDemand, MemoryDemand, Trail, predict_demand
@@ -14,6 +14,7 @@ from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceStats
 from tests.planners.clusters import BLOCK_SIZE, NUM_BLOCKS, SLOTS, T0_S, pipeline_capacity, snapshot, stats
+from tests.support.speed import slowness
 
 CONFIG = DropConfig(max_stages=4)
 TICK_S = 0.5
@@ -41,7 +42,6 @@ def looks(loads: list[InstanceStats], tick_s: float = TICK_S) -> list[MemoryDema
 # What counts
 
 
-@settings(deadline=None)
 @given(st.integers(0, NUM_BLOCKS), st.integers(0, 40), st.integers(0, SLOTS))
 def test_demand_is_what_runs_and_what_waits(blocks: int, queued: int, waiting: int) -> None:
     load = stats("dp", 0, waiting, blocks, queued_tokens=queued * BLOCK_SIZE if waiting else 0)
@@ -51,7 +51,6 @@ def test_demand_is_what_runs_and_what_waits(blocks: int, queued: int, waiting: i
     assert demand.share == demand.demand_blocks / NUM_BLOCKS
 
 
-@settings(deadline=None)
 @given(st.integers(0, SLOTS), st.integers(1, 100))
 def test_only_the_head_of_a_queue_that_slots_would_take_counts(running: int, waiting: int) -> None:
     load = stats("dp", running, waiting, queued_tokens=waiting * BLOCK_SIZE)
@@ -79,7 +78,6 @@ def test_a_group_with_a_member_that_is_not_ready_has_no_demand() -> None:
     assert set(predicted(seen).by_member) == {2, 3}
 
 
-@settings(deadline=None)
 @given(st.integers(0, 100), st.integers(1, 8))
 def test_requests_at_ingresses_count_as_long_as_others_are(waiting: int, blocks_each: int) -> None:
     loads = {i: stats("dp", 4, blocks=4 * blocks_each) for i in range(2)}
@@ -96,7 +94,6 @@ def test_a_request_that_is_too_long_asks_for_a_shape_and_for_no_memory() -> None
 # Growth
 
 
-@settings(deadline=None)
 @given(st.integers(1, 12), st.integers(0, 20))
 def test_steady_growth_is_seen_before_the_first_preemption(blocks_per_tick: int, start: int) -> None:
     """Memory fills block by block; vLLM preempts where it is full."""
@@ -107,7 +104,6 @@ def test_steady_growth_is_seen_before_the_first_preemption(blocks_per_tick: int,
         assert found[-1].by_member[InstanceId(0)].growth_blocks == round(blocks_per_tick / TICK_S * CONFIG.horizon_s)
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, NUM_BLOCKS), min_size=1, max_size=12))
 def test_growth_is_never_negative_and_never_beyond_the_steepest_rise(used: list[int]) -> None:
     rise = max([0, *(b - a for a, b in pairwise(used))])
@@ -116,20 +112,17 @@ def test_growth_is_never_negative_and_never_beyond_the_steepest_rise(used: list[
         assert 0 <= growth <= round(rise / TICK_S * CONFIG.horizon_s)
 
 
-@settings(deadline=None)
 @given(st.integers(0, 30), st.integers(30, NUM_BLOCKS), st.integers(4, 10))
 def test_one_arrival_is_no_trend(before: int, after: int, num_looks: int) -> None:
     loads = [stats("dp", 1, blocks=before)] * num_looks + [stats("dp", 2, blocks=after)]
     assert looks(loads)[-1].by_member[InstanceId(0)].growth_blocks == 0
 
 
-@settings(deadline=None)
 @given(st.integers(0, NUM_BLOCKS))
 def test_what_stays_does_not_grow(blocks: int) -> None:
     assert all(d.by_member[InstanceId(0)].growth_blocks == 0 for d in looks([stats("dp", 1, blocks=blocks)] * 20))
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, NUM_BLOCKS), min_size=3, max_size=5))
 def test_what_came_and_went_again_does_not_grow(used: list[int]) -> None:
     used[-1] = min(used[0], used[-1])
@@ -164,7 +157,6 @@ def test_unknown_stats_leave_the_trail_as_it_is() -> None:
     assert predict_demand(stale, CONFIG, history)[1] == history
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 9)), min_size=1, max_size=8))
 def test_the_same_looks_predict_the_same(loads: list[tuple[int, int]]) -> None:
     given_loads = [stats("dp", 1, w, b, queued_tokens=w * BLOCK_SIZE) for b, w in loads]
@@ -178,8 +170,8 @@ def test_a_thousand_instances_are_predicted_in_milliseconds() -> None:
     for i in range(10):
         loads = {j: stats("dp", 8, blocks=10 + (i * j) % 40) for j in range(1000)}
         seen = snapshot(1000, loads=loads, time_s=T0_S + i * TICK_S, max_stages=4)
-        start_s = time.perf_counter()
+        start_s = time.thread_time()
         _, history = predict_demand(seen, CONFIG, history)
-        durations_s.append(time.perf_counter() - start_s)
+        durations_s.append(time.thread_time() - start_s)
     print(f"{min(durations_s[5:]) * 1e3:.1f} ms")
-    assert min(durations_s[5:]) < 0.1
+    assert min(durations_s[5:]) < 0.1 * slowness()

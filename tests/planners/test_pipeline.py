@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pengserve.planners.cost_model import CostModel
@@ -116,7 +116,6 @@ def test_a_bubble_is_what_work_does_not_fill(tokens: list[int], stages: int) -> 
     assert stages > 1 or found.share == pytest.approx(0, abs=1e-9)
 
 
-@settings(deadline=None)
 @given(some_jobs, st.integers(1, 4), st.integers(1, 12))
 def test_every_token_of_every_request_is_computed(given_: list[Job], stages: int, max_running: int) -> None:
     for former in (lookahead(stages), by_tokens()):

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pengserve.planners.check import check_switch
@@ -47,7 +47,6 @@ def when(blocks: list[int], tick_s: float = 0.5) -> list[float]:
     return found
 
 
-@settings(deadline=None)
 @given(st.integers(0, 200))
 def test_parameters_come_back_below_the_threshold_alone(blocks: int) -> None:
     restored, _ = plan(pair(blocks))
@@ -70,7 +69,6 @@ def test_looks_may_be_further_apart_than_memory_must_have_been_plenty() -> None:
     assert when([10] * 4, tick_s=1.5 * CONFIG.quiet_s)[0] == 3.0
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2 * NUM_BLOCKS), st.integers(0, NUM_BLOCKS))
 def test_a_restore_overloads_no_member_whatever_the_lengths(blocks: int, longest: int) -> None:
     """The next look would drop again. The worst that can happen to the fullest member: all alike, and one more."""
@@ -155,7 +153,6 @@ def test_a_pipeline_ends_in_its_halves_where_its_members_alone_would_be_too_smal
     assert ends(100, {alone(WIDE.members): 0.5, HALVES: 60.0}) == "", "soon all parameters may come back"
 
 
-@settings(deadline=None)
 @given(st.integers(0, 400), st.integers(0, NUM_BLOCKS))
 def test_halves_that_a_pipeline_ends_in_are_not_short_of_memory(blocks: int, longest: int) -> None:
     load = stats("pp4", 4, blocks=blocks, longest_tokens=min(longest, blocks) * BLOCK_SIZE)
@@ -182,7 +179,6 @@ def test_a_plan_tells_what_it_moves() -> None:
     )
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=20))
 def test_the_same_looks_plan_the_same_and_never_within_the_dwell(blocks: list[int]) -> None:
     found = when(blocks)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pengserve.planners.dispatch import Candidate, Wish, choose
 from pengserve.planners.route_index import RouteIndex
 from pengserve.planners.types.ids import InstanceId, InstanceKey
+from tests.support.effort import examples
 
 KEYS = st.builds(InstanceKey, instance_id=st.integers(0, 12).map(InstanceId), incarnation=st.sampled_from([1, 1, 1, 2]))
 # Few values, so that ties are common; loads of 2**-60 are lost in the sum with what is kept for priority requests.
@@ -31,7 +32,7 @@ WISHES = st.builds(
 )
 
 
-@settings(deadline=None, max_examples=1000)
+@settings(max_examples=examples(1000))
 @given(CALLS, st.lists(st.tuples(TOKENS, WISHES), min_size=1, max_size=6))
 def test_it_answers_as_choose_does(calls: list[Candidate | InstanceKey], asked: list[tuple[int, Wish]]) -> None:
     index, known = RouteIndex(), {}
@@ -71,17 +72,17 @@ def request_s(num_routes: int, num_requests: int = 1000) -> float:
         index.update(candidate(i, loads[i], 1))
     least_s = float("inf")
     for _ in range(5):
-        start_s = time.perf_counter()
+        start_s = time.thread_time()
         for _ in range(num_requests):
             key = index.choose(100)
             assert key is not None
             loads[key.instance_id] += 100
             index.update(candidate(key.instance_id, loads[key.instance_id], 1))
-        least_s = min(least_s, (time.perf_counter() - start_s) / num_requests)
+        least_s = min(least_s, (time.thread_time() - start_s) / num_requests)
     return least_s
 
 
 def test_a_request_costs_as_much_among_many_routes_as_among_few() -> None:
     few_s, many_s = request_s(8), request_s(4000)
     print(f"a request among 8 routes: {few_s * 1e6:.1f} us, among 4000: {many_s * 1e6:.1f} us")
-    assert many_s < 5 * few_s  # a scan of 4000 costs some hundred times that of 8
+    assert many_s < 10 * few_s  # a scan of 4000 costs some hundred times that of 8

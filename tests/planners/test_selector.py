@@ -28,6 +28,8 @@ from tests.planners.clusters import (
     stats,
 )
 from tests.planners.test_merge import looks
+from tests.support.effort import examples
+from tests.support.speed import slowness
 
 MERGE, DROP = MergeConfig(), DropConfig(max_stages=4)
 
@@ -120,7 +122,7 @@ class MemoryCluster:
 # Nothing fights
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(st.integers(0, 500), st.sampled_from([(), (2,)]))
 def test_constant_demand_changes_the_layout_once_at_most(blocks: int, degrees: tuple[int, ...]) -> None:
     cluster = MemoryCluster(2, lambda _: blocks, degrees=degrees).run(60)
@@ -129,7 +131,7 @@ def test_constant_demand_changes_the_layout_once_at_most(blocks: int, degrees: t
         assert cluster.steps() == ["drop pp2@(0,1)"]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(st.integers(0, 1500), st.sampled_from([4, 8]))
 def test_constant_demand_comes_to_rest_and_stays(blocks: int, num_instances: int) -> None:
     cluster = MemoryCluster(num_instances, lambda _: blocks).run(40)
@@ -138,7 +140,7 @@ def test_constant_demand_comes_to_rest_and_stays(blocks: int, num_instances: int
     assert again.switches == []
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     st.lists(st.sampled_from([0, 20, 100, 240, 300, 500, 900]), min_size=8, max_size=80),
     st.lists(
@@ -334,7 +336,6 @@ def test_a_pinned_restore_waits_for_room() -> None:
     assert chosen(replace(less, policy=pinned))[0] == "restore pp2@(0,1)"
 
 
-@settings(deadline=None)
 @given(looks())
 def test_with_one_stage_it_does_what_the_merge_planner_does(seen: list[ClusterSnapshot]) -> None:
     history, load = SelectorHistory(), LoadHistory()
@@ -357,7 +358,6 @@ def test_after_an_abort_nothing_is_dropped_for_a_while() -> None:
 # Decisions
 
 
-@settings(deadline=None)
 @given(looks())
 def test_a_decision_names_what_is_done_and_is_the_same_again(seen: list[ClusterSnapshot]) -> None:
     history = SelectorHistory()
@@ -409,9 +409,9 @@ def test_a_thousand_instances_are_judged_in_milliseconds() -> None:
     for i in range(8):
         loads = {j: FULL if j % 10 == 0 else stats("dp", 8, 0, 20 + i) for j in range(1000)}
         seen = snapshot(1000, "", loads, time_s=T0_S + i / 2, degrees=(2, 4), max_stages=4)
-        start_s = time.perf_counter()
+        start_s = time.thread_time()
         plan, history, _ = select(seen, MERGE, DROP, history)
-        durations_s.append(time.perf_counter() - start_s)
+        durations_s.append(time.thread_time() - start_s)
         assert plan is not None and plan.verb == "drop"
     print(f"{min(durations_s) * 1e3:.1f} ms")
-    assert min(durations_s) < 0.2
+    assert min(durations_s) < 0.2 * slowness()

@@ -1,7 +1,8 @@
 """Laws of the step loop: commands run in order between steps, an idle lane is not stepped, a failure is told once."""
 
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 from pengserve.replicas.step_loop import StepLoop
@@ -18,7 +19,8 @@ class CountingLane:
 
     def __init__(self) -> None:
         self.left = self.steps = 0
-        self.closed = threading.Event()
+        self.closed, self.idle_begun = threading.Event(), threading.Event()
+        self.idle_ended = False
         self.fails = False
 
     def has_work(self) -> bool:
@@ -30,6 +32,12 @@ class CountingLane:
         self.left -= 1
         self.steps += 1
         return {}
+
+    def use_idle_time(self, is_wanted: Callable[[], bool]) -> None:
+        self.idle_begun.set()
+        while not is_wanted():
+            time.sleep(0.001)
+        self.idle_ended = True
 
     def stats(self, last_step_s: float = 0.0) -> InstanceStats:
         return InstanceStats(step=self.steps, last_step_s=last_step_s)
@@ -100,3 +108,13 @@ def test_failure_is_told_once_and_the_lane_closed() -> None:
     assert harness.loop.stop(WAIT_S)
     assert [str(error) for error in harness.errors] == ["the device is gone"]
     assert harness.lane.closed.is_set()
+
+
+def test_idle_time_is_used_and_given_up_for_a_command() -> None:
+    harness = Harness()
+    assert harness.lane.idle_begun.wait(WAIT_S)
+    done = threading.Event()
+    harness.loop.submit(lambda: (setattr(harness.lane, "left", 2), done.set()))
+    assert done.wait(WAIT_S) and harness.lane.idle_ended
+    assert harness.idle.wait(WAIT_S) and harness.lane.steps == 2
+    assert harness.loop.stop(WAIT_S)

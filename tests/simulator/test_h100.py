@@ -18,6 +18,7 @@ AIM_OF_ALL = 0.06
 pytestmark = pytest.mark.skipif(not POINTS.exists(), reason="the measured points are not here")
 
 
+@pytest.mark.slow
 def test_tpot_of_points_that_nothing_was_fitted_on_is_within_ten_percent_in_the_mean(record_property, capsys):
     found = errors_of(read_points(POINTS)[1::2], host())
     with capsys.disabled():
@@ -28,12 +29,14 @@ def test_tpot_of_points_that_nothing_was_fitted_on_is_within_ten_percent_in_the_
     assert found[-1].mean <= AIM_OF_ALL
 
 
+@pytest.mark.validation
 def test_all_dense_points_together_are_within_ten_percent_even_those_that_no_single_engine_explains():
     everything = [*read_points(POINTS), *read_points(POINTS, DYNAMO)]
     assert len(everything) == 132
     assert errors_of(everything, host())[-1].mean <= AIM
 
 
+@pytest.mark.validation
 def test_the_host_s_part_is_what_the_other_half_gives():
     found = fit_host(read_points(POINTS)[0::2])
     assert host().step_s == pytest.approx(found.step_s, rel=0.02)

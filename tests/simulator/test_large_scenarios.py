@@ -10,6 +10,7 @@ from pengserve.simulator.run import simulate
 FOLDER = Path(__file__).parents[2] / "simulator" / "scenarios"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["azure-8x", "thousand"])
 def test_a_large_scenario_made_small_serves_all_its_requests(name: str) -> None:
     config = SimulationConfig.load(FOLDER / f"{name}.yaml")

@@ -22,7 +22,7 @@ def test_the_fast_scheduler_comes_within_the_bars(run: RecordedRun) -> None:
     assert_near(run, replay(run, "fast"))
 
 
-@pytest.mark.slow
+@pytest.mark.validation
 def test_vllm_s_scheduler_comes_within_the_bars(run: RecordedRun) -> None:
     assert_near(run, replay(run, "vllm"))
 

@@ -127,6 +127,7 @@ def test_no_history_of_layouts_and_deaths_loses_a_request_or_a_block(
     assert not [record for record in caplog.records if record.levelname == "ERROR"]  # the controller survives its own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["drops-4", "both", "deaths", "migration"])
 def test_the_same_seed_gives_the_same_result(name: str) -> None:
     first, second = (simulate_small(CASES[name], mixed_load(), kv_tokens=SHORT_OF_KV) for _ in range(2))

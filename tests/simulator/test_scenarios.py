@@ -44,6 +44,7 @@ def test_a_scenario_is_named_as_its_file(name: str) -> None:
     assert SimulationConfig.load(FOLDER / f"{name}.yaml").name == name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["kunserve-14b-longbench", "flying-70b-priority"])
 def test_the_same_seed_gives_the_same_bytes(name: str) -> None:
     config = shortened(SimulationConfig.load(FOLDER / f"{name}.yaml"))
@@ -51,6 +52,7 @@ def test_the_same_seed_gives_the_same_bytes(name: str) -> None:
     assert first == second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "label", "config"),
     [(name, label, config) for name in SCENARIOS for label, config in configs(name) if label != "PengServe"],

@@ -6,8 +6,6 @@ than a thousandth nearly always, far above float32 noise, so that exact comparis
 """
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,17 +68,6 @@ HEAD_STD = 0.4
 def cache_dir() -> Path:
     """Where test models are kept between runs: `pengserve` in $XDG_CACHE_HOME, else in ~/.cache."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "pengserve"
-
-
-def demo_model() -> Path:
-    """Directory of the demo model, where `make serve` and deploy/serve-cpu.yaml look for it.
-
-    Training it takes two minutes on two idle cores, once a checkout.
-    """
-    directory = Path(__file__).parents[2] / ".pengserve" / "demo-model"
-    command = [sys.executable, "-m", "pengserve.cluster.cli.main", "model", "make-demo", str(directory)]
-    subprocess.run(command, check=True, timeout=900, env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"})
-    return directory
 
 
 def tiny_model() -> Path:

@@ -4,6 +4,8 @@ import json
 import os
 import sys
 import time
+from itertools import count
+from typing import Any
 
 from vllm import SamplingParams
 
@@ -12,6 +14,7 @@ from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import EngineError
 from pengserve.replicas.engine.dp_lane import DpLane
+from pengserve.replicas.engine.idle_profile import NUM_STEPS, IdleProfile
 from pengserve.replicas.engine.profiling import choose_batches, profile
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
 
@@ -49,6 +52,32 @@ def refusal(lane: DpLane, *chunks: Chunk) -> str:
     return ""
 
 
+def use_idle_time(lane: DpLane) -> dict[str, Any]:
+    """Profiles in idle time, called away after every second step; the answers in between, and what changed."""
+    totals, free = lane.kept_totals(), lane.num_free()
+    untimely = IdleProfile(lane)
+    lane.put_back_totals((0,) * len(totals))
+    untimely.advance(lambda: False)  # nothing was served, and its patience has just begun
+    began_at_once = untimely.spent_s > 0
+    lane.put_back_totals(totals)
+    profile_, num_rounds, answers = IdleProfile(lane), 0, None
+    while not profile_.is_over:
+        steps = count()
+        profile_.advance(lambda steps=steps: next(steps) == NUM_STEPS + 1)  # a batch, and a step of the next
+        num_rounds += 1
+        changed = lane.kept_totals() != totals or lane.num_free() != free or lane.has_work()
+        if num_rounds == 3:
+            answers = generate(lane, "c")
+            totals = lane.kept_totals()
+    return {
+        "began_at_once": began_at_once,
+        "rounds": num_rounds,
+        "changed": changed,
+        "answers": answers,
+        "model": to_data(profile_.model()),
+    }
+
+
 def main() -> None:
     """Answers, profiles, is asked for what cannot be, answers again."""
     engine = json.loads(sys.argv[2])
@@ -62,6 +91,7 @@ def main() -> None:
     refusals = [refusal(lane, *wide), refusal(lane, *[long] * (lane.capacity.num_tokens // long.prefix_tokens + 1))]
     left = lane.num_requests()
     after, free_after = generate(lane, "b"), lane.num_free()
+    idle = use_idle_time(lane)
     request_ids = [request.request_id for request in lane.requests()]
     result = {
         "before": before,
@@ -71,6 +101,7 @@ def main() -> None:
         "batches": to_data(batches),
         "samples": to_data(samples),
         "refusals": refusals,
+        "idle": idle,
     }
     sys.stdout.write("RESULT" + json.dumps(result) + "\n")
     sys.stdout.flush()

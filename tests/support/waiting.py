@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 
-def until(condition: Callable[[], bool], timeout_s: float = 5.0, period_s: float = 0.002) -> None:
+def until(condition: Callable[[], bool], timeout_s: float = 40.0, period_s: float = 0.002) -> None:
     """Returns once the condition holds; fails where it does not in time."""
     deadline_s = time.monotonic() + timeout_s
     while not condition():

@@ -49,8 +49,8 @@ def test_a_taken_port_is_refused_before_anything_starts(tmp_path, capsys):
         assert f"127.0.0.1:{port} is taken" in refusal(capsys, "--model", str(tmp_path), "--port", port)
 
 
-def test_a_missing_model_directory_is_refused_with_the_way_to_make_one(tmp_path, capsys):
-    assert "make-demo" in refusal(capsys, "--model", str(tmp_path / "nowhere"))
+def test_a_missing_model_directory_is_refused_with_a_model_to_try(tmp_path, capsys):
+    assert "--model demo" in refusal(capsys, "--model", str(tmp_path / "nowhere"))
 
 
 def test_an_unsafe_variable_is_refused_by_name(tmp_path, capsys, monkeypatch):

@@ -7,8 +7,8 @@ import pytest
 from pengserve.cluster.demo.checkpoint import LlamaShape
 from pengserve.cluster.demo.corpus import read_docstrings, words
 from pengserve.cluster.demo.make import DEMO, PLAN, make_demo
+from pengserve.cluster.demo.shipped import shipped_model
 from pengserve.cluster.demo.train import TrainPlan, learning_rate
-from tests.support.models import demo_model
 
 torch = pytest.importorskip("torch")
 SHAPE = LlamaShape(
@@ -51,12 +51,14 @@ def test_demo_has_three_to_ten_million_parameters_and_a_head_size_that_cpus_take
     assert DEMO.head_dim in (32, 64)
 
 
+@pytest.mark.slow
 def test_a_second_call_trains_nothing(small: Path) -> None:
     phases: set[str] = set()
     assert make_demo(small, shape=SHAPE, plan=SHORT, progress=lambda phase, done: phases.add(phase)) == small
     assert phases == {"corpus"}
 
 
+@pytest.mark.slow
 def test_progress_runs_from_zero_to_one_in_every_phase(tmp_path: Path) -> None:
     seen: dict[str, list[float]] = {}
     make_demo(tmp_path, shape=SHAPE, plan=SHORT, progress=lambda phase, done: seen.setdefault(phase, []).append(done))
@@ -64,6 +66,7 @@ def test_progress_runs_from_zero_to_one_in_every_phase(tmp_path: Path) -> None:
     assert all(done == sorted(done) and done[0] == 0.0 and done[-1] == 1.0 for done in seen.values())
 
 
+@pytest.mark.slow
 def test_the_seed_decides_the_model_and_the_caller_keeps_its_generator(small: Path, tmp_path: Path) -> None:
     before = torch.random.get_rng_state()
     same = _weights(make_demo(tmp_path / "same", shape=SHAPE, plan=SHORT))
@@ -74,6 +77,7 @@ def test_the_seed_decides_the_model_and_the_caller_keeps_its_generator(small: Pa
     assert torch.equal(before, torch.random.get_rng_state())
 
 
+@pytest.mark.slow
 def test_transformers_loads_it(small: Path) -> None:
     transformers = pytest.importorskip("transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(small)
@@ -84,10 +88,9 @@ def test_transformers_loads_it(small: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_most_words_it_writes_are_words_of_the_corpus() -> None:
+def test_most_words_the_shipped_model_writes_are_words_of_the_corpus() -> None:
     transformers = pytest.importorskip("transformers")
-    path = demo_model()
+    path = shipped_model()
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     vocabulary = {word for doc in read_docstrings() for word in words(doc.text)}

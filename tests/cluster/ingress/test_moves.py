@@ -11,6 +11,7 @@ from pengserve.cluster.ingress import records
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.moves import MAX_STASHED, Orphans
 from pengserve.planners.types.ids import InstanceKey
+from tests.support.effort import examples
 from tests.support.moving import Cluster, FakeInstance, FakeLink
 
 NUM_INSTANCES = 3
@@ -162,7 +163,7 @@ def _come_back(cluster: Cluster, slot: int) -> None:
 
 
 TestMoving = Moving.TestCase
-TestMoving.settings = settings(max_examples=500, stateful_step_count=40, deadline=None)
+TestMoving.settings = settings(max_examples=examples(500), stateful_step_count=40)
 
 
 @pytest.fixture

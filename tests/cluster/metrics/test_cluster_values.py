@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -51,7 +51,6 @@ def test_stats_of_a_batch_become_gauges_and_step_times(metrics: Metrics) -> None
     assert sample(metrics, "pengserve_instance_kv_bytes", instance_id="0") == 10 * 4096
 
 
-@settings(deadline=None)
 @given(
     lives=st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=5), min_size=1, max_size=4), scrape=st.booleans()
 )

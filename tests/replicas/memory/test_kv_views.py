@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pengserve.planners.types.errors import UnsupportedShapeError
@@ -73,7 +73,6 @@ def test_a_tile_divides_the_block() -> None:
         view.tiles([([1], 3)], 2 * B)
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=3),
     st.sampled_from([1, 2, 4]),

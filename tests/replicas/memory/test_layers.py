@@ -11,6 +11,7 @@ from pengserve.planners.stages import stage_layers
 from pengserve.planners.types.errors import ConfigError, StepError
 from pengserve.replicas.memory.arena.open import open_arena
 from pengserve.replicas.memory.layers import LayerMemory, LayerSizes
+from tests.support.effort import examples
 
 CHUNK = 64 << 10
 BLOCK = 24 << 10  # does not divide a chunk
@@ -49,7 +50,7 @@ def back(memory: LayerMemory) -> None:
 
 
 @given(st.lists(st.sampled_from([(0, 4), (4, 8), (0, 2), (2, 4), (6, 8), (3, 6)]), max_size=6))
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 def test_any_stage_and_back_keeps_addresses_and_owners(memory: LayerMemory, stages: list[tuple[int, int]]) -> None:
     everything = memory.sizes.all_layers
     addresses = [memory.kv(layer).data_ptr() for layer in range(8)]
@@ -118,7 +119,6 @@ def test_growth_beyond_the_memory_is_refused_and_changes_nothing(memory: LayerMe
 
 
 @given(num_layers=st.integers(2, 40), num_stages=st.integers(2, 8), num_chunks=st.integers(400, 4000))
-@settings(deadline=None)
 def test_a_stage_has_more_than_its_share_of_blocks(num_layers: int, num_stages: int, num_chunks: int) -> None:
     """What s members hold together in a pipeline is more than what they hold apart, by the weights that are dropped."""
     if num_stages > num_layers:

@@ -16,11 +16,12 @@ from pengserve.simulator.engine.scheduler import LaneScheduler, Step
 from pengserve.simulator.engine.vllm_scheduler import VllmScheduler
 from pengserve.simulator.requests import LiveRequest
 from tests.simulator.engine.loads import MODEL, Load, loads
+from tests.support.effort import examples
 
 pytestmark = pytest.mark.slow
 
 Maker = Callable[..., LaneScheduler]
-MANY = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow])
 
 
 def ids(requests: Any) -> list[str]:

@@ -12,8 +12,9 @@ from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.scheduler import Step
 from pengserve.simulator.requests import LiveRequest
 from tests.simulator.engine.loads import Load, capacity, live, loads
+from tests.support.effort import examples
 
-MANY = settings(max_examples=150, deadline=None)
+MANY = settings(max_examples=examples(150))
 
 
 def held(scheduler: FastScheduler) -> int:

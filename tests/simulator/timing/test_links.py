@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pengserve.simulator.clock import run_virtual
 from pengserve.simulator.hardware.catalog import gpu
 from pengserve.simulator.timing.links import Kind, Latencies, Links
+from tests.support.effort import examples
 
 MIB = 1 << 20
 NODES = (0, 0, 0, 0, 1, 1)
@@ -90,7 +91,7 @@ def test_an_activation_elsewhere_delays_nothing():
 
 
 @given(at_s=st.floats(0.0, 1.9))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 def test_an_activation_waits_for_no_more_than_a_chunk(at_s):
     chunk_s = BARE.chunk_bytes / GPU.nic_bytes_per_s
     _, activation = ends((0.0, 0, 4, 100 * MIB, Kind.WEIGHTS), (at_s, 0, 4, 5 * MIB, Kind.ACTIVATION))
@@ -122,7 +123,7 @@ SENDS = st.lists(
 
 
 @given(sends=SENDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_no_port_passes_more_than_its_rate_and_everything_arrives(sends):
     done = ends(*sends)
     for instance in range(len(NODES)):
@@ -139,7 +140,7 @@ def test_no_port_passes_more_than_its_rate_and_everything_arrives(sends):
 
 
 @given(sends=SENDS)
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(30))
 def test_the_same_transfers_end_at_the_same_times(sends):
     assert ends(*sends) == ends(*sends)
 

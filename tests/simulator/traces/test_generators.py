@@ -18,6 +18,7 @@ from pengserve.simulator.traces.generators.rates import RateCurve
 from pengserve.simulator.traces.generators.steady import Gamma, Poisson, Ramp
 from pengserve.simulator.traces.kv_demand import curve_of, demand_of
 from pengserve.simulator.traces.statistics import statistics_of
+from tests.support.effort import examples
 
 SHORT = UniformLengths(prompt=(5, 50), output=(1, 20))
 KINDS: list[Generator] = [
@@ -71,7 +72,7 @@ def test_a_ramp_follows_its_points() -> None:
     assert counts == pytest.approx([500, 1500, 1000], rel=0.1)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(
     st.lists(st.tuples(st.floats(0.01, 100), st.floats(0, 50), st.floats(0, 50)), min_size=1, max_size=6),
     st.floats(0, 1, exclude_max=True),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from pengserve.planners.types.errors import ConfigError
 from pengserve.simulator.requests import Arrival
 from pengserve.simulator.traces.kv_demand import StayModel, curve_of, demand_of, demand_of_stays
+from tests.support.effort import examples
 
 STAY = StayModel(prefill_s_per_token=0.01, tpot_s=0.1)
 
@@ -29,7 +30,7 @@ def held(request: Arrival, moment_s: float) -> float:
 TRACES = st.lists(st.tuples(st.floats(0, 50), st.integers(1, 500), st.integers(1, 200)), min_size=1, max_size=30)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(TRACES, st.floats(0, 80))
 def test_the_curve_is_the_sum_over_all_requests(rows: list[tuple[float, int, int]], moment_s: float) -> None:
     trace = trace_of(rows)
@@ -39,7 +40,7 @@ def test_the_curve_is_the_sum_over_all_requests(rows: list[tuple[float, int, int
     assert curve_of(trace, STAY).at([moment_s])[0] == pytest.approx(sum(held(r, moment_s) for r in trace), abs=1e-3)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(TRACES)
 def test_no_moment_exceeds_the_peak(rows: list[tuple[float, int, int]]) -> None:
     trace = trace_of(rows)

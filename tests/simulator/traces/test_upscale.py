@@ -17,6 +17,7 @@ from pengserve.simulator.traces.generators.steady import Gamma
 from pengserve.simulator.traces.kv_demand import demand_of
 from pengserve.simulator.traces.statistics import statistics_of
 from pengserve.simulator.traces.upscale import scale_to_kv, upscale
+from tests.support.effort import examples
 
 LENGTHS = UniformLengths(prompt=(5, 50), output=(1, 20))
 BURSTY = BurstGpt(rate_per_s=6, cv=1.5).generate(BURSTGPT_LENGTHS, 0)
@@ -57,7 +58,7 @@ def test_a_whole_factor_copies_every_request_so_often(factor: float) -> None:
     assert scaled == once
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.floats(0, 100), min_size=2, max_size=200), st.floats(0.3, 5), st.integers(0, 9))
 def test_any_trace_stays_in_order_with_names_that_differ(times: list[float], factor: float, seed: int) -> None:
     trace = tuple(

@@ -14,6 +14,7 @@ from pengserve.planners.types.errors import StepError
 from pengserve.replicas.memory.arena.arena import Region
 from tests.replicas.memory.arena.host_driver import needs_compiler
 from tests.replicas.memory.arena.worlds import CpuWorld, CudaWorld, World
+from tests.support.effort import examples
 
 NUM_CHUNKS = 12
 CHUNK = st.integers(0, 8)
@@ -130,4 +131,4 @@ class ArenaMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize("world", [CpuWorld, pytest.param(CudaWorld, marks=needs_compiler)])
 def test_any_sequence_of_changes(world: Callable[[int], World]) -> None:
     machine = type("Machine", (ArenaMachine,), {"make_world": staticmethod(world)})
-    run_state_machine_as_test(machine, settings=settings(max_examples=60, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=examples(60), stateful_step_count=30))

@@ -1,0 +1,119 @@
+"""Installs the locked packages into a virtual environment, and shows how far it is: what `make setup` runs.
+
+    python deploy/install.py .venv/bin/python requirements-cpu.txt
+
+Standard library only: it runs before anything is installed. On a terminal one line is redrawn; elsewhere a line is
+printed every few seconds, so that a log never stands still.
+"""
+
+import argparse
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+PERIOD_S = 4.0  # between lines where the output is no terminal
+REDRAW_S = 0.5
+_REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)==")
+_FETCHING = re.compile(r"^Collecting ([^=\s]+)")
+_SATISFIED = re.compile(r"^Requirement already satisfied: ([^=\s]+)")
+_INSTALLING = "Installing collected packages"
+
+
+def required(lines: Iterable[str]) -> list[str]:
+    """Names in a file of pinned requirements, as the file writes them."""
+    return [match[1] for line in lines if (match := _REQUIREMENT.match(line))]
+
+
+class Progress:
+    """How many packages pip has fetched and installed, read from what it prints and from what it has unpacked."""
+
+    def __init__(self, num_packages: int, site_packages: Path) -> None:
+        self._num_packages, self._site_packages = num_packages, site_packages
+        self._started_s = time.monotonic()
+        self._seen: set[str] = set()
+        self._current = ""
+        self._is_installing = False
+
+    def read(self, line: str) -> None:
+        """Takes in one line of pip's output."""
+        if match := _FETCHING.match(line) or _SATISFIED.match(line):
+            self._current = match[1]
+            self._seen.add(match[1])
+        if line.startswith(_INSTALLING):
+            self._is_installing = True
+
+    def line(self) -> str:
+        """One sentence for a person."""
+        elapsed = f"{time.monotonic() - self._started_s:.0f} s"
+        if self._is_installing:
+            left = max(0, self._num_packages - self._num_unpacked())
+            return f"installing: {left} of {self._num_packages} packages left ({elapsed})"
+        left = max(0, self._num_packages - len(self._seen))
+        return f"fetching {self._current or 'packages'}: {left} of {self._num_packages} left ({elapsed})"
+
+    def done(self) -> str:
+        """What was done, at the end."""
+        return f"{self._num_packages} packages are installed ({time.monotonic() - self._started_s:.0f} s)"
+
+    def _num_unpacked(self) -> int:
+        return sum(1 for _ in self._site_packages.glob("*.dist-info"))
+
+
+def install(python: str, requirements: Path) -> int:
+    """Runs pip; its exit code. Its output is shown where it fails."""
+    command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--no-color"]
+    names = required(requirements.read_text().splitlines())
+    progress = Progress(len(names), _site_packages(python))
+    with subprocess.Popen(
+        [*command, "-r", str(requirements)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as pip:
+        assert pip.stdout is not None
+        output: list[str] = []
+        over = threading.Event()
+        shower = threading.Thread(target=_show, args=(progress, over), daemon=True)
+        shower.start()
+        for line in pip.stdout:
+            output.append(line)
+            progress.read(line)
+        status = pip.wait()
+        over.set()
+        shower.join()
+    if status != 0:
+        sys.stderr.write("".join(output[-40:]))
+        sys.stderr.write(f"\npip ended with {status}; its last lines are above. Run `make setup` again to go on.\n")
+    else:
+        print(progress.done(), flush=True)
+    return status
+
+
+def _show(progress: Progress, over: threading.Event) -> None:
+    is_terminal = sys.stdout.isatty()
+    while not over.wait(REDRAW_S if is_terminal else PERIOD_S):
+        if is_terminal:
+            print(f"\r\x1b[K{progress.line()}", end="", flush=True)
+        else:
+            print(progress.line(), flush=True)
+    if is_terminal:
+        print("\r\x1b[K", end="", flush=True)
+
+
+def _site_packages(python: str) -> Path:
+    code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
+    return Path(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
+
+
+def main() -> int:
+    """Installs; 0 when all is there."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("python", help="interpreter of the virtual environment")
+    parser.add_argument("requirements", type=Path, help="file of pinned requirements")
+    options = parser.parse_args()
+    return install(options.python, options.requirements)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""Timing steps of `dp` while an instance has nothing else to do, so that pipelines are filled evenly from the start.
+
+It waits until the first requests were served, or none came for a while: it must not delay the first answer, nor take
+processor time from instances that still load. A request that comes waits for one step at most.
+"""
+
+import logging
+import time
+from collections.abc import Callable
+
+from pengserve.planners.cost_model import CostModel, Sample, fit
+from pengserve.planners.types.errors import PengServeError
+from pengserve.replicas.engine.dp_lane import DpLane
+from pengserve.replicas.engine.profiling import choose_batches, profile_steps
+
+logger = logging.getLogger(__name__)
+
+NUM_BATCHES, NUM_STEPS = 18, 3
+PATIENCE_S = 15.0  # without a request, after which nobody is expected to be waiting for the first answer
+
+
+class IdleProfile:
+    """The samples so far. Belongs to the thread that steps the lane."""
+
+    def __init__(self, dp: DpLane, now: Callable[[], float] = time.monotonic) -> None:
+        max_tokens = dp.core.vllm_config.scheduler_config.max_num_batched_tokens
+        self._dp, self._now = dp, now
+        self._batches = choose_batches(dp.capacity, max_tokens, NUM_BATCHES, repetitions=NUM_STEPS)
+        self._samples: list[Sample] = []
+        self._not_before_s = now() + PATIENCE_S
+        self._is_given_up = False
+        self.spent_s = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing is left to time."""
+        return self._is_given_up or len(self._samples) == len(self._batches)
+
+    def advance(self, is_wanted: Callable[[], bool]) -> None:
+        """Times batches until all are timed or `is_wanted()`, which is asked after each step.
+
+        The lane must be idle, and is idle again afterwards: its totals are those of before.
+        """
+        if self._now() < self._not_before_s and not self._dp.has_served:
+            return
+        started_s, totals = time.perf_counter(), self._dp.kept_totals()
+        steps = profile_steps(self._dp, self._batches[len(self._samples) :], NUM_STEPS)
+        try:
+            for sample in steps:
+                if sample is not None:
+                    self._samples.append(sample)
+                if is_wanted():
+                    break
+        except PengServeError as error:
+            logger.warning("steps could not be profiled (%s): pipelines learn what they cost as they go", error)
+            self._is_given_up = True
+        finally:
+            steps.close()
+            self._dp.put_back_totals(totals)
+            self.spent_s += time.perf_counter() - started_s
+
+    def model(self) -> CostModel | None:
+        """What the samples say, once all are there; None where steps could not be timed."""
+        if self._is_given_up:
+            return None
+        try:
+            model = fit(self._samples)
+        except PengServeError as error:
+            logger.warning("timed steps give no cost model (%s): pipelines learn what they cost as they go", error)
+            return None
+        logger.info("profiled %d batches in %.1f s: %s", len(self._samples), self.spent_s, model)
+        return model
