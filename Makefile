@@ -85,7 +85,8 @@ test: fast-tests engine-tests ## What each landing passes beside `make check`: b
 test-shapes: setup ## Whole clusters that change their shape: exactness, faults, overload, precision
 	@$(PYTEST) -m "$(SHAPES)"
 
-test-faults: setup ## SIGKILL of each member in every phase of a switch: the full matrix
+test-faults: setup ## SIGKILL of each member in every phase of a switch: the full matrix; twenty kills under Ray
+	@$(PYTEST) tests/system/test_faults.py --hypothesis-profile=long
 	@$(PYTEST) tests/system/test_shape_faults.py
 	@$(PYTEST) tests/system/test_growth_faults.py
 

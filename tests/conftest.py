@@ -7,10 +7,17 @@ from pathlib import Path
 import pytest
 
 from tests.support.effort import register_profiles
+from tests.support.heartbeat import Heartbeat, is_worker
 from tests.support.models import tiny_model
 from tests.support.processes import InstanceProcess, start_instances
 
 register_profiles()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Adds the heartbeat to the process that prints."""
+    if not is_worker(config):
+        config.pluginmanager.register(Heartbeat(), "heartbeat")
 
 
 def pytest_collection_finish() -> None:
