@@ -160,6 +160,8 @@ class ControllerSettings(_Section):
     restart_backoff_s: float = Field(default=1, gt=0)
     restart_backoff_max_s: float = Field(default=60, gt=0)
     drain_timeout_s: float = Field(default=60, ge=0)
+    # Instances that load at the same time; 0: all, but on CPUs one fewer than there are cores.
+    max_starting: int = Field(default=0, ge=0)
 
 
 class MetricsSettings(_Section):
@@ -311,8 +313,15 @@ class Settings(_Section):
             degrees=self.degrees,
             merge=self.shape.merge_config(),
             drop=self.shape.drop.drop_config(),
-            **self.controller.model_dump(),
+            **(self.controller.model_dump() | {"max_starting": self._max_starting}),
         )
+
+    @property
+    def _max_starting(self) -> int:
+        # The ingress imports vLLM at the same time, and the first instance should not share its core with the second.
+        if self.controller.max_starting or self.device != "cpu":
+            return self.controller.max_starting
+        return max(1, (os.cpu_count() or 2) - 1)
 
     def to_args(self) -> dict[str, Any]:
         """The settings as JSON data WITH the secrets in the clear, for the Serve builder alone; never log it.

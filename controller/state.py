@@ -35,6 +35,9 @@ from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot,
 # The state ------------------------------------------------------------------------------------------------------------
 
 
+PATIENCE_WITH_A_START_S = 120.0  # after which a start is no reason for others to wait
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterState:
     """All that the controller knows. Transitions return a new one."""
@@ -259,8 +262,22 @@ def plan(state: ClusterState, now_s: float) -> Actions:
     return Actions(
         kills=tuple(kills),
         drains=tuple(drains),
-        replace=None if state.closing else plan_replacements(vacancies, epoch=state.layout.epoch, now_s=now_s),
+        replace=None
+        if state.closing
+        else plan_replacements(vacancies, epoch=state.layout.epoch, now_s=now_s, num_starts=_starts_left(state, now_s)),
     )
+
+
+def _starts_left(state: ClusterState, now_s: float) -> int | None:
+    """How many instances may begin to start now; None: all. One that takes very long no longer keeps others waiting."""
+    if not state.config.max_starting:
+        return None
+    loading = [
+        slot
+        for slot in state.slots
+        if slot.state is InstanceState.STARTING and now_s - slot.since_s < PATIENCE_WITH_A_START_S
+    ]
+    return max(0, state.config.max_starting - len(loading))
 
 
 def snapshot(state: ClusterState, *, time_s: float, started_s: float, now_s: float | None = None) -> ClusterSnapshot:

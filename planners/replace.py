@@ -16,9 +16,14 @@ class Vacancy:
     why: str  # how its newest life ended
 
 
-def plan_replacements(vacancies: Sequence[Vacancy], *, epoch: Epoch, now_s: float) -> ReplacePlan | None:
-    """Fills every vacancy whose back-off has ended; None where there is none."""
-    due = sorted((v for v in vacancies if v.retry_at_s <= now_s), key=lambda v: v.last_key)
+def plan_replacements(
+    vacancies: Sequence[Vacancy], *, epoch: Epoch, now_s: float, num_starts: int | None = None
+) -> ReplacePlan | None:
+    """Fills the vacancies whose back-off has ended, lowest slot first, `num_starts` at most; None where there is none.
+
+    Instances that share processors start sooner one after the other: the first one serves while the next one loads.
+    """
+    due = sorted((v for v in vacancies if v.retry_at_s <= now_s), key=lambda v: v.last_key)[:num_starts]
     if not due:
         return None
     return ReplacePlan(

@@ -221,7 +221,8 @@ def _show_instances(snapshot: ClusterSnapshot, failures: Mapping[str, Sequence[s
         if instance.state is InstanceState.READY:
             steps.done(name, f"{instance.device.device} on {instance.device.node_ip}")
         elif not whys:
-            steps.waiting(name, instance.phase or "starting a process")
+            was_begun = instance.key.incarnation > 0
+            steps.waiting(name, instance.phase or ("starting a process" if was_begun else "waiting for its turn"))
         elif num_ready or len(whys) < HOPELESS_STARTS:
             steps.failed(name, f"trying again after: {whys[-1]}")
         else:

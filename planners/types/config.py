@@ -82,6 +82,7 @@ class ControllerConfig:
     restart_backoff_s: float = 1.0  # doubles with each failure in a row, up to `restart_backoff_max_s`
     restart_backoff_max_s: float = 60.0
     drain_timeout_s: float = 60.0
+    max_starting: int = 0  # instances that load at the same time; 0: all
     cpus_per_instance: float = 1.0
     gpus_per_instance: float = 0.0
     degrees: tuple[int, ...] = ()  # tensor-parallel degrees that groups may have; empty: dp alone

@@ -232,6 +232,22 @@ def test_failures_in_a_row_double_the_wait_up_to_a_maximum() -> None:
     assert waits == [1, 2, 4, 6, 6]
 
 
+def test_one_starts_after_the_other_but_none_waits_for_long() -> None:
+    state = transitions.empty(replace(CONFIG, num_instances=3, max_starting=1), version=1, epoch=Epoch(1))
+
+    def next_slots(now_s: float) -> tuple[InstanceId, ...]:
+        found = transitions.plan(state, now_s).replace
+        return found.slots if found else ()
+
+    assert next_slots(0.0) == (0,)
+    state = transitions.create(state, [InstanceId(0)], "test", 0.0).state
+    assert next_slots(1.0) == ()
+    assert next_slots(transitions.PATIENCE_WITH_A_START_S) == (1,)
+    key = state.slots[0].key
+    state = transitions.observe(state, [(key, answer(key, InstanceState.READY))], 2.0).state
+    assert next_slots(2.0) == (1,)
+
+
 def test_a_life_longer_than_the_wait_before_it_ends_the_row() -> None:
     state = started(replace(CONFIG, num_instances=1))
     state = replace(state, slots=(replace(state.slots[0], failures=4),))  # the wait before this life was 8 s

@@ -23,3 +23,10 @@ def test_nothing_due_is_no_plan() -> None:
 def test_the_same_vacancies_give_the_same_plan_in_any_order() -> None:
     some = [vacancy(i, 0) for i in range(5)]
     assert plan_replacements(some, epoch=Epoch(1), now_s=0) == plan_replacements(some[::-1], epoch=Epoch(1), now_s=0)
+
+
+def test_no_more_are_filled_than_may_start() -> None:
+    some = [vacancy(i, 0) for i in (3, 1, 2)]
+    plan = plan_replacements(some, epoch=Epoch(1), now_s=0, num_starts=2)
+    assert plan is not None and plan.slots == (1, 2)
+    assert plan_replacements(some, epoch=Epoch(1), now_s=0, num_starts=0) is None
