@@ -43,7 +43,7 @@ async def running(
         await controller._calls.close()
 
 
-async def routed(controller: Controller, wanted: Callable[[RoutingTable], bool], timeout_s: float = 5) -> RoutingTable:
+async def routed(controller: Controller, wanted: Callable[[RoutingTable], bool], timeout_s: float = 40) -> RoutingTable:
     """The first table that is as `wanted`, by the same long-poll that ingresses use."""
     async with asyncio.timeout(timeout_s):
         version = -1
@@ -54,7 +54,7 @@ async def routed(controller: Controller, wanted: Callable[[RoutingTable], bool],
             version = table.version
 
 
-async def until(condition: Callable[[], bool], timeout_s: float = 5) -> None:
+async def until(condition: Callable[[], bool], timeout_s: float = 40) -> None:
     """Waits for what nothing announces."""
     async with asyncio.timeout(timeout_s):
         while not condition():  # noqa: ASYNC110
@@ -200,7 +200,7 @@ async def test_drain_ends_all_and_fills_nothing_again() -> None:
     port = FakePort()
     async with running(port) as controller:
         await routed(controller, routes(life(0), life(1)))
-        assert await controller.drain(timeout_s=5)
+        assert await controller.drain(timeout_s=40)
         assert not port.instances and not port.reserved
         table = await controller.routing(-1, 1)
         assert (table.routes, table.is_draining) == ((), True)

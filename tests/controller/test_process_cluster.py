@@ -22,7 +22,7 @@ from tests.controller.fakes import life
 from tests.controller.test_loop import until
 from tests.support.processes import CHANNEL_TOKEN, ENGINE, OFFLINE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 START_S = 200.0
 DEGREES = (2,)
@@ -57,7 +57,7 @@ def logged(controller: Controller) -> str:
     return "\n".join(f"{e.time_s:.2f} {e.kind} {e.span} {e.why} {dict(e.data)}" for e in controller.events(limit=999))
 
 
-async def reached(controller: Controller, text: str, timeout_s: float = 20) -> None:
+async def reached(controller: Controller, text: str, timeout_s: float = 160) -> None:
     """Waits until the layout is `text`, and every instance says so."""
 
     def is_there() -> bool:

@@ -19,7 +19,7 @@ from pengserve.planners.types.layout import parse_groups
 from pengserve.planners.types.plans import LayoutTarget, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState, RoutingTable
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.slow
 
 CONFIG = ControllerConfig(app="ray-test", num_instances=2, tick_s=0.2, restart_backoff_s=0.1, cpus_per_instance=0.5)
 WAIT_S = 60.0

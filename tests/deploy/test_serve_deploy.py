@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 MARK = "PYTEST_RAY_HEAD"  # inherited by every process of this Ray, to find those that stay behind
 LEASE_S = 3.0
-START_TIMEOUT_S, READY_TIMEOUT_S, STOP_TIMEOUT_S = 90.0, 300.0, 60.0
+START_TIMEOUT_S, READY_TIMEOUT_S, STOP_TIMEOUT_S = 300.0, 900.0, 240.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class Head:
         """Process ids of the instances that live in this Ray."""
         return [pid for pid in _marked(self.mark) if b"ray::InstanceActor" in _command(pid)]
 
-    def run(self, *command: str, timeout_s: float = 120) -> str:
+    def run(self, *command: str, timeout_s: float = 400) -> str:
         """Output of a command of the environment's `bin`; fails the test where it fails."""
         done = subprocess.run(
             [str(BIN / command[0]), *command[1:]],

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 from pengserve.replicas.step_loop import StepLoop
 
-WAIT_S = 10.0
+WAIT_S = 60.0
 
 
 class CountingLane:

@@ -16,8 +16,8 @@ from pengserve.client import PengServe
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState
 from tests.support.processes import ENGINE, OFFLINE
 
-START_TIMEOUT_S = 240.0
-STOP_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 600.0
+STOP_TIMEOUT_S = 240.0
 
 
 def free_port() -> int:

@@ -32,7 +32,7 @@ from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState, Ro
 from tests.support.ingress import MODEL_NAME, serving, wait_ready
 from tests.support.processes import CHANNEL_TOKEN, ENGINE, OFFLINE
 
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 600.0
 MAX_POLL_S = 1.0  # a controller that was replaced never answers, and its death is no error here
 T = TypeVar("T")
 
@@ -126,7 +126,7 @@ class ElasticCluster:
         """The next time that instance comes to this place in a switch, it obeys (see `switching/failpoints.py`)."""
         self._failpoint(instance_id).write_text(failpoint)
 
-    def wait_reached(self, instance_id: int, timeout_s: float = 10.0) -> float:
+    def wait_reached(self, instance_id: int, timeout_s: float = 80.0) -> float:
         """Waits until that instance is where it was armed for; when that was seen, on the monotonic clock."""
         deadline_s = time.monotonic() + timeout_s
         while self._failpoint(instance_id).exists():
@@ -152,7 +152,7 @@ class ElasticCluster:
         self._thread.join(10)
         self._files.cleanup()
 
-    def call(self, work: Any, timeout_s: float = 60.0) -> Any:
+    def call(self, work: Any, timeout_s: float = 240.0) -> Any:
         """Runs a coroutine on the controller's loop."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
@@ -174,7 +174,7 @@ class ElasticCluster:
         events = self.now(lambda: self.controller.events(limit=1 << 20))
         return [event for event in events if kind is None or event.kind is kind]
 
-    def wait(self, what: Callable[[ClusterSnapshot], bool], timeout_s: float = 60.0) -> ClusterSnapshot:
+    def wait(self, what: Callable[[ClusterSnapshot], bool], timeout_s: float = 240.0) -> ClusterSnapshot:
         """Waits until the snapshot says so."""
         deadline_s = time.monotonic() + timeout_s
         snapshot: ClusterSnapshot | None = None
@@ -197,11 +197,11 @@ class ElasticCluster:
 
         return self.wait(is_formable, timeout_s)
 
-    def set_layout(self, text: str, strategy: str = "carry", *, timeout_s: float = 60.0) -> ClusterSnapshot:
+    def set_layout(self, text: str, strategy: str = "carry", *, timeout_s: float = 240.0) -> ClusterSnapshot:
         """Asks for a layout, like `pengserve layout set`, and waits for it."""
         return self.wait_layout(self.ask_layout(text, strategy), timeout_s)
 
-    def wait_layout(self, wanted: Set[Group], timeout_s: float = 60.0) -> ClusterSnapshot:
+    def wait_layout(self, wanted: Set[Group], timeout_s: float = 240.0) -> ClusterSnapshot:
         """Waits until the layout is that."""
         return self.wait(lambda s: set(s.layout.groups) == wanted, timeout_s)
 

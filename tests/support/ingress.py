@@ -20,7 +20,7 @@ from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, Route, Ro
 from tests.support.processes import InstanceProcess
 
 MODEL_NAME = "tiny"
-START_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 600.0
 
 
 class FixedRoutes:
@@ -143,7 +143,7 @@ def serving(config: IngressConfig, source: Any) -> Iterator[str]:
         assert not thread.is_alive(), "the ingress did not stop"
 
 
-def wait_ready(url: str, timeout_s: float = 30.0) -> None:
+def wait_ready(url: str, timeout_s: float = 240.0) -> None:
     """Blocks until the ingress at `url` takes requests."""
     deadline_s = time.monotonic() + timeout_s
     with httpx.Client(base_url=url, trust_env=False) as http:

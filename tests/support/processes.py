@@ -17,7 +17,7 @@ from pengserve.planners.types.codec import from_data, to_data
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.snapshot import InstanceSnapshot
 
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 600.0
 CHANNEL_TOKEN = "a-token-of-the-tests"
 ENGINE: Mapping[str, Any] = {
     "dtype": "float32",
@@ -74,7 +74,7 @@ class InstanceProcess:
             self.process.send_signal(signal.SIGKILL)
         self._reap(10)
 
-    def stop(self, timeout_s: float = 20.0) -> int:
+    def stop(self, timeout_s: float = 120.0) -> int:
         """SIGTERM: drains, then ends. Returns the exit status; its step loop must have come to its end."""
         self.process.terminate()
         with Path(self._log.name).open() as log:  # can be read after its folder is gone

@@ -9,10 +9,11 @@ from typing import Any
 
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState
 from tests.support.elastic import ElasticCluster
+from tests.support.speed import slowness
 from tests.support.traffic import TimedStream, Traffic
 
 SERVES_WITHIN_S = 5.0
-ENDS_WITHIN_S = 90.0
+ENDS_WITHIN_S = 400.0
 MAX_TOKENS = 250
 
 
@@ -37,7 +38,7 @@ class Scene:
         live = [TimedStream() for _ in requests]
         futures = [self.traffic.start(**request, into=stream) for request, stream in zip(requests, live, strict=True)]
         begun = all if requests is self.short else any
-        deadline_s = time.monotonic() + 30.0
+        deadline_s = time.monotonic() + 240.0
         while not begun(stream.times_s for stream in live):
             assert time.monotonic() < deadline_s, "the streams did not begin"
             time.sleep(0.002)
@@ -60,7 +61,9 @@ class Scene:
         took_s = stream.times_s[-1] - since_s
         # Where others run on the same cores, everything takes so much longer.
         crowd = os.getloadavg()[0] / (2 * (os.cpu_count() or 1))
-        assert took_s < SERVES_WITHIN_S * max(1.0, crowd), f"the survivors answered {took_s:.1f} s after the fault"
+        assert took_s < SERVES_WITHIN_S * slowness() * max(1.0, crowd), (
+            f"the survivors answered {took_s:.1f} s after the fault"
+        )
 
     def require_memory(self, *instance_ids: int) -> None:
         """Conservation laws of instances."""
@@ -68,16 +71,16 @@ class Scene:
 
     def require_recovery(self, wanted: str) -> None:
         """The layout is what was asked for, nothing is left over, and the next switch works."""
-        self.cluster.wait(_shape_is(wanted), timeout_s=90.0)
+        self.cluster.wait(_shape_is(wanted), timeout_s=400.0)
         self.cluster.wait_formable()
-        self.cluster.wait(nothing_runs, timeout_s=15.0)
+        self.cluster.wait(nothing_runs, timeout_s=120.0)
         self.require_memory(*self.ids)
         other = "tp2" if wanted == "dp" else "dp"
         self.cluster.set_layout(other)
         assert self.traffic.start([5, 6, 7], max_tokens=4).result(ENDS_WITHIN_S).error == ""
         self.require_memory(*self.ids)
 
-    def wait_dead(self, pid: int, timeout_s: float = 30.0) -> float:
+    def wait_dead(self, pid: int, timeout_s: float = 240.0) -> float:
         """Waits until a process has ended; when that was seen, on the monotonic clock."""
         deadline_s = time.monotonic() + timeout_s
         while _lives(pid):

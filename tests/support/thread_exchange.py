@@ -8,7 +8,7 @@ import torch
 
 from pengserve.replicas.comm.communicator import Move
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class ThreadExchange:

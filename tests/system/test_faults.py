@@ -10,7 +10,7 @@ from tests.support.application import Application, kill, ready
 from tests.support.effort import is_long
 from tests.support.streams import Stream, make_prompts, stream_all, stream_completion
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 NUM_STREAMS = 16
 NUM_KILLS = 20 if is_long() else 4

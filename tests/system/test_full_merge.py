@@ -16,13 +16,13 @@ import pytest
 from tests.support.elastic import ElasticCluster, elastic_cluster
 from tests.support.traffic import TimedStream, Traffic
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 NUM_REQUESTS = 4
 PROMPT_TOKENS, MAX_TOKENS = 1690, 290
 ENGINE = {"kv_cache_memory_bytes": 8 << 20, "max_model_len": 2048}  # 127 blocks of 32 tokens; a group's have 64
 PROMPT_BLOCKS = 106
-ENDS_WITHIN_S = 100.0
+ENDS_WITHIN_S = 400.0
 MAX_MERGES = 5
 
 

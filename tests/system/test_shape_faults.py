@@ -22,7 +22,7 @@ from tests.support.elastic import elastic_cluster
 from tests.support.scene import SERVES_WITHIN_S, Scene
 from tests.support.traffic import Traffic
 
-pytestmark = [pytest.mark.slow, pytest.mark.shapes, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
 PEER_TIMEOUT_S = 4.0
 LEADER, FOLLOWER = 0, 1
@@ -56,15 +56,11 @@ COMMON = (
     Case("meeting", FOLLOWER),
     Case("waved", LEADER),
     Case("waved", FOLLOWER),
-    Case("committed", LEADER),
     Case("draining", LEADER, strategy="sequential"),
-    Case("committed", FOLLOWER, strategy="hard"),
-    Case("wave", LEADER, "split"),
     Case("waved", FOLLOWER, "split"),
     Case("committing", LEADER, "split"),
     Case("wave", LEADER, "drop"),
     Case("waved", FOLLOWER, "drop"),
-    Case("committed", FOLLOWER, "drop"),
     Case("waved", LEADER, "restore"),
     Case("returning", FOLLOWER, "restore"),
 )

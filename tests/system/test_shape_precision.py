@@ -15,7 +15,7 @@ from tests.support.elastic import elastic_cluster
 from tests.support.streams import make_prompts
 from tests.support.traffic import Traffic
 
-pytestmark = [pytest.mark.slow, pytest.mark.shapes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
 MAX_NLL_DIFFERENCE = 1e-3
 # Rounding moves a single token's logprob of this model by 0.03 either way; only the mean of thousands says anything.

@@ -39,7 +39,7 @@ PEER_TIMEOUT_S = 4.0
 ROUND_S = 10.0  # of disorder, before all is compared
 MOST_RUNNING = 40
 LONGEST_STALL_S = 1.5  # shorter than peers wait
-ENDS_WITHIN_S = 150.0  # a member that died must be replaced
+ENDS_WITHIN_S = 600.0  # a member that died must be replaced
 
 
 @dataclass
@@ -154,7 +154,7 @@ class Soak:
                 stream.future.result(ENDS_WITHIN_S)
         assert all(self._is_checked(stream) for stream in self.running)
         self.running.clear()
-        self.cluster.wait(nothing_runs, timeout_s=20.0)
+        self.cluster.wait(nothing_runs, timeout_s=160.0)
         self.cluster.require_memory()
         for instance in self.cluster.snapshot().instances:
             assert instance.stats.kv_blocks_used == 0, f"instance {instance.key} holds KV of nobody"

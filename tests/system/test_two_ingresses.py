@@ -14,7 +14,7 @@ from tests.support.streams import make_prompts, stream_all
 pytestmark = pytest.mark.slow
 
 NUM_STREAMS = 16
-TIMEOUT_S = 30.0
+TIMEOUT_S = 240.0
 
 
 @pytest.fixture(scope="module")

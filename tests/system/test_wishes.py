@@ -13,7 +13,7 @@ from tests.support.elastic import ElasticCluster, elastic_cluster
 from tests.support.streams import make_prompts
 from tests.support.traffic import Traffic
 
-pytestmark = [pytest.mark.slow, pytest.mark.shapes, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
 MAX_TOKENS = 60
 # Only wishes and urgency change the layout here: no load is below zero.

@@ -14,7 +14,7 @@ from pengserve.replicas.channel.frames import PROTOCOL_VERSION, Buffer, Frame, F
 from pengserve.replicas.channel.server import ChannelServer, Hello
 
 TOKEN = "secret"
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Handler:

@@ -19,7 +19,7 @@ from tests.support.processes import CHANNEL_TOKEN, InstanceProcess
 pytestmark = pytest.mark.slow
 
 MAX_TOKENS = 40
-TIMEOUT_S = 60.0
+TIMEOUT_S = 240.0
 SAMPLING = {
     "greedy": SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True),
     "seeded": SamplingParams(max_tokens=MAX_TOKENS, temperature=0.9, top_p=0.9, seed=7, ignore_eos=True),
