@@ -160,6 +160,8 @@ class ControllerSettings(_Section):
     restart_backoff_s: float = Field(default=1, gt=0)
     restart_backoff_max_s: float = Field(default=60, gt=0)
     drain_timeout_s: float = Field(default=60, ge=0)
+    prepare_timeout_s: float = Field(default=3, gt=0)  # of a switch: until all members have said that they can
+    commit_timeout_s: float = Field(default=20, gt=0)  # ... and until it is done, beyond its drain
     # Instances that load at the same time; 0: all, but on CPUs one fewer than there are cores.
     max_starting: int = Field(default=0, ge=0)
 

@@ -1,12 +1,10 @@
 """What must hold before anything acts on a plan. Each violation is a sentence; no violation is an empty tuple."""
 
-from collections.abc import Iterable
-
 from pengserve.planners.columns import group_table
 from pengserve.planners.load import fits_alone, formable_groups, lane_capacity
 from pengserve.planners.stages import nests
 from pengserve.planners.types.ids import InstanceId, InstanceKey
-from pengserve.planners.types.layout import GroupKind, Layout
+from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState
 
@@ -31,16 +29,6 @@ def check_switch(plan: SwitchPlan, snapshot: ClusterSnapshot) -> tuple[str, ...]
     if len(set(plan.members)) != len(plan.members):
         found.append(f"{plan.group} has an instance twice")
     found += _check_merge(plan, snapshot, by_id) if plan.is_merge else _check_split(plan, snapshot, by_id)
-    return tuple(found)
-
-
-def check_layout(layout: Layout, instance_ids: Iterable[InstanceId]) -> tuple[str, ...]:
-    """Whether each of `instance_ids` is in exactly one group of `layout`, and nobody else is."""
-    expected = set(instance_ids)
-    members = [member for group in layout.groups for member in group.members]
-    found = [f"instance {i} is in no group" for i in sorted(expected - set(members))]
-    found += [f"instance {i} is in a group and not in the cluster" for i in sorted(set(members) - expected)]
-    found += [f"instance {i} is in {n} groups" for i in sorted(set(members)) if (n := members.count(i)) > 1]
     return tuple(found)
 
 

@@ -1,6 +1,6 @@
 """How the shape of a cluster looks in a terminal: groups, switches and their phases. Pure, as `views.py` is."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rich import box
@@ -9,8 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pengserve.planners.load import lane_capacity
-from pengserve.planners.types.layout import Group, GroupKind, degree_of
+from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchReport
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, LayoutPolicy, LayoutView, SwitchRecord
 from pengserve.planners.types.units import format_bytes
@@ -138,27 +137,6 @@ def kv_tokens(instance: InstanceSnapshot) -> tuple[int, int, int]:
         return 0, 0, 0
     size = stats.block_size or capacity.block_size
     return stats.kv_blocks_used * size, stats.queued_tokens, (stats.kv_blocks_total or capacity.num_blocks) * size
-
-
-def memory_parts(instance: InstanceSnapshot, leader: InstanceSnapshot) -> tuple[int, int, int]:
-    """Bytes of an instance: (weights, KV that can be, KV that is). A stage of a pipeline has its share of each."""
-    capacity, shape = instance.capacity, leader.stats.shape
-    if capacity is None:
-        return 0, 0, 0
-    lane, stages = capacity, 1
-    if shape.startswith(GroupKind.PP):
-        lane, stages = lane_capacity(instance, shape) or capacity, degree_of(shape)
-    used_bytes = leader.stats.kv_blocks_used * capacity.bytes_per_block
-    kv_bytes = lane.num_blocks * capacity.bytes_per_block
-    return capacity.weight_bytes // stages, kv_bytes // stages, used_bytes // stages
-
-
-def leader_of(
-    instances: Sequence[InstanceSnapshot], instance: InstanceSnapshot, group: Group | None
-) -> InstanceSnapshot:
-    """The instance that schedules for this one; itself where it is alone."""
-    leader = group.leader if group is not None else instance.instance_id
-    return next((i for i in instances if i.instance_id == leader), instance)
 
 
 def _policy_sentence(policy: LayoutPolicy) -> str:

@@ -17,11 +17,10 @@ from pengserve.cluster.cli.shape_views import (
     describe_phases,
     describe_policy,
     kv_tokens,
-    leader_of,
-    memory_parts,
     role,
     switch_line,
 )
+from pengserve.cluster.memory_parts import leader_of, memory_parts
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState

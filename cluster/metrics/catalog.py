@@ -123,7 +123,7 @@ RESUMED = _counter(
     "pengserve_requests_resumed_total",
     _TRAFFIC,
     "requests",
-    "Requests taken over by another instance, by reason: `lost` (the instance died), `drained`.",
+    "Requests taken over by another instance, by reason: `lost` (the instance died).",
     "reason",
 )
 RESUMED_TOKENS = _counter(

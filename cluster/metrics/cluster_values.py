@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable
 from importlib.metadata import version
 
+from pengserve.cluster.memory_parts import leader_of, memory_parts
 from pengserve.cluster.metrics import catalog
 from pengserve.cluster.metrics.catalog import MetricSpec
 from pengserve.cluster.metrics.facade import Histogram, Metrics
@@ -100,8 +101,10 @@ class ClusterValues:
         for state in InstanceState:
             num = sum(instance.state is state for instance in snapshot.instances)
             self._metrics.gauge(catalog.INSTANCES, state=state.value).set(num)
+        group_of = {member: group for group in snapshot.layout.groups for member in group.members}
         for instance in snapshot.instances:
-            self._publish_snapshot(instance)
+            group = group_of.get(instance.instance_id)
+            self._publish_snapshot(instance, leader_of(snapshot.instances, instance, group))
         self._publish_layout(snapshot)
 
     def publish(self) -> None:
@@ -125,7 +128,6 @@ class ClusterValues:
         metrics.gauge(catalog.INSTANCE_PAUSED, instance_id=slot).set(stats.num_paused)
         capacity = self._capacity.get(key)
         if capacity is not None:
-            self._publish_capacity(slot, capacity)
             # Counts of blocks are of the shape that runs; one from before it is known is of the instance's own.
             block_size, num_blocks = (
                 stats.block_size or capacity.block_size,
@@ -141,11 +143,6 @@ class ClusterValues:
                 metrics.counter(spec, instance_id=slot).inc(grown)
         self._counted[key] = stats
 
-    def _publish_capacity(self, slot: str, capacity: KvCapacity) -> None:
-        kv_bytes = capacity.num_blocks * capacity.bytes_per_block
-        self._metrics.gauge(catalog.KV_BYTES, instance_id=slot).set(kv_bytes)
-        self._metrics.gauge(catalog.WEIGHT_BYTES, instance_id=slot).set(capacity.weight_bytes)
-
     def _publish_layout(self, snapshot: ClusterSnapshot) -> None:
         groups = Counter(group.shape for group in snapshot.layout.groups)
         self._shapes.update(groups)  # a shape that is gone goes to zero
@@ -156,11 +153,13 @@ class ClusterValues:
                 self._metrics.gauge(catalog.GROUP_SIZE, instance_id=str(member)).set(group.degree)
         self._metrics.gauge(catalog.LAYOUT_AUTO).set(snapshot.policy.is_auto)
 
-    def _publish_snapshot(self, instance: InstanceSnapshot) -> None:
+    def _publish_snapshot(self, instance: InstanceSnapshot, leader: InstanceSnapshot) -> None:
         slot = str(instance.instance_id)
         ready = instance.state is InstanceState.READY
         self._metrics.gauge(catalog.INSTANCE_UP, instance_id=slot).set(ready)
         self._metrics.gauge(catalog.INSTANCE_INCARNATION, instance_id=slot).set(instance.key.incarnation)
         self._metrics.gauge(catalog.RSS_BYTES, instance_id=slot).set(instance.rss_bytes)
         if instance.capacity is not None:
-            self._publish_capacity(slot, instance.capacity)
+            weight_bytes, kv_bytes, _ = memory_parts(instance, leader)  # a stage of a pipeline holds a share of each
+            self._metrics.gauge(catalog.WEIGHT_BYTES, instance_id=slot).set(weight_bytes)
+            self._metrics.gauge(catalog.KV_BYTES, instance_id=slot).set(kv_bytes)

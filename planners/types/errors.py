@@ -7,7 +7,6 @@
     |   +-- FenceError           the message carries a stale epoch; the receiver changed nothing
     +-- EngineError              an engine or its instance failed
     |   +-- LinkLostError        the connection to an instance broke; its requests must be resumed elsewhere
-    |   +-- NoInstanceError      no instance can take the request now
     +-- UnsupportedShapeError    this model or device cannot run that shape; other shapes still work
 
 `assert` is for programmers' mistakes; these are for everything the world can do.
@@ -40,10 +39,6 @@ class EngineError(PengServeError):
 
 class LinkLostError(EngineError):
     """The channel to an instance closed. Tokens it had not delivered are generated again elsewhere."""
-
-
-class NoInstanceError(EngineError):
-    """No instance is ready to take the request."""
 
 
 class UnsupportedShapeError(PengServeError):

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import NewType
 
-RequestId = NewType("RequestId", str)
 """Engine-internal request id, unique in the cluster."""
 
 InstanceId = NewType("InstanceId", int)

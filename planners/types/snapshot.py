@@ -12,7 +12,6 @@ from typing import Any
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, Layout
 from pengserve.planners.types.plans import SwitchReport
-from pengserve.planners.types.units import blocks_for
 
 
 class InstanceState(StrEnum):
@@ -67,7 +66,6 @@ class InstanceStats:
     max_model_len: int = 0  # tokens a request may have in this shape
     longest_tokens: int = 0  # of the running request with the most tokens, now
     num_paused: int = 0  # requests that wait in a lane that is not stepped (hard preemption)
-    total_switches: int = 0  # shape changes this instance took part in
     total_stage_busy_s: float = 0.0  # that its stages of pipelines computed
     total_stage_idle_s: float = 0.0  # ... and stood idle between microbatches while the pipeline had work
 
@@ -144,14 +142,6 @@ class InstanceSnapshot:
     def instance_id(self) -> InstanceId:
         """The slot this instance fills."""
         return self.key.instance_id
-
-    @property
-    def virtual_kv_blocks(self) -> int:
-        """Virtual KV load in blocks: what is resident plus what the queue will need."""
-        if self.capacity is None:
-            return 0
-        block_size = self.stats.block_size or self.capacity.block_size
-        return self.stats.kv_blocks_used + blocks_for(self.stats.queued_tokens, block_size)
 
 
 _LOADS = ("stats", "rss_bytes")

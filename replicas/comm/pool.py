@@ -42,7 +42,7 @@ class CommunicatorPool:
         self.board = StoreBoard(network)
         self._gloo_device: Any = gloo_device(network.host) if self._backend == "gloo" else None
         self._groups: dict[str, Communicator] = {}
-        self._controls: dict[str, Communicator] = {}
+        self._controls: dict[str, Communicator] = {}  # sockets whose end breaks the group; `direct` has no others
         self._failed: set[str] = set()
         self._lock = threading.Lock()  # guards the three above
         self._building = threading.Lock()
@@ -76,11 +76,11 @@ class CommunicatorPool:
 
     def get(self, name: str) -> Communicator:
         """A ready group. Raises EngineError where it is not."""
-        return self._find(self._groups, name)
-
-    def control(self, name: str) -> Communicator:
-        """The group for data on the CPU: `get`'s own, or its companion on CUDA. Raises EngineError as `get`."""
-        return self._find(self._controls, name)
+        with self._lock:
+            communicator = self._groups.get(name)
+            if communicator is None or name in self._failed:
+                raise EngineError(f"group {name} is not ready here; plan with the groups that instances report")
+            return communicator
 
     def mark_failed(self, name: str) -> None:
         """Takes a group out of use after one of its calls failed. It comes back under the name of its next round."""
@@ -100,13 +100,6 @@ class CommunicatorPool:
         self._is_closed = True
         for name in list(self._groups):
             self._drop(name)
-
-    def _find(self, groups: dict[str, Communicator], name: str) -> Communicator:
-        with self._lock:
-            communicator = groups.get(name)
-            if communicator is None or name in self._failed:
-                raise EngineError(f"group {name} is not ready here; plan with the groups that instances report")
-            return communicator
 
     def _of(self, name: str) -> list[Communicator]:
         found = [groups.get(name) for groups in (self._groups, self._controls)]

@@ -69,7 +69,6 @@ class Lanes:
         self._why_not: dict[str, str] = {}  # by shape
         self._running: GroupLane | None = None  # None: dp
         self._is_leading = False
-        self._switches = 0
         self._step_s = FIRST_STEP_S  # of the newest step of a group
         self._idle_totals: dict[str, int] = {}
         self._dp_view: KvView | None = None
@@ -197,7 +196,6 @@ class Lanes:
         """From the next step on, `lane` runs. Requests that are still in `dp` wait there."""
         self._is_leading = lane.rank == 0
         self._running = lane
-        self._switches += 1
         self._count_idle()
         lane.enter(seed, collectives)
 
@@ -207,7 +205,6 @@ class Lanes:
         assert lane is not None
         self.chore = None
         lane.leave()
-        self._switches += 1
         self._count_idle()
 
     def abandon(self) -> list[str]:
@@ -373,7 +370,6 @@ class Lanes:
     def stats(self, last_step_s: float = 0.0) -> InstanceStats:
         """Load of the lane that runs; totals of all lanes."""
         totals = {
-            "total_switches": self._switches,
             "total_stage_busy_s": self._clock.busy_s,
             "total_stage_idle_s": self._clock.idle_s,
         }

@@ -68,5 +68,4 @@ def end_group(run: GroupRun) -> Sequence[LiveRequest]:
     run.close()
     for member in run.members:
         member.group = None
-        member.num_switches += 1
     return requests

@@ -42,7 +42,6 @@ class SimInstance:
         self.group: GroupRun | None = None
         self.epoch = Epoch(0)
         self.groups_ready: tuple[str, ...] = ()
-        self.num_switches = 0
         self.held: list[LiveRequest] | None = None  # new requests, while it drains for a switch
         self._lanes = lanes
         self._leaving: set[LiveRequest] = set()  # a drain waits for these
@@ -150,7 +149,6 @@ class SimInstance:
             max_model_len=capacity.max_model_len,
             longest_tokens=longest,
             num_paused=num_paused,
-            total_switches=self.num_switches,
             **scheduler.totals,
         )
 

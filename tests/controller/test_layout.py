@@ -15,7 +15,6 @@ from pengserve.controller import state as transitions
 from pengserve.controller.events import Change
 from pengserve.controller.slots import Drained, Gone, Killed, Observation, Slot
 from pengserve.controller.state import ClusterState, Transition
-from pengserve.planners.check import check_layout
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import FenceError
 from pengserve.planners.types.events import EventKind
@@ -25,6 +24,7 @@ from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState
 from tests.controller.fakes import answer, life
 from tests.support.effort import examples
+from tests.support.layouts import check_layout
 
 CONFIG = ControllerConfig(app="laws", num_instances=4, lost_after_s=1000, degrees=(2, 4), restart_backoff_s=0.5)
 GROUPS = parse_groups("tp2@(0,1)") + parse_groups("tp2@(2,3)") + parse_groups("tp4@(0..3)")

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from pengserve.planners.check import check_layout, check_switch
+from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete, groups_for, pipelines_for
 from pengserve.planners.merge import LoadHistory, plan_switch
 from pengserve.planners.types.config import MergeConfig
@@ -19,6 +19,7 @@ from pengserve.planners.types.snapshot import (
     KvCapacity,
     LaneInfo,
 )
+from tests.support.layouts import check_layout
 
 BLOCK_SIZE = 32
 NUM_BLOCKS = 64  # of one instance

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pengserve.planners.check import check_layout, check_switch
+from pengserve.planners.check import check_switch
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind, Layout
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState, LaneInfo
 from tests.planners.clusters import BLOCK_SIZE, DP_TOKENS, NUM_BLOCKS, WEIGHT_BLOCKS, snapshot, stats
+from tests.support.layouts import check_layout
 
 
 def switch(text: str, *, is_merge: bool, epoch: int = 7, parts: str = "") -> SwitchPlan:

@@ -33,6 +33,7 @@ OTHERS: dict[str, Any] = {
     "peer_endpoint": "127.0.0.1:2",
     "groups_ready": ("tp2@(0,1)/0.1-1.1/0",),
     "groups_failed": ("tp2@(0,1)/0.1-1.1/0",),
+    "phase": "loading the model",
     "failure": "it has failed",
 }
 

@@ -119,7 +119,6 @@ class Switch:
         self.runs.remove(run)
         for member in run.members:
             member.group = run
-            member.num_switches += 1
             member.epoch = self.epoch
             self.around.owner.touched(member.key)
         run.lane.resume()

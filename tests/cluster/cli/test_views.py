@@ -9,6 +9,7 @@ from rich.console import Console
 
 from pengserve.cluster.cli import shape_views
 from pengserve.cluster.cli.views import bar, event_line, hit_rate, rates_between, status_view, top_view
+from pengserve.cluster.memory_parts import memory_parts
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import Epoch
 from pengserve.planners.types.layout import Layout, parse_groups
@@ -79,7 +80,7 @@ def merged() -> ClusterSnapshot:
     """Instance 2 leads 0 in a tp2 group, 1 is alone; a request of 0's waits for the group's end."""
     lanes = tuple(LaneInfo(shape=shape, capacity=CAPACITY) for shape in ("dp", "tp2"))
     leading = InstanceStats(shape="tp2", num_running=3, kv_blocks_used=20, block_size=64, kv_blocks_total=80)
-    following = InstanceStats(shape="tp2", is_follower=True, num_paused=1, total_switches=1)
+    following = InstanceStats(shape="tp2", is_follower=True, num_paused=1)
     return replace(
         snapshot(
             replace(instance(0), stats=following, lanes=lanes),
@@ -125,12 +126,12 @@ def test_a_pipeline_shows_as_a_group_whose_members_have_half_of_the_parameters()
     assert any("pp2 leads" in line for line in lines) and any("pp2 with 2" in line for line in lines)
     assert "1,600 / 6,400" in "\n".join(lines), "50 and 200 blocks of 32 tokens"
     first, alone, leader = piped().instances
-    weights, kv, used = shape_views.memory_parts(leader, leader)
+    weights, kv, used = memory_parts(leader, leader)
     assert (weights, kv) == (CAPACITY.weight_bytes // 2, 100 * CAPACITY.bytes_per_block)
     assert used == 25 * CAPACITY.bytes_per_block
-    assert shape_views.memory_parts(first, leader) == (weights, kv, used)
+    assert memory_parts(first, leader) == (weights, kv, used)
     whole = (CAPACITY.weight_bytes, CAPACITY.num_blocks * CAPACITY.bytes_per_block, 0)
-    assert shape_views.memory_parts(alone, alone) == whole
+    assert memory_parts(alone, alone) == whole
 
 
 def test_a_decision_tells_what_was_chosen_first_and_what_the_others_cost():

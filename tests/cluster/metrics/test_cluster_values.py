@@ -17,6 +17,7 @@ from pengserve.planners.types.snapshot import (
     InstanceState,
     InstanceStats,
     KvCapacity,
+    LaneInfo,
     LayoutPolicy,
     Route,
     RoutingTable,
@@ -48,7 +49,30 @@ def test_stats_of_a_batch_become_gauges_and_step_times(metrics: Metrics) -> None
     assert sample(metrics, "pengserve_instance_requests_running", instance_id="0") == 3
     assert sample(metrics, "pengserve_virtual_kv_load", instance_id="0") == (4 + 3) / 10
     assert sample(metrics, "pengserve_instance_step_seconds_count", instance_id="0") == 1
-    assert sample(metrics, "pengserve_instance_kv_bytes", instance_id="0") == 10 * 4096
+
+
+def test_memory_is_that_of_the_shape_that_runs(metrics: Metrics) -> None:
+    """A stage of a pipeline of two holds half of the parameters, and half of the KV of the pipeline's blocks."""
+    wide = replace(CAPACITY, num_blocks=30)
+    stats = InstanceStats(shape="pp2", kv_blocks_used=4)
+    piped = [
+        InstanceSnapshot(
+            key=key(i),
+            state=InstanceState.READY,
+            capacity=CAPACITY,
+            lanes=(LaneInfo(shape="dp", capacity=CAPACITY), LaneInfo(shape="pp2", capacity=wide)),
+            stats=replace(stats, is_follower=i == 0),
+        )
+        for i in range(2)
+    ]
+    alone = InstanceSnapshot(key=key(2), state=InstanceState.READY, capacity=CAPACITY)
+    layout = Layout(epoch=Epoch(1), groups=parse_groups("pp2@(1,0) dp@(2)"))
+    ClusterValues(metrics).on_snapshot(
+        ClusterSnapshot(app="shop", time_s=1.0, layout=layout, instances=(*piped, alone))
+    )
+    for slot, weights, kv in (("0", 1 << 19, 15 * 4096), ("1", 1 << 19, 15 * 4096), ("2", 1 << 20, 10 * 4096)):
+        assert sample(metrics, "pengserve_instance_weight_bytes", instance_id=slot) == weights
+        assert sample(metrics, "pengserve_instance_kv_bytes", instance_id=slot) == kv
 
 
 @given(

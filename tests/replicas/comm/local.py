@@ -18,7 +18,7 @@ class LocalCluster:
         self.members = [Member(key_of(slot, 0), timeout_s, backend) for slot in range(num_members)]
         self._threads = ThreadPoolExecutor(num_members)
         addresses = [PeerAddress(key=m.network.key, endpoint=m.network.endpoint) for m in self.members]
-        self.all(lambda member: member.network.connect(addresses, 5.0))
+        self.all(lambda member: member.network.connect(addresses, 40.0))
 
     def all(self, call: Callable[[Member], T], among: Sequence[int] | None = None) -> list[T]:
         """What `call` returns for each member; the first error is raised, after all have ended."""

@@ -1,0 +1,28 @@
+"""What an instance's memory holds now, by its shape: weights, room for KV, and KV. For people and for metrics."""
+
+from collections.abc import Sequence
+
+from pengserve.planners.load import lane_capacity
+from pengserve.planners.types.layout import Group, GroupKind, degree_of
+from pengserve.planners.types.snapshot import InstanceSnapshot
+
+
+def memory_parts(instance: InstanceSnapshot, leader: InstanceSnapshot) -> tuple[int, int, int]:
+    """Bytes of an instance: (weights, KV that can be, KV that is). A stage of a pipeline has its share of each."""
+    capacity, shape = instance.capacity, leader.stats.shape
+    if capacity is None:
+        return 0, 0, 0
+    lane, stages = capacity, 1
+    if shape.startswith(GroupKind.PP):
+        lane, stages = lane_capacity(instance, shape) or capacity, degree_of(shape)
+    used_bytes = leader.stats.kv_blocks_used * capacity.bytes_per_block
+    kv_bytes = lane.num_blocks * capacity.bytes_per_block
+    return capacity.weight_bytes // stages, kv_bytes // stages, used_bytes // stages
+
+
+def leader_of(
+    instances: Sequence[InstanceSnapshot], instance: InstanceSnapshot, group: Group | None
+) -> InstanceSnapshot:
+    """The instance that schedules for this one; itself where it is alone."""
+    leader = group.leader if group is not None else instance.instance_id
+    return next((i for i in instances if i.instance_id == leader), instance)
