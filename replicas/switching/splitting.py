@@ -26,7 +26,7 @@ class LeaderSplit:
         self._resharder = Resharder(self._member.lanes, lane, self._member.pool.get(group_name))
         self._free: list[int] = []  # blocks of `dp` by rank
         self._release: list[int] = []  # logical blocks that leave the lane with the next wave
-        self._num_carried = self._num_redirected = 0
+        self._num_carried = 0
 
     def run(self, met: dict[InstanceKey, SwitchMessage]) -> SwitchReport:
         """Hands all requests on, then commits.
@@ -96,7 +96,6 @@ class LeaderSplit:
                 member.owner.moved(ids, key, carried=True)
             self._num_carried += len(ids)
         member.owner.moved(sorted(refused), None, carried=False)
-        self._num_redirected += len(refused)
 
 
 def join_split(conversation: Conversation, lane: TpLane, group_name: str) -> None:
