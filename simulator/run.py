@@ -104,7 +104,7 @@ class Simulation:
             tasks = [group.create_task(controller.run()), group.create_task(self._follow_routes())]
             await self._until_ready()
             start_s = self.outcomes.start_s = loop.time()
-            sampler = Sampler(self.cluster, self.ingress, controller, self.outcomes, self.config.sample_s)
+            sampler = Sampler(self.cluster, self.ingress, controller, self.outcomes)
             works = [*self._asked(), self._report_demand(), self._watch(sampler)]
             tasks += [group.create_task(work) for work in works]
             if self.setup.companion is not None:

@@ -15,14 +15,11 @@ from pengserve.simulator.result import Moment
 class Sampler:
     """Takes `Moment`s. At most one for each moment: a second one in its place is left out."""
 
-    def __init__(
-        self, cluster: SimCluster, ingress: Ingress, controller: Controller, outcomes: Outcomes, sample_s: float
-    ) -> None:
+    def __init__(self, cluster: SimCluster, ingress: Ingress, controller: Controller, outcomes: Outcomes) -> None:
         self.moments: list[Moment] = []
         self.instance_kv: list[tuple[float, ...]] = []
         self.num_generated = 0
         self._cluster, self._ingress, self._controller, self._outcomes = cluster, ingress, controller, outcomes
-        self._sample_s = sample_s
         self._layout: Layout | None = None
         self._groups = ""
 
