@@ -34,11 +34,16 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
 )
 from pengserve.cluster.ingress.wishes import current_wish
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.replicas.engine.grammars import DEAD_END
 from pengserve.replicas.engine.link import InstanceLink, Moved, StepBatch
 
 logger = logging.getLogger(__name__)
 
 OUTPUTS_PER_SLICE = 128  # outputs processed before other tasks get a turn
+NO_TEXT_FITS = (
+    "No text meets the constraint of this request: its grammar, pattern or schema comes to where it allows no token,"
+    " for example by a rule that never ends."
+)
 
 
 class ClusterEngineClient(EngineClient):
@@ -135,12 +140,15 @@ class ClusterEngineClient(EngineClient):
             request.reasoning_ended = reasoning_ended
             request.reasoning_parser_kwargs = reasoning_parser_kwargs
             collector = self._start(request, extract_prompt_components(self.model_config, prompt).text)
+            is_guided = sampling_params.structured_outputs is not None
             async with asyncio.timeout(self._limits.request_timeout_s or None):
                 finished = False
                 while not finished:
                     output = collector.get_nowait() or await collector.get()
                     finished = output.finished
                     if output is not STREAM_FINISHED:
+                        if is_guided:
+                            _refuse_dead_end(output)
                         yield output
             outcome = "ok"
         except (asyncio.CancelledError, GeneratorExit):
@@ -388,6 +396,12 @@ class ClusterEngineClient(EngineClient):
     async def is_paused(self) -> bool:
         """Never."""
         return False
+
+
+def _refuse_dead_end(output: RequestOutput) -> None:
+    """Raises VLLMClientError where a grammar that matches no text has ended the request."""
+    if any(choice.finish_reason == "error" and choice.stop_reason == DEAD_END for choice in output.outputs):
+        raise VLLMClientError(NO_TEXT_FITS)
 
 
 def _unsupported(name: str) -> NoReturn:

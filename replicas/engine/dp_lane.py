@@ -12,6 +12,7 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import ConfigError, UnsupportedShapeError
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.engine.base_memory import OPTIONS, BaseMemory, MemoryOptions
+from pengserve.replicas.engine.grammars import guide_config, noting_dead_ends
 from pengserve.replicas.engine.lane import Lane, lend, take_back
 from pengserve.replicas.engine.shared_model import plain_weights
 from pengserve.replicas.engine.vllm_seam import (
@@ -58,7 +59,10 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
         defaults |= {"enforce_eager": True}
         if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(config.engine):
             defaults["kv_cache_memory_bytes"] = 256 << 20
-    own_arguments: dict[str, Any] = {"model": config.model}
+    own_arguments: dict[str, Any] = {
+        "model": config.model,
+        "structured_outputs_config": guide_config(config.engine.get("structured_outputs_config") or {}),
+    }
     if config.memory_bytes:
         options = MemoryOptions(
             memory_bytes=config.memory_bytes,
@@ -95,6 +99,8 @@ class DpLane(Lane):
         with plain_weights() if is_elastic or config.memory_bytes else contextlib.nullcontext():
             self.core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=self.log_stats)
         self._step_core = self.core.step_fn
+        guides: Any = self.core.structured_output_manager
+        guides.accept_tokens = noting_dead_ends(guides)
         scheduler: Any = self.core.scheduler
         kv_config = scheduler.kv_cache_config
         self._num_kv_groups = len(kv_config.kv_cache_groups)

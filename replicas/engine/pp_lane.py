@@ -46,7 +46,6 @@ from pengserve.replicas.memory.layers import LayerMemory
 @dataclass(frozen=True, slots=True)
 class _Microbatch:
     output: SchedulerOutput
-    grammar: GrammarOutput | None
     is_first: bool  # the pipeline had no work before it
 
 
@@ -250,7 +249,10 @@ class PpLane(GroupLane):
         if not self._in_flight:
             return {}
         microbatch = self._in_flight.popleft()
-        result = self._execute(microbatch)
+        # Not when it began: vLLM has one buffer for the masks of all microbatches. Its requests' grammars stand where
+        # they stood then, and this member alone samples.
+        grammar = self._scheduler.get_grammar_bitmask(microbatch.output)
+        result = self._execute(microbatch, grammar)
         assert self._microbatches is not None
         self._microbatches.came_back(microbatch.output, chunks_of(microbatch.output), self._stage_s)
         outputs: Mapping[int, EngineCoreOutputs] = self._scheduler.update_from_output(microbatch.output, result)
@@ -267,10 +269,9 @@ class PpLane(GroupLane):
             self._recompute_if_stuck(output)
         if not output.total_num_scheduled_tokens and not output.finished_req_ids and not self._known:
             return False
-        grammar = self._scheduler.get_grammar_bitmask(output)
-        self.on_step(self._codec.encode(output, grammar, (), self._known, is_first=self._was_empty))
+        self.on_step(self._codec.encode(output, None, (), self._known, is_first=self._was_empty))
         self._known = []
-        self._in_flight.append(_Microbatch(output, grammar, self._was_empty))
+        self._in_flight.append(_Microbatch(output, self._was_empty))
         if output.total_num_scheduled_tokens:
             self._was_empty = False
         return True
@@ -280,9 +281,9 @@ class PpLane(GroupLane):
         step = self._codec.decode(parts)
         self._learn(step.known)
         self._steps += 1
-        self._execute(_Microbatch(step.output, step.grammar, step.is_first))
+        self._execute(_Microbatch(step.output, step.is_first))
 
-    def _execute(self, microbatch: _Microbatch) -> Any:
+    def _execute(self, microbatch: _Microbatch, grammar: GrammarOutput | None = None) -> Any:
         hidden: IntermediateTensors | None = None
         output, num_tokens = microbatch.output, microbatch.output.total_num_scheduled_tokens
         if num_tokens and self.stage > 0:
@@ -292,7 +293,7 @@ class PpLane(GroupLane):
         with set_current_vllm_config(self.config), torch.inference_mode():
             result = self.runner.execute_model(self._placed(output), hidden)
             if result is None:
-                result = self.runner.sample_tokens(microbatch.grammar)
+                result = self.runner.sample_tokens(grammar)
         if num_tokens:
             self._stage_s = self._clock.end()
             if self.stage < self.num_stages - 1:

@@ -10,7 +10,14 @@ import os
 from collections.abc import Iterator, Sequence
 
 from vllm import SamplingParams, envs
-from vllm.config import CacheConfig, ObservabilityConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
+from vllm.config import (
+    CacheConfig,
+    ObservabilityConfig,
+    SchedulerConfig,
+    StructuredOutputsConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
 from vllm.distributed import parallel_state
 from vllm.distributed.utils import get_pp_indices
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -59,6 +66,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker as GPUWorker
@@ -107,6 +115,7 @@ __all__ = [
     "Scheduler",
     "SchedulerConfig",
     "SchedulerOutput",
+    "StructuredOutputsConfig",
     "UnquantizedEmbeddingMethod",
     "UnquantizedLinearMethod",
     "UsageContext",
@@ -157,6 +166,8 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
     Request: ("update_block_hashes", "append_output_token_ids", "from_engine_core_request", "record_event"),
     RequestStatus: ("PREEMPTED", "WAITING", "FINISHED_ABORTED"),
     StructuredOutputManager: ("accept_tokens", "grammar_init"),
+    StructuredOutputBackend: ("allocate_token_bitmask",),
+    StructuredOutputGrammar: ("fill_bitmask",),
     GPUModelRunner: (
         "_update_states",
         "_init_mrope_positions",

@@ -35,7 +35,7 @@ class Traffic:
     """A client of its own thread and connection pool."""
 
     def __init__(self, url: str, model: str = "tiny") -> None:
-        self._model = model
+        self.url, self._model = url, model
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="traffic", daemon=True)
         self._thread.start()

@@ -15,9 +15,11 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
+from pengserve.cluster.ingress.config import OpenAIConfig
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.plans import SwitchStrategy
 from tests.support.elastic import ElasticCluster, elastic_cluster
+from tests.support.guided import Answer, GuidedRequest, GuidedTraffic, guided_requests
 from tests.support.streams import make_prompts
 from tests.support.traffic import TimedStream, Traffic
 
@@ -31,6 +33,11 @@ LAYOUTS = {
 NESTED = [  # layouts between which one switch leads, with all that runs
     *(("pp2", "pp4"), ("pp2@(0,1)", "pp4"), ("pp2@(2,3)", "pp4")),
     *(("pp4", "pp2"), ("pp4", "pp2@(0,1)"), ("pp4", "pp2@(2,3)")),
+]
+GUIDES = [  # longer than any request
+    {"regex": "[a-z ]{400,}"},
+    {"regex": "([a-f]{3}[0-9]{2}){100,}"},
+    {"grammar": 'root ::= (("<" [a-z] ">") | [0-9]+ ";"){100,}'},
 ]
 MEMORY_BYTES = 24 << 20  # of an instance: 3 MiB of weights, and KV that all requests fit into
 ENDS_WITHIN_S = 400.0
@@ -46,7 +53,7 @@ def requests(count: int, max_tokens: int, seed: int = 3) -> list[dict[str, Any]]
         if i % 3 == 0:
             params |= {"frequency_penalty": 0.3}
         if i % 4 == 2:  # a grammar's state cannot be carried: such a request is resumed from its tokens
-            params |= {"structured_outputs": {"regex": "[a-z ]{400,}"}}
+            params |= {"structured_outputs": GUIDES[i // 4 % len(GUIDES)]}
         made.append(params)
     return made
 
@@ -121,7 +128,7 @@ def disturbed(request: pytest.FixtureRequest, model: Any) -> Iterator[Disturbed]
             max_in_flight=request.param,  # as on processors of their own
             memory_bytes=MEMORY_BYTES,
         ) as cluster,
-        cluster.ingress() as url,
+        cluster.ingress(openai=OpenAIConfig(tool_call_parser="hermes", enable_auto_tool_choice=True)) as url,
         Traffic(url) as traffic,
     ):
         yield Disturbed(cluster, traffic, count=12, max_tokens=40)
@@ -139,6 +146,49 @@ def test_each_strategy_both_ways(disturbed: Disturbed, kind: str, strategy: str)
     disturbed.cluster.set_layout("dp", strategy)
     disturbed.check_memory()
     disturbed.check_all(running)
+
+
+class Guided:
+    """Guided requests of every kind beside a cluster's others, and what they give when nothing happens."""
+
+    def __init__(self, disturbed: Disturbed, requests: list[GuidedRequest]) -> None:
+        self.requests, self._traffic = requests, GuidedTraffic(disturbed.traffic.url)
+        disturbed.cluster.set_layout("dp")
+        self._expected = self.start().result(ENDS_WITHIN_S)
+        self.check(self._expected)
+
+    def start(self) -> "Future[list[Answer]]":
+        """Begins all of them at once."""
+        return self._traffic.start(self.requests)
+
+    def check(self, answers: list[Answer]) -> None:
+        """Token by token the undisturbed answers, each of which is what its grammar allows."""
+        for request, answer, expected in zip(self.requests, answers, self._expected, strict=True):
+            request.check(answer, expected)
+
+
+@pytest.fixture(scope="module")
+def guided(disturbed: Disturbed, model: Any) -> Guided:
+    return Guided(disturbed, guided_requests(model))
+
+
+@pytest.mark.parametrize(("kind", "strategy"), [(kind, s) for kind in ("tp", "pp") for s in ("carry", "hard")])
+def test_guided_requests_of_every_kind(disturbed: Disturbed, guided: Guided, kind: str, strategy: str) -> None:
+    """Those that run at a switch are resumed from their tokens, or wait; those that come run several at once."""
+    cluster = disturbed.cluster
+    before = guided.start()
+    time.sleep(0.2)
+    cluster.set_layout(f"{kind}{cluster.config.num_instances}", strategy)
+    within = guided.start()
+    if strategy == "carry":
+        guided.check(before.result(ENDS_WITHIN_S))
+    guided.check(within.result(ENDS_WITHIN_S))
+    last = guided.start()
+    time.sleep(0.2)
+    cluster.set_layout("dp", strategy)
+    disturbed.check_memory()
+    for answers in (before, last):
+        guided.check(answers.result(ENDS_WITHIN_S))
 
 
 @pytest.mark.parametrize(("before", "after"), NESTED)

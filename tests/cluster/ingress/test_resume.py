@@ -14,6 +14,12 @@ MODEL = "tiny"
 NUM_TOKENS = 300
 PROMPTS = ["hello", "def main(", "import os", "What is a list?"]
 
+GUIDES = [  # of more tokens than are generated
+    {"regex": "([a-f]{3}[0-9]{2} ){100}"},
+    {"grammar": 'root ::= (("<" [a-z] ">") | [0-9]+ ";"){150}'},
+    {"json": {"type": "array", "items": {"enum": ["red", "green"]}, "minItems": 150, "maxItems": 150}},
+]
+
 pytestmark = pytest.mark.slow
 
 
@@ -45,6 +51,7 @@ async def test_streams_go_on_when_their_instance_is_killed(
     cases = [(prompt, {"temperature": 0}) for prompt in PROMPTS * 2]
     cases += [("hello", {"temperature": 1.0, "seed": 3}), ("hello", {"temperature": 1.0, "seed": 4, "n": 2})]
     cases += [("hello", {"temperature": 0, "frequency_penalty": 1.0, "logprobs": 2})]
+    cases += [("hello", {"temperature": 0, "extra_body": {"structured_outputs": guide}}) for guide in GUIDES]
     with serving(ingress_config(instances), routes) as url:
         wait_ready(url)
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=100) as client:

@@ -32,3 +32,11 @@ def test_arguments_that_cannot_work_are_named(tmp_path: Path, name: str, value: 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="nowhere"):
         arguments(tmp_path / "nowhere")
+
+
+def test_one_backend_guides_all_requests_of_all_instances(tmp_path: Path) -> None:
+    assert arguments(tmp_path)["structured_outputs_config"].backend == "xgrammar"
+    given = {"backend": "guidance", "disable_additional_properties": True}
+    assert arguments(tmp_path, structured_outputs_config=given)["structured_outputs_config"].backend == "guidance"
+    with pytest.raises(ConfigError, match=r"engine\.structured_outputs_config"):
+        arguments(tmp_path, structured_outputs_config={"backend": "mine"})

@@ -37,9 +37,25 @@ SAMPLING = {
         seed=5,
         structured_outputs=StructuredOutputsParams(regex="([a-f]{3}[0-9]{3}[u-z]{3}){6,60}"),
     ),
+    "recursive grammar": SamplingParams(
+        max_tokens=MAX_TOKENS,
+        temperature=0,
+        structured_outputs=StructuredOutputsParams(
+            grammar='root ::= item "." | root item "."\nitem ::= [a-m][0-9] | "<" item ">"'
+        ),
+        min_tokens=MAX_TOKENS,
+    ),
+    "schema": SamplingParams(
+        max_tokens=MAX_TOKENS,
+        temperature=0,
+        structured_outputs=StructuredOutputsParams(
+            json={"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 20, "maxItems": 20}
+        ),
+    ),
 }
-# The ingress's input processor chooses the backend; these requests do not pass it.
-SAMPLING["grammar"].structured_outputs._backend = "xgrammar"
+for params in SAMPLING.values():
+    if params.structured_outputs is not None:  # the ingress's input processor, which these do not pass, does so
+        params.structured_outputs._backend = "xgrammar"
 
 
 class Reader:

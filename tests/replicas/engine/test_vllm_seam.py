@@ -47,6 +47,12 @@ def test_a_request_can_be_passed_over_by_the_scheduler() -> None:
     assert "token_budget = self.max_num_scheduled_tokens" in source
 
 
+def test_a_rejected_request_ends_with_the_stop_reason_that_it_has_then() -> None:
+    """`noting_dead_ends` sets it while the tokens are rejected."""
+    source = inspect.getsource(vllm_seam.Scheduler.update_from_output)
+    assert source.index("structured_output_manager.accept_tokens(") < source.index("stop_reason=request.stop_reason")
+
+
 def test_vllm_is_the_pinned_one() -> None:
     import vllm
 
