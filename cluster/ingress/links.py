@@ -105,7 +105,12 @@ class LinkPool:
         pause_s = FIRST_PAUSE_S
         try:
             while key in self._endpoints:
-                why = await self._connect_and_read(key, self._endpoints[key])
+                try:
+                    why = await self._connect_and_read(key, self._endpoints[key])
+                except Exception:
+                    # A fault of ours must not make this ingress deaf to the instance for ever.
+                    logger.exception("instance %s: its channel's events could not be used; connecting again", key)
+                    why = "a fault of this ingress"
                 if key in self._closing:
                     return
                 if not why:
@@ -145,6 +150,7 @@ class LinkPool:
                 self._report(key, str(error))
         finally:
             self.discard(link)
+            await link.close()
             self._handler.on_down(link, lost=key not in self._closing)
         return ""
 

@@ -120,8 +120,8 @@ class RouteWatcher:
             pause_s = FIRST_PAUSE_S
             self._set_up(True, "")
             if table.version > self.table.version:
+                self._on_table(table)  # before it counts as known: where this fails, the table comes again
                 self.table = table
-                self._on_table(table)
 
     def _set_up(self, up: bool, why: str) -> None:
         if up != self.controller_up:

@@ -17,7 +17,7 @@ from pengserve.replicas.engine.wire import Codec, Moved, StepBatch, Welcome
 
 __all__ = ["InstanceLink", "Moved", "StepBatch"]
 
-SILENCE_TIMEOUT_S = 10 * HEARTBEAT_S  # a host that lost power sends no EOF
+SILENT_BEATS = 10  # heartbeats that may be missing: a host that lost power sends no EOF
 
 
 class InstanceLink:
@@ -26,6 +26,8 @@ class InstanceLink:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, welcome: Welcome) -> None:
         self._reader, self._writer, self._codec = reader, writer, Codec()
         self._lost: str = ""
+        self._num_frames = self._num_seen = self._num_silent = 0  # frames; those at the last look; looks without any
+        self._is_watched = False
         self.key: InstanceKey = welcome.key
         self.capacity: KvCapacity = welcome.capacity
         self.stats = InstanceStats()
@@ -70,24 +72,39 @@ class InstanceLink:
         Raises:
             LinkLostError: the instance is gone, always in the end.
         """
+        self._is_watched = True
+        asyncio.get_running_loop().call_later(HEARTBEAT_S, self._watch)
         try:
             while True:
-                async with asyncio.timeout(SILENCE_TIMEOUT_S):
-                    frame = await read(self._reader)
+                frame = await read(self._reader)
+                self._num_frames += 1
                 if frame.kind is FrameKind.MOVED:
                     yield msgspec.msgpack.decode(frame.parts[0], type=Moved)
                     continue
                 batch = self._codec.decode_batch(frame.parts)
                 self.stats = batch.stats
                 yield batch
-        except TimeoutError as error:
-            self._lost = f"instance {self.key} was silent for {SILENCE_TIMEOUT_S:g} s"
-            raise LinkLostError(self._lost) from error
         except (LinkLostError, msgspec.MsgspecError, IndexError) as error:
             self._lost = self._lost or f"instance {self.key} closed its channel"
             raise LinkLostError(self._lost) from error
         finally:
+            self._is_watched = False
             self._writer.transport.abort()
+
+    def _watch(self) -> None:
+        """Looks once a heartbeat whether anything came. An event loop that is late looks late: its lag is no silence.
+
+        What came meanwhile is read before the next look.
+        """
+        if not self._is_watched:
+            return
+        self._num_silent = self._num_silent + 1 if self._num_frames == self._num_seen else 0
+        self._num_seen = self._num_frames
+        if self._num_silent >= SILENT_BEATS:
+            self._lost = f"instance {self.key} was silent for {SILENT_BEATS * HEARTBEAT_S:g} s"
+            self._writer.transport.abort()  # the reader ends with an error
+            return
+        asyncio.get_running_loop().call_later(HEARTBEAT_S, self._watch)
 
     async def close(self) -> None:
         """Closes the connection; the instance aborts what is still running for it."""

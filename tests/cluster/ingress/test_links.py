@@ -1,16 +1,19 @@
 """Links: one to each instance, requests to routes alone, and MOVED frames in their place among the batches."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
+import pytest
 
 from pengserve.cluster.ingress.links import LinkPool
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.snapshot import Address, InstanceStats, Route, RoutingTable
 from pengserve.replicas.channel.frames import FrameKind, encode, read
+from pengserve.replicas.engine import link
 from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs
 from pengserve.replicas.engine.wire import Codec, Moved, Welcome
 from tests.support.moving import CAPACITY
@@ -87,7 +90,7 @@ async def pooling() -> AsyncIterator[tuple[LinkPool, Handler]]:
 
 
 async def until(condition: Any) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(40):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
@@ -138,3 +141,54 @@ async def test_a_malformed_moved_ends_the_link() -> None:
         await until(pool.ready)
         listener.moved(b"\xc1")
         await until(lambda: "lost" in handler.said)
+
+
+@pytest.mark.parametrize("name", ["on_up", "on_batch", "on_moved", "on_down"])
+async def test_a_fault_in_a_callback_costs_the_link_and_never_the_instance(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = Listener(0)
+    async with listening(listener) as endpoint, pooling() as (pool, handler):
+        callback, has_failed = getattr(handler, name), asyncio.Event()
+
+        def fail_once(*args: Any, **named: Any) -> Any:
+            if has_failed.is_set():
+                return callback(*args, **named)
+            has_failed.set()
+            raise ValueError("a fault of ours")
+
+        monkeypatch.setattr(handler, name, fail_once)
+        pool.apply(RoutingTable(version=1, epoch=Epoch(0), routes=(route(listener, endpoint),)))
+        await until(lambda: listener.writers)
+        listener.batch(1)
+        listener.moved(msgspec.msgpack.encode(Moved(["a"], None, False)))
+        if name == "on_down":
+            await until(lambda: len(handler.said) == 3)
+            listener.writers[-1].close()
+        await until(lambda: has_failed.is_set() and len(listener.writers) == 2 and pool.ready())
+        listener.batch(7)
+        await until(lambda: 7 in handler.said)
+        assert name == "on_down" or "lost" in handler.said, "its requests are resumed"
+        assert "connecting again" in caplog.text
+
+
+async def test_a_loop_that_stood_still_takes_no_instance_for_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "HEARTBEAT_S", 0.02)
+    listener = Listener(0)
+    async with listening(listener) as endpoint, pooling() as (pool, handler):
+        pool.apply(RoutingTable(version=1, epoch=Epoch(0), routes=(route(listener, endpoint),)))
+        await until(pool.ready)
+        for step in range(1, 4):
+            listener.batch(step)
+            time.sleep(2 * link.SILENT_BEATS * link.HEARTBEAT_S)  # noqa: ASYNC251  what a costly request would do
+            await until(lambda step=step: step in handler.said)
+        assert "lost" not in handler.said
+
+
+async def test_an_instance_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "HEARTBEAT_S", 0.01)
+    listener = Listener(0)
+    async with listening(listener) as endpoint, pooling() as (pool, handler):
+        pool.apply(RoutingTable(version=1, epoch=Epoch(0), routes=(route(listener, endpoint),)))
+        await until(lambda: "lost" in handler.said)
+        await until(lambda: len(listener.writers) > 1)
