@@ -22,6 +22,7 @@ from pengserve.replicas.channel.server import ChannelServer
 from pengserve.replicas.open_requests import OpenRequests
 from pengserve.replicas.revisions import Revisions
 from pengserve.replicas.step_loop import StepLoop
+from pengserve.replicas.step_watch import StepWatch
 
 if TYPE_CHECKING:
     from pengserve.replicas.engine.lanes import Lanes
@@ -67,10 +68,12 @@ class Instance:
         self._loop = StepLoop(
             build=self._build_lanes, on_ready=self._ready, on_step=self._stepped, on_failed=self._failed
         )
+        self._watch = StepWatch(self._loop, on_stuck=lambda why: self._failed(EngineError(why)))
 
     def start(self) -> None:
         """Begins to load the model, in another thread; `status` tells when it is ready."""
         self._loop.start()
+        self._watch.start()
 
     @property
     def endpoint(self) -> str:
@@ -119,6 +122,7 @@ class Instance:
     def stop(self, timeout_s: float = 10.0) -> None:
         """Ends the instance; requests in flight are lost to it and resumed elsewhere by the ingress."""
         self._state = InstanceState.DEAD
+        self._watch.stop()
         self._server.stop()
         if self._agent is not None:
             self._agent.close()

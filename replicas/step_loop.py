@@ -12,6 +12,7 @@ from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 logger = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 1.0
+FORGET_A_STEP = 0.5**0.01
 
 
 class SteppedLane(Protocol):
@@ -57,6 +58,16 @@ class StepLoop(Generic[Lane]):
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self._stopping = False
+        self._is_stepping = False
+        self._moved_s = time.monotonic()  # when the loop last came on
+        self.num_steps = 0
+        self.longest_s = 0.0  # of the steps of late: it halves within a hundred steps that take less
+
+    @property
+    def stalled_s(self) -> float:
+        """For how long the loop has not come on though it steps or has commands to run; else 0.0. From any thread."""
+        has_to = self._is_stepping or not self._commands.empty()
+        return time.monotonic() - self._moved_s if has_to else 0.0
 
     def start(self) -> None:
         """Begins to build the lane; `on_ready` or `on_failed` tells how it went."""
@@ -81,7 +92,7 @@ class StepLoop(Generic[Lane]):
                 self._on_ready(lane)
                 while not self._stopping:
                     if not self._drain_commands(wait=not lane.has_work()) and not lane.has_work():
-                        lane.use_idle_time(lambda: not self._commands.empty())
+                        lane.use_idle_time(self._is_called)
                     if lane.has_work():
                         self._step(lane)
             finally:
@@ -91,19 +102,30 @@ class StepLoop(Generic[Lane]):
             self._on_failed(error)
 
     def _step(self, lane: Lane) -> None:
+        self._moved_s, self._is_stepping = time.monotonic(), True
         started_s = time.perf_counter()
         outputs = lane.step()
-        self._on_step(outputs, lane.stats(time.perf_counter() - started_s))
+        took_s = time.perf_counter() - started_s
+        self._is_stepping = False
+        self.num_steps += 1
+        self.longest_s = max(took_s, self.longest_s * FORGET_A_STEP)
+        self._on_step(outputs, lane.stats(took_s))
+
+    def _is_called(self) -> bool:
+        self._moved_s = time.monotonic()
+        return not self._commands.empty()
 
     def _drain_commands(self, *, wait: bool) -> bool:
         """Runs the commands that are there, or come within `IDLE_WAIT_S`; whether there was any."""
         was_any = False
+        self._moved_s = time.monotonic()
         try:
             command = self._commands.get(timeout=IDLE_WAIT_S) if wait else self._commands.get_nowait()
             while True:
                 was_any = True
                 if command is not None:
                     command()
+                self._moved_s = time.monotonic()
                 command = self._commands.get_nowait()
         except queue.Empty:
             return was_any

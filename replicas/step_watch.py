@@ -1,0 +1,48 @@
+"""Notices a step loop that hangs: heartbeats come from other threads, so the instance would look healthy for ever."""
+
+import logging
+import threading
+from collections.abc import Callable
+
+from pengserve.replicas.step_loop import StepLoop
+
+logger = logging.getLogger(__name__)
+
+PERIOD_S = 1.0
+TIMES_THE_LONGEST = 20.0  # what was seen lately says what to expect; a machine that others use is several times slower
+LEAST_S = (
+    90.0  # nothing is called stuck before: the commands of a switch have time-outs of their own, which are shorter
+)
+FIRST_STEPS, FIRST_S = 20, 600.0  # kernels are compiled and pages touched in the first ones
+
+
+class StepWatch:
+    """A thread beside the step loop's. Calls `on_stuck` once, with a sentence, when it stands still for far too long."""
+
+    def __init__(self, loop: StepLoop, on_stuck: Callable[[str], None], period_s: float = PERIOD_S) -> None:
+        self._loop, self._on_stuck, self._period_s = loop, on_stuck, period_s
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="step-watch", daemon=True)
+
+    def start(self) -> None:
+        """Begins to watch."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the watch."""
+        self._over.set()
+
+    def limit_s(self) -> float:
+        """For how long the loop may stand still now."""
+        if self._loop.num_steps < FIRST_STEPS:
+            return FIRST_S
+        return max(LEAST_S, TIMES_THE_LONGEST * self._loop.longest_s)
+
+    def _run(self) -> None:
+        while not self._over.wait(self._period_s):
+            stalled_s = self._loop.stalled_s
+            if stalled_s > self.limit_s():
+                why = f"a step hangs for {stalled_s:.0f} s; the longest of late took {self._loop.longest_s:.2g} s"
+                logger.error("%s; the instance gives up", why)
+                self._on_stuck(why)
+                return

@@ -1,0 +1,93 @@
+"""Laws of the watch: what hangs is told once, what is idle, slow or compiling is not."""
+
+import threading
+import time
+
+import pytest
+
+from pengserve.replicas import step_watch
+from pengserve.replicas.step_watch import StepWatch
+from tests.replicas.test_step_loop import WAIT_S, Harness
+from tests.support.waiting import until
+
+LEAST_S, FIRST_S = 0.2, 1.0
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> tuple[Harness, list[str]]:
+    monkeypatch.setattr(step_watch, "LEAST_S", LEAST_S)
+    monkeypatch.setattr(step_watch, "FIRST_S", FIRST_S)
+    harness, told = Harness(), list[str]()
+    StepWatch(harness.loop, told.append, period_s=0.01).start()
+    return harness, told
+
+
+def run_steps(harness: Harness, count: int) -> None:
+    harness.idle.clear()
+    harness.loop.submit(lambda: setattr(harness.lane, "left", count))
+    assert harness.idle.wait(WAIT_S)
+
+
+def hang(harness: Harness) -> threading.Event:
+    """Makes the next step last until the event is set."""
+    go_on, step = threading.Event(), harness.lane.step
+
+    def hanging() -> object:
+        go_on.wait(WAIT_S)
+        return step()
+
+    harness.lane.step = hanging  # type: ignore[method-assign]
+    harness.loop.submit(lambda: setattr(harness.lane, "left", 1))
+    return go_on
+
+
+def test_a_step_that_hangs_is_told_once(watched: tuple[Harness, list[str]]) -> None:
+    harness, told = watched
+    run_steps(harness, step_watch.FIRST_STEPS)
+    assert not told
+    go_on = hang(harness)
+    until(lambda: bool(told))
+    time.sleep(2 * LEAST_S)
+    assert len(told) == 1 and "a step hangs" in told[0]
+    go_on.set()
+    assert harness.loop.stop(WAIT_S)
+
+
+def test_a_first_step_may_take_longer(watched: tuple[Harness, list[str]]) -> None:
+    harness, told = watched
+    go_on = hang(harness)
+    time.sleep(2 * LEAST_S)
+    assert not told, "kernels are compiled"
+    until(lambda: bool(told))
+    go_on.set()
+    assert harness.loop.stop(WAIT_S)
+
+
+def test_steps_may_take_several_times_as_long_as_of_late(watched: tuple[Harness, list[str]]) -> None:
+    harness, told = watched
+    run_steps(harness, step_watch.FIRST_STEPS)
+    harness.loop.longest_s = 1.0
+    go_on = hang(harness)
+    time.sleep(2 * LEAST_S)
+    assert not told
+    go_on.set()
+    assert harness.loop.stop(WAIT_S)
+
+
+def test_an_idle_loop_is_healthy(watched: tuple[Harness, list[str]]) -> None:
+    harness, told = watched
+    run_steps(harness, step_watch.FIRST_STEPS)
+    time.sleep(2 * LEAST_S)
+    assert not told
+    assert harness.loop.stop(WAIT_S)
+
+
+def test_a_command_that_waits_behind_one_that_hangs_is_noticed(watched: tuple[Harness, list[str]]) -> None:
+    harness, told = watched
+    run_steps(harness, step_watch.FIRST_STEPS)
+    go_on = threading.Event()
+    harness.loop.submit(lambda: go_on.wait(WAIT_S))
+    harness.loop.submit(lambda: None)
+    until(lambda: bool(told))
+    go_on.set()
+    assert harness.loop.stop(WAIT_S)
