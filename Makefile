@@ -87,8 +87,7 @@ test-shapes: setup ## Whole clusters that change their shape: exactness, faults,
 
 test-faults: setup ## SIGKILL of each member in every phase of a switch: the full matrix; twenty kills under Ray
 	@$(PYTEST) tests/system/test_faults.py --hypothesis-profile=long
-	@$(PYTEST) tests/system/test_shape_faults.py
-	@$(PYTEST) tests/system/test_growth_faults.py
+	@$(PYTEST) -m "faults and not gpu"
 
 test-validation: setup ## Simulations of recorded runs, small runs of the benchmarks, property tests with all their cases
 	@$(PYTEST) -m validation

@@ -58,15 +58,15 @@ class StepLoop(Generic[Lane]):
         self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self._stopping = False
-        self._is_stepping = False
+        self._is_busy = False
         self._moved_s = time.monotonic()  # when the loop last came on
         self.num_steps = 0
         self.longest_s = 0.0  # of the steps of late: it halves within a hundred steps that take less
 
     @property
     def stalled_s(self) -> float:
-        """For how long the loop has not come on though it steps or has commands to run; else 0.0. From any thread."""
-        has_to = self._is_stepping or not self._commands.empty()
+        """For how long the loop has not come on though it has something to do; else 0.0. From any thread."""
+        has_to = self._is_busy or not self._commands.empty()
         return time.monotonic() - self._moved_s if has_to else 0.0
 
     def start(self) -> None:
@@ -102,11 +102,11 @@ class StepLoop(Generic[Lane]):
             self._on_failed(error)
 
     def _step(self, lane: Lane) -> None:
-        self._moved_s, self._is_stepping = time.monotonic(), True
+        self._moved_s, self._is_busy = time.monotonic(), True
         started_s = time.perf_counter()
         outputs = lane.step()
         took_s = time.perf_counter() - started_s
-        self._is_stepping = False
+        self._is_busy = False
         self.num_steps += 1
         self.longest_s = max(took_s, self.longest_s * FORGET_A_STEP)
         self._on_step(outputs, lane.stats(took_s))
@@ -124,7 +124,9 @@ class StepLoop(Generic[Lane]):
             while True:
                 was_any = True
                 if command is not None:
+                    self._is_busy = True
                     command()
+                    self._is_busy = False
                 self._moved_s = time.monotonic()
                 command = self._commands.get_nowait()
         except queue.Empty:

@@ -17,7 +17,7 @@ FIRST_STEPS, FIRST_S = 20, 600.0  # kernels are compiled and pages touched in th
 
 
 class StepWatch:
-    """A thread beside the step loop's. Calls `on_stuck` once, with a sentence, when it stands still for far too long."""
+    """A thread beside the step loop's. Calls `on_stuck` once, with a sentence, when that hangs."""
 
     def __init__(self, loop: StepLoop, on_stuck: Callable[[str], None], period_s: float = PERIOD_S) -> None:
         self._loop, self._on_stuck, self._period_s = loop, on_stuck, period_s

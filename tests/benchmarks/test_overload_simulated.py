@@ -80,7 +80,7 @@ def data() -> dict[str, Any]:
     return json.loads(json.dumps(data))
 
 
-@pytest.mark.slow
+@pytest.mark.validation
 def test_what_host_and_stages_take_is_found_out_from_the_levels_alone(data: dict[str, Any]) -> None:
     runs = [run | {"requests": [{}]} for run in data["runs"]]
     recorded = Recorded(data | {"runs": runs}, scheduler="fast")
@@ -92,7 +92,7 @@ def test_what_host_and_stages_take_is_found_out_from_the_levels_alone(data: dict
         assert host.request_s == pytest.approx(0.0, abs=2e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.validation
 def test_time_per_token_is_right_on_each_level_whatever_differs_from_the_profile(data: dict[str, Any]) -> None:
     """As on the machine: a step has more to do besides requests, and a request costs it less."""
     recorded, hidden = Recorded(data, scheduler="fast"), Host(share=0.2, step_s=1e-3, log_kv=-0.5)
@@ -105,7 +105,7 @@ def test_time_per_token_is_right_on_each_level_whatever_differs_from_the_profile
         assert abs(errors["P50 TPOT"]) < 0.02
 
 
-@pytest.mark.slow
+@pytest.mark.validation
 @pytest.mark.parametrize("request_s", [0.005, 0.02])
 def test_time_before_an_instance_has_a_request_is_found_out_from_few(data: dict[str, Any], request_s: float) -> None:
     recorded, hidden = Recorded(data, scheduler="fast"), Host(share=0.2, request_s=request_s)
@@ -118,14 +118,14 @@ def test_time_before_an_instance_has_a_request_is_found_out_from_few(data: dict[
         assert abs(errors["P50 TTFT"]) < 0.05 and abs(errors["P50 TPOT"]) < 0.02
 
 
-@pytest.mark.slow
+@pytest.mark.validation
 def test_runs_of_the_simulation_itself_are_within_the_bars(data: dict[str, Any]) -> None:
     figures, notes = compare_all(data, scheduler="fast")
     assert len(figures) == 12 and len(notes) == 3
     assert [f"{figure.what}: {figure.error:+.1%}" for figure in figures if not figure.is_met] == []
 
 
-@pytest.mark.slow
+@pytest.mark.validation
 def test_steps_that_took_half_as_long_are_noticed(data: dict[str, Any]) -> None:
     changed = copy.deepcopy(data)
     for run in changed["runs"]:

@@ -80,6 +80,7 @@ async def formable(controller: Controller, timeout_s: float) -> None:
         raise AssertionError(f"{controller.snapshot()}\n{logged(controller)}") from None
 
 
+@pytest.mark.faults
 async def test_real_engines_merge_split_and_survive_a_kill(model: Path, tmp_path: Path) -> None:
     async with cluster(model, tmp_path) as (controller, port):
         await formable(controller, START_S)

@@ -101,7 +101,7 @@ def test_an_engine_is_timed_and_its_profile_prices_steps(tmp_path, capsys):
     assert "held-back" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.validation
 def test_an_engine_that_does_not_start_says_why(tmp_path):
     wishes = replace(WISHES, model=str(tiny_model()), output=tmp_path / "none.yaml", engine=("no_such_setting=1",))
     with pytest.raises(EngineError, match=r"no_such_setting"):

@@ -58,8 +58,8 @@ def test_members_compute_the_same(cluster: Cluster, slots: tuple[int, ...]) -> N
     assert_computes_the_same(cluster, *slots)
 
 
-@pytest.mark.parametrize("victim", [0, 2, 3])
-def test_a_killed_member_surfaces_within_a_second_and_its_replacement_works(cluster: Cluster, victim: int) -> None:
+@pytest.mark.parametrize("victim", [0, *(pytest.param(v, marks=pytest.mark.faults) for v in (2, 3))])
+def test_a_killed_member_surfaces_before_the_time_out_and_its_replacement_works(cluster: Cluster, victim: int) -> None:
     slots = (0, 1, 2, 3)
     name = build(cluster, *slots)
     survivors = [slot for slot in slots if slot != victim]
@@ -69,7 +69,7 @@ def test_a_killed_member_surfaces_within_a_second_and_its_replacement_works(clus
     cluster.members[victim].process.kill()
     start_s = time.monotonic()
     answers = [cluster.members[slot].answer() for slot in survivors]
-    assert time.monotonic() - start_s < 1.0
+    assert time.monotonic() - start_s < 0.9 * TIMEOUT_S
     assert all("EngineError" in answer["error"] and name in answer["error"] for answer in answers), answers
 
     dead = "{}.{}".format(*cluster.members[victim].life)
@@ -95,7 +95,7 @@ def test_an_abort_ends_a_call_that_waits(cluster: Cluster) -> None:
     name = build(cluster, 0, 1)
     cluster.all("abort_soon", name, among=(0,))
     answer = cluster.all("reduce", name, among=(0,))[0]
-    assert "EngineError" in answer["error"] and answer["took_s"] < 1.5
+    assert "EngineError" in answer["error"] and answer["took_s"] < 0.9 * TIMEOUT_S
     assert_computes_the_same(cluster, 0, 1)
 
 
@@ -106,7 +106,7 @@ def test_a_member_killed_while_a_group_is_built_fails_it_at_once(cluster: Cluste
     cluster.members[1].process.kill()
     answer = cluster.members[0].answer()
     cluster.members[1].process.wait(10)
-    assert answer["result"]["failed"] == [spec_of(lives, round_).name] and answer["took_s"] < 1.5
+    assert answer["result"]["failed"] == [spec_of(lives, round_).name] and answer["took_s"] < 0.9 * TIMEOUT_S
 
 
 def test_gloo_is_right_too_over_the_peer_store(gloo: Cluster) -> None:
