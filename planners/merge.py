@@ -45,7 +45,7 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Standing:
+class RunningGroup:
     """Since when a tp group is in the layout, and why."""
 
     since_s: float
@@ -56,7 +56,7 @@ class Standing:
 class LoadHistory:
     """What the planner remembers from look to look. A value: a call returns the next one. Times are snapshot times."""
 
-    standing: Mapping[Group, Standing] = field(default_factory=dict)  # tp groups of the layout
+    running_groups: Mapping[Group, RunningGroup] = field(default_factory=dict)  # tp groups of the layout
     low_since_s: Mapping[Group, float] = field(default_factory=dict)  # groups that load would allow, and since when
     queue_since_s: Mapping[InstanceId, float] = field(default_factory=dict)  # leaders whose requests wait
     wanted_s: Mapping[int, float] = field(default_factory=dict)  # degrees, and when a request last asked for them
@@ -98,13 +98,13 @@ class _Look:
         return not any(m in self.claimed for group in self.view.groups_over(members) for m in group.members)
 
     def age_s(self, group: Group) -> float:
-        return self.now_s - self.history.standing[group].since_s
+        return self.now_s - self.history.running_groups[group].since_s
 
     def may_split(self, group: Group) -> bool:
         return self.age_s(group) >= YOUNG_S and can_split(self.view, group)
 
     def tp_groups(self) -> list[Group]:
-        return [group for group in self.history.standing if group.leader in self.view.loads]
+        return [group for group in self.history.running_groups if group.leader in self.view.loads]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +137,8 @@ def propose(snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory
     if history.seen_s is not None and snapshot.time_s - history.seen_s > config.quiet_s:
         history = replace(history, low_since_s={}, queue_since_s={})  # nobody knows what was in between
     queues = _queues(snapshot, history)
-    standing_queues = (i for i, since_s in queues.items() if snapshot.time_s - since_s >= QUEUE_S)
-    view = ClusterView.of(snapshot, config.busy_requests, standing_queues)
+    lasting_queues = (i for i, since_s in queues.items() if snapshot.time_s - since_s >= QUEUE_S)
+    view = ClusterView.of(snapshot, config.busy_requests, lasting_queues)
     history = _observe(view, config, replace(history, queue_since_s=queues, seen_s=snapshot.time_s))
     look = _Look(view=view, config=config, history=history, claimed={})
     step = _for_long_context(look) or _for_wishes(look) or _for_load(look)
@@ -171,8 +171,8 @@ def _observe(view: ClusterView, config: MergeConfig, history: LoadHistory) -> Lo
     priority_s = now_s if any(d.num_priority > 0 for d in demands) else history.priority_s
     return replace(
         history,
-        standing={
-            g: _standing(g, snapshot, history) for g in group_table(snapshot.layout.groups).of_kind[GroupKind.TP]
+        running_groups={
+            g: _running_group(g, snapshot, history) for g in group_table(snapshot.layout.groups).of_kind[GroupKind.TP]
         },
         low_since_s=dict(_low(view, config, history.low_since_s)),
         wanted_s={d: s for d, s in {**history.wanted_s, **wanted}.items() if now_s - s < config.min_dwell_s},
@@ -180,13 +180,13 @@ def _observe(view: ClusterView, config: MergeConfig, history: LoadHistory) -> Lo
     )
 
 
-def _standing(group: Group, snapshot: ClusterSnapshot, history: LoadHistory) -> Standing:
-    known = history.standing.get(group)
+def _running_group(group: Group, snapshot: ClusterSnapshot, history: LoadHistory) -> RunningGroup:
+    known = history.running_groups.get(group)
     if known is not None:
         return known
     is_planned = history.planned is not None and history.planned[0] == group
     reason = history.planned[1] if history.planned is not None and is_planned else Reason.LOAD
-    return Standing(since_s=snapshot.layout_since_s or snapshot.time_s, reason=reason)
+    return RunningGroup(since_s=snapshot.layout_since_s or snapshot.time_s, reason=reason)
 
 
 def _low(view: ClusterView, config: MergeConfig, before: Mapping[Group, float]) -> Iterable[tuple[Group, float]]:
@@ -217,7 +217,7 @@ def _for_long_context(look: _Look) -> _Step | None:
         if goal is None:
             continue  # no group holds it, or those that do are taken: a shorter request may still be helped
         why = f"a request of {num_tokens} tokens waits, the widest route holds {longest_route}"
-        step = _towards(look, goal, Reason.LONG_CONTEXT, why, config.long_context_strategy)
+        step = _step_to(look, goal, Reason.LONG_CONTEXT, why, config.long_context_strategy)
         look.claim(goal)
         return step
     return None
@@ -227,7 +227,7 @@ def _is_kept_for_long(look: _Look, group: Group) -> bool:
     """A request runs there that fits nowhere narrower, or is on its way, or may have grown to it."""
     if look.view.needs_group(group):
         return True
-    if look.history.standing[group].reason is not Reason.LONG_CONTEXT:
+    if look.history.running_groups[group].reason is not Reason.LONG_CONTEXT:
         return False
     load = look.view.load(group)
     return look.age_s(group) < ON_THE_WAY_S or (load.num_requests > 0 and load.load <= look.config.split_above)
@@ -251,10 +251,10 @@ def _narrowest(look: _Look, num_tokens: int) -> Group | None:
 
 def _for_wishes(look: _Look) -> _Step | None:
     wishes = sorted(look.history.wanted_s)
-    # Standing groups first: two wishes that exclude each other must not take turns.
-    unmet = [degree for degree in wishes if not _claim_standing(look, {degree})]
+    # Groups that run come first: two wishes that exclude each other must not take turns.
+    unmet = [degree for degree in wishes if not _claim_running(look, {degree})]
     is_any_tp_wanted = look.history.priority_s is not None and not any(degree > 1 for degree in wishes)
-    if is_any_tp_wanted and not _claim_standing(look, {g.degree for g in look.tp_groups()}):
+    if is_any_tp_wanted and not _claim_running(look, {g.degree for g in look.tp_groups()}):
         unmet += _priority_degrees(look)
     for degree in unmet:
         step = _dp_for_wish(look) if degree == 1 else _tp_for_wish(look, degree)
@@ -263,13 +263,13 @@ def _for_wishes(look: _Look) -> _Step | None:
     return None
 
 
-def _claim_standing(look: _Look, degrees: set[int]) -> bool:
+def _claim_running(look: _Look, degrees: set[int]) -> bool:
     """Claims a group of the layout for wishes; the widest, and rather one that stands for a wish."""
-    standing = look.history.standing
+    running_groups = look.history.running_groups
     able = [g for g in look.view.groups() if g.tensor_degree in degrees and not _is_needed_by_all(look, g)]
     if not able:
         return False
-    for_others = [g.kind is GroupKind.TP and standing[g].reason is not Reason.PRIORITY for g in able]
+    for_others = [g.kind is GroupKind.TP and running_groups[g].reason is not Reason.PRIORITY for g in able]
     ranked = zip(for_others, able, strict=True)
     _, found = min(ranked, key=lambda pair: (pair[0], -pair[1].tensor_degree, pair[1].degree, pair[1].members))
     if found.kind is not GroupKind.PP:  # one that is restored serves a wish for dp all the more
@@ -281,7 +281,7 @@ def _is_needed_by_all(look: _Look, group: Group) -> bool:
     """Whether `group` is all there is, and so loaded that its members serve best effort better alone."""
     if not _takes_all(look, group):
         return False
-    is_choice = look.history.standing[group].reason is Reason.LOAD and any(
+    is_choice = look.history.running_groups[group].reason is Reason.LOAD and any(
         g.degree < group.degree for g in look.view.tp_groups
     )
     load = look.view.load(group)
@@ -316,7 +316,7 @@ def _tp_for_wish(look: _Look, degree: int) -> _Step | None:
         strategy = SwitchStrategy.CARRY  # nobody is left to serve the paused: they must go on with the rest
     load = sum(look.view.load(g).num_requests for g in look.view.groups_over(goal.members))
     why = f"requests ask for tp{degree} or are urgent, {load} requests run on its members"
-    step = _towards(look, goal, Reason.PRIORITY, why, strategy)
+    step = _step_to(look, goal, Reason.PRIORITY, why, strategy)
     look.claim(goal)
     return step
 
@@ -368,11 +368,11 @@ def _relieve(look: _Look, free: list[Group]) -> _Step | None:
 
 def _end_of_reason(look: _Look, free: list[Group]) -> _Step | None:
     """Splits a group that nobody needs any more, or hands it to the load rule where load allows it."""
-    config, standing = look.config, dict(look.history.standing)
+    config, running_groups = look.config, dict(look.history.running_groups)
     step = None
     for group in free:
         load, paused = look.view.load(group), look.view.num_paused(group)
-        reason = standing[group].reason
+        reason = running_groups[group].reason
         if not load.is_known or (reason is Reason.LOAD and not paused) or look.age_s(group) < config.min_dwell_s:
             continue
         if paused or load.load >= config.merge_below:
@@ -380,8 +380,8 @@ def _end_of_reason(look: _Look, free: list[Group]) -> _Step | None:
                 why = f"nothing needs {group} any more (load {load.load:.2f}, {paused} requests paused)"
                 step = _Step(group=group, is_merge=False, reason=reason, why=why, strategy=config.load_strategy)
         else:
-            standing[group] = replace(standing[group], reason=Reason.LOAD)
-    look.history = replace(look.history, standing=standing)
+            running_groups[group] = replace(running_groups[group], reason=Reason.LOAD)
+    look.history = replace(look.history, running_groups=running_groups)
     return step
 
 
@@ -393,7 +393,7 @@ def _merge_idle(look: _Look) -> _Step | None:
     low = [
         g
         for g, since_s in history.low_since_s.items()
-        if look.now_s - since_s >= config.quiet_s and g not in history.standing
+        if look.now_s - since_s >= config.quiet_s and g not in history.running_groups
     ]
     for goal in sorted(low, key=lambda g: (-g.degree, g.members)):
         load = view.projected(goal)
@@ -401,12 +401,12 @@ def _merge_idle(look: _Look) -> _Step | None:
             continue
         if config.load_strategy == SwitchStrategy.HARD and load.num_requests:
             continue  # it would pause requests for as long as the load is low
-        parts = [g for g in view.groups_over(goal.members) if g in history.standing]
+        parts = [g for g in view.groups_over(goal.members) if g in history.running_groups]
         if any(look.age_s(part) < config.min_dwell_s for part in parts):
             continue
         low_s = look.now_s - history.low_since_s[goal]
         why = f"load {load.load:.2f} < {config.merge_below:g} for {low_s:.1f} s"
-        step = _towards(look, goal, Reason.LOAD, why, config.load_strategy)
+        step = _step_to(look, goal, Reason.LOAD, why, config.load_strategy)
         if step is not None:
             return step
     return None
@@ -415,7 +415,7 @@ def _merge_idle(look: _Look) -> _Step | None:
 # Common to all reasons
 
 
-def _towards(look: _Look, goal: Group, reason: Reason, why: str, strategy: str) -> _Step | None:
+def _step_to(look: _Look, goal: Group, reason: Reason, why: str, strategy: str) -> _Step | None:
     """The next step to `goal`; None while it must wait."""
     found = next_step(look.view, goal, look.may_split)
     if found is None:

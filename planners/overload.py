@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 
 from pengserve.planners.columns import Bools, GroupTable, Ints, Ready, ready_instances, rows, whole_groups
+from pengserve.planners.demand_trend import MIN_GAP_S as MIN_GAP_S
+from pengserve.planners.demand_trend import DemandTrend as DemandTrend
+from pengserve.planners.demand_trend import DemandTrends
 from pengserve.planners.load import lane_capacity
-from pengserve.planners.trails import MIN_GAP_S as MIN_GAP_S
-from pengserve.planners.trails import Trail as Trail
-from pengserve.planners.trails import Trails
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
@@ -137,7 +137,7 @@ class MemoryDemand:
 class DemandHistory:
     """What the prediction remembers from look to look. A value: a call returns the next one."""
 
-    trails: Trails = field(default_factory=Trails)  # by leader
+    trends: DemandTrends = field(default_factory=DemandTrends)  # by leader
 
 
 def predict_demand(
@@ -151,14 +151,14 @@ def predict_demand(
     table = whole_groups(snapshot.layout.groups, instances)
     columns = _columns(table, instances)
     blocks = columns.resident_blocks + columns.queued_blocks
-    trails = history.trails.longer(table, blocks, columns.is_known, snapshot.time_s)
-    growth_blocks = np.rint(trails.blocks_per_s() * config.horizon_s).astype(np.int64)
+    trends = history.trends.longer(table, blocks, columns.is_known, snapshot.time_s)
+    growth_blocks = np.rint(trends.blocks_per_s() * config.horizon_s).astype(np.int64)
     columns.growth_blocks = np.where(columns.is_known, growth_blocks, 0)
     _add_ingresses(snapshot, columns)
     is_short = columns.is_known & (columns.demand_blocks > config.drop_above * columns.capacity_blocks)
     by_member = GroupDemands(table, columns)
     found = MemoryDemand(instances=instances, by_member=by_member, overloaded_at=np.flatnonzero(is_short))
-    return found, DemandHistory(trails=trails)
+    return found, DemandHistory(trends=trends)
 
 
 def group_demand(group: Group, instances: Mapping[InstanceId, InstanceSnapshot]) -> GroupDemand:

@@ -24,10 +24,10 @@ from pengserve.planners.columns import group_table
 from pengserve.planners.drop import Verdict, plan_drop
 from pengserve.planners.merge import LoadHistory, Proposal, Reason, propose
 from pengserve.planners.overload import DemandHistory, MemoryDemand, predict_demand
+from pengserve.planners.pinned import plan_pinned
 from pengserve.planners.prices import Prices, demands_over
 from pengserve.planners.restore import RestoreHistory, RestorePlan, plan_restore
 from pengserve.planners.steps import is_backing_off, make_plan
-from pengserve.planners.towards import plan_towards
 from pengserve.planners.types.config import DropConfig, MergeConfig
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
@@ -120,7 +120,7 @@ def _towards_target(
     snapshot: ClusterSnapshot, drop: DropConfig, history: SelectorHistory, strategy: SwitchStrategy
 ) -> tuple[SwitchPlan | None, SelectorHistory, Decision]:
     target = snapshot.policy.target
-    plan = plan_towards(snapshot, target, strategy, "asked for") if target else None
+    plan = plan_pinned(snapshot, target, strategy, "asked for") if target else None
     return plan, history, _decide_alone(snapshot, drop, plan)
 
 

@@ -24,7 +24,7 @@ from pengserve.planners.types.errors import EngineError
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.handoff import revive
 from pengserve.replicas.engine.lanes import Lanes
-from pengserve.replicas.engine.pieces import PieceSize, SendPiece
+from pengserve.replicas.engine.pacing import Pace, SendPiece
 from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.reshard import Traveller
 
@@ -64,7 +64,7 @@ class DropExchange:
         self._num_sent = 0  # rows of the first of these
         self._num_due = 0  # rows that have not come
         self._waiting: list[_Rows] = []
-        self._piece = PieceSize()
+        self._piece = Pace()
         self._is_done = False
         self.total_bytes = 0  # that this member sends
         self.send: SendPiece = lambda rank, parts: None

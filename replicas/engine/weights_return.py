@@ -18,7 +18,7 @@ from pengserve.planners.stages import Parts
 from pengserve.planners.types.errors import EngineError, StepError
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.lanes import Lanes
-from pengserve.replicas.engine.pieces import PieceSize, SendPiece
+from pengserve.replicas.engine.pacing import Pace, SendPiece
 from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.worker import place_blocks
 
@@ -37,7 +37,7 @@ class WeightsReturn:
         others = [(rank, range(*parts.layers(rank))) for rank in range(lane.num_stages) if rank != lane.rank]
         self._outgoing = deque((layer, rank) for layer in self._kept for rank, goal in others if layer in goal)
         self._num_sent = 0  # bytes of the first of these
-        self._piece = PieceSize()
+        self._piece = Pace()
         self._is_done = False
         self.send: SendPiece = lambda rank, parts: None
         self.on_done: Callable[[], None] = lambda: None

@@ -25,9 +25,9 @@ from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.following import Following
 from pengserve.replicas.switching.leading import Leading
 from pengserve.replicas.switching.member import SWITCH, Member, RequestOwner
-from pengserve.replicas.switching.messages import SwitchCodec, SwitchMessage, Word
+from pengserve.replicas.switching.messages import MessageKind, SwitchCodec, SwitchMessage
 from pengserve.replicas.switching.prepared import Prepared
-from pengserve.replicas.switching.standing import BROKEN, STEP, Standing, end_group
+from pengserve.replicas.switching.running_group import BROKEN, STEP, RunningGroup, end_group
 from pengserve.replicas.switching.step_thread import StepThread, Submit
 from pengserve.replicas.switching.wiring import Wiring
 
@@ -42,13 +42,15 @@ class Agent:
         self._steps = StepThread(submit, member.timeout_s)
         self._wiring = Wiring(member, submit, self._require_group)
         self._prepared = Prepared(member, self._wiring)
-        self._standing = Standing(member, self._wiring, submit, self._broken)
-        parts = member, self._wiring, self._steps, self._prepared, self._standing
+        self._running_group = RunningGroup(member, self._wiring, submit, self._broken)
+        parts = member, self._wiring, self._steps, self._prepared, self._running_group
         self._leading = Leading(*parts, on_changed, self._broken)
         self._following = Following(*parts, self._leading.check, on_changed, self._broken)
         self.endpoint = ""  # where peers connect
         member.lanes.on_broken = self._broken
-        member.network.subscribe(STEP, lambda _, __, data: submit(lambda: self._standing.follow(data)), self._on_lost)
+        member.network.subscribe(
+            STEP, lambda _, __, data: submit(lambda: self._running_group.follow(data)), self._on_lost
+        )
         member.network.subscribe(SWITCH, self._on_switch)
         member.network.subscribe(BROKEN, self._on_broken)
 
@@ -82,7 +84,7 @@ class Agent:
     @property
     def leader(self) -> InstanceKey | None:
         """Who leads the group that runs here; None in dp."""
-        return self._standing.leader
+        return self._running_group.leader
 
     @property
     def epoch(self) -> Epoch:
@@ -154,21 +156,21 @@ class Agent:
         """In a reader thread. What begins something is done between two steps; the rest goes to who waits for it."""
         message = SwitchCodec().decode(parts)
         leading, following = self._leading, self._following
-        if message.word is Word.MEET and message.plan is not None:
+        if message.kind is MessageKind.MEET and message.plan is not None:
             plan = message.plan
             self._submit(lambda: following.join(plan))
-        elif message.word is Word.DRAIN and message.plan is not None:
+        elif message.kind is MessageKind.DRAIN and message.plan is not None:
             plan = message.plan
             self._submit(lambda: following.drain(key, plan))
-        elif message.word is Word.RETURN and message.plan is not None:
+        elif message.kind is MessageKind.RETURN and message.plan is not None:
             plan = message.plan
             self._submit(lambda: following.bring_back(plan, message.lease))
-        elif message.word is Word.DRAINED:
+        elif message.kind is MessageKind.DRAINED:
             self._submit(lambda: leading.on_drained(message.plan_id, key))
-        elif message.word is Word.MET and leading.awaits_met(message.plan_id):
+        elif message.kind is MessageKind.MET and leading.awaits_met(message.plan_id):
             self._submit(lambda: leading.on_met(key, message))
         else:
-            if message.word is Word.CANCEL:
+            if message.kind is MessageKind.CANCEL:
                 self._submit(lambda: self._on_cancel(key, message))
             self._member.inbox.put((key, message))
 
@@ -187,8 +189,8 @@ class Agent:
         self._following.boundary()
 
     def _on_lost(self, key: InstanceKey) -> None:
-        if key in self._standing.mates:
-            self._standing.pipeline.interrupt()
+        if key in self._running_group.mates:
+            self._running_group.pipeline.interrupt()
         self._member.inbox.put((key, None))
         self._submit(lambda: self._lost(key))
 
@@ -197,22 +199,22 @@ class Agent:
         if commit is not None and key in commit.plan.members:
             self._leading.fail(StepError(f"instance {key} was lost"))
         self._following.lost(key)
-        if key in self._standing.mates:
+        if key in self._running_group.mates:
             self._broken(EngineError(f"instance {key} was lost"))
         self._wiring.lost(key)
 
     def _require_group(self) -> None:
         """A group that no directory lists any more has no communicators, and no step need come to notice."""
-        if self._standing.name and self._standing.name not in self._member.pool.ready():
+        if self._running_group.name and self._running_group.name not in self._member.pool.ready():
             self._broken(EngineError("the controller has ended the group"))
 
     def _on_broken(self, key: InstanceKey, kind: str, parts: list[memoryview]) -> None:
         name, error = str(parts[0], "utf-8"), EngineError(f"instance {key} has left the group")
-        if self._standing.name == name:
-            self._standing.pipeline.interrupt()
+        if self._running_group.name == name:
+            self._running_group.pipeline.interrupt()
 
         def leave() -> None:
-            if self._standing.name == name:
+            if self._running_group.name == name:
                 self._broken(error)
 
         self._submit(leave)
@@ -223,8 +225,8 @@ class Agent:
         if lanes.running is None:
             return
         logger.warning("instance %s leaves %s: %s", self._member.key, lanes.running.name, error)
-        end_group(self._member, self._standing.name, self._standing.mates)
-        self._standing.end()
+        end_group(self._member, self._running_group.name, self._running_group.mates)
+        self._running_group.end()
         if self._leading.commit is not None:
             self._leading.fail(error)
         lost = lanes.abandon()

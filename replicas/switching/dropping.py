@@ -17,7 +17,7 @@ from pengserve.replicas.engine.reshard import Traveller
 from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.member import Conversation, Member, parts_of
 from pengserve.replicas.switching.merging import seed_of, settle_rest
-from pengserve.replicas.switching.messages import SwitchMessage, Word
+from pengserve.replicas.switching.messages import MessageKind, SwitchMessage
 
 
 class LeaderDrop:
@@ -44,12 +44,12 @@ class LeaderDrop:
         self._wave = [found for traveller in coming if (found := self._admit(traveller)) is not None]
         order = lane.withhold_free()
         self.has_begun = True
-        self._talk.tell_all(Word.WAVE, travellers=self._wave, lease=order)
+        self._talk.tell_all(MessageKind.WAVE, travellers=self._wave, lease=order)
         num_backed = take_drop(member, lane, self.exchange, plan, self._wave, order)
-        heard = self._talk.gather(Word.DONE)
+        heard = self._talk.gather(MessageKind.DONE)
         lane.offer(min([num_backed, *(message.num_free for message in heard.values())]))
         reached("committing")
-        self._talk.tell_all(Word.COMMIT)
+        self._talk.tell_all(MessageKind.COMMIT)
         reached("committed")
         lane.followers = self._talk.followers
         num_redirected = leave_part(member, plan)
@@ -95,16 +95,16 @@ def join_drop(conversation: Conversation, group_name: str, own: list[Traveller])
     exchange = DropExchange(member.lanes, lane, parts_of(member, plan))
     has_begun = False
     try:
-        conversation.say(plan.leader, Word.MET, num_free=member.lanes.dp.num_free(), travellers=own)
+        conversation.say(plan.leader, MessageKind.MET, num_free=member.lanes.dp.num_free(), travellers=own)
         reached("met")
         while True:
-            _, message = conversation.hear(Word.WAVE, Word.COMMIT)
-            if message.word is Word.COMMIT:
+            _, message = conversation.hear(MessageKind.WAVE, MessageKind.COMMIT)
+            if message.kind is MessageKind.COMMIT:
                 reached("committed")
                 break
             has_begun = True
             num_backed = take_drop(member, lane, exchange, plan, message.travellers, message.lease)
-            conversation.say(plan.leader, Word.DONE, num_free=num_backed)
+            conversation.say(plan.leader, MessageKind.DONE, num_free=num_backed)
     except Exception:
         if has_begun:
             undo_drop(member, lane)

@@ -17,15 +17,15 @@ from pengserve.replicas.engine.tp_lane import TpLane
 from pengserve.replicas.switching.draining import Drain
 from pengserve.replicas.switching.dropping import join_drop
 from pengserve.replicas.switching.failpoints import reached
-from pengserve.replicas.switching.landing import Landing
 from pengserve.replicas.switching.member import Conversation, Member, empty_inbox
 from pengserve.replicas.switching.merging import join_merge, travellers
-from pengserve.replicas.switching.messages import Word
+from pengserve.replicas.switching.messages import MessageKind
 from pengserve.replicas.switching.pipeline import OnBroken
 from pengserve.replicas.switching.prepared import Prepared
+from pengserve.replicas.switching.restore_target import RestoreTarget
 from pengserve.replicas.switching.restoring import join_restore
+from pengserve.replicas.switching.running_group import RunningGroup, tell_broken
 from pengserve.replicas.switching.splitting import join_split
-from pengserve.replicas.switching.standing import Standing, tell_broken
 from pengserve.replicas.switching.step_thread import StepThread
 from pengserve.replicas.switching.wiring import Wiring
 
@@ -41,13 +41,13 @@ class Following:
         wiring: Wiring,
         steps: StepThread,
         prepared: Prepared,
-        standing: Standing,
+        running_group: RunningGroup,
         check: Callable[[SwitchPlan], None],
         on_changed: Callable[[], None],
         on_broken: OnBroken,
     ) -> None:
         self._member, self._wiring, self._steps = member, wiring, steps
-        self._prepared, self._standing, self._check = prepared, standing, check
+        self._prepared, self._running_group, self._check = prepared, running_group, check
         self._on_changed, self._on_broken = on_changed, on_broken
         self._drain: Drain | None = None
         self._joining: SwitchPlan | None = None  # waits until the pipeline that this member leads is empty
@@ -63,7 +63,7 @@ class Following:
 
         def drained() -> None:
             with contextlib.suppress(LinkLostError):  # `lost` calls the drain off
-                talk.say(leader, Word.DRAINED)
+                talk.say(leader, MessageKind.DRAINED)
 
         self._drain = drain = Drain(self._member.lanes.current, plan, drained)
         drain.check()
@@ -79,7 +79,7 @@ class Following:
             if plan.plan_id not in self._prepared or not isinstance(lane, PpLane):
                 raise StepError("it has not prepared this")
             reached("returning")
-            self._standing.pipeline.begin_return(lane, plan, withheld)
+            self._running_group.pipeline.begin_return(lane, plan, withheld)
         except PengServeError as error:
             talk.cancel(str(error))
 
@@ -92,8 +92,8 @@ class Following:
         if self._drain is not None and self._drain.plan.plan_id == plan_id:
             self._end_drain()
         lane = self._member.lanes.running
-        if isinstance(lane, PpLane) and lane.rank != 0 and key == self._standing.leader:
-            self._standing.pipeline.undo_return(lane)
+        if isinstance(lane, PpLane) and lane.rank != 0 and key == self._running_group.leader:
+            self._running_group.pipeline.undo_return(lane)
 
     def lost(self, key: InstanceKey) -> None:
         """A peer is gone."""
@@ -154,7 +154,7 @@ class Following:
                 logger.exception("the switch %s failed here", plan.plan_id)
             talk.cancel(str(error))
             if plan.is_merge:
-                self._standing.end_if_gone()
+                self._running_group.end_if_gone()
                 self._tell_broken(plan)  # the others may have gone on without this one
             elif lane is not None and lane.name == str(plan.group):
                 self._on_broken(error)
@@ -169,27 +169,27 @@ class Following:
         part = plan.keys(plan.part_of(self._member.key))
         if part[0] == self._member.key:
             for key in part[1:]:
-                talk.say(key, Word.MEET, plan=plan)
+                talk.say(key, MessageKind.MEET, plan=plan)
         own = travellers(self._member, plan, kept)
         if plan.group.kind is GroupKind.PP:
-            self._standing.begin(name, plan.members, join_drop(talk, name, own))
+            self._running_group.begin(name, plan.members, join_drop(talk, name, own))
         else:
             join_merge(talk, name, own)
-            self._standing.begin(name, plan.members)
+            self._running_group.begin(name, plan.members)
 
     def _split(self, talk: Conversation) -> None:
         lane = self._member.lanes.running
         if not isinstance(lane, PpLane):
-            join_split(talk, cast(TpLane, lane), self._standing.name)
-            self._standing.end()
+            join_split(talk, cast(TpLane, lane), self._running_group.name)
+            self._running_group.end()
             return
-        landing = Landing(self._member, self._wiring, talk.plan)
+        target = RestoreTarget(self._member, self._wiring, talk.plan)
         try:
-            join_restore(talk, lane, landing, self._standing.name)
+            join_restore(talk, lane, target, self._running_group.name)
         except Exception:
-            landing.tell_broken()
+            target.tell_broken()
             raise
-        landing.stand(self._standing)
+        target.show_in(self._running_group)
 
     def _tell_broken(self, plan: SwitchPlan) -> None:
         with contextlib.suppress(StepError):  # a group that no directory lists has no members that run it

@@ -1,4 +1,4 @@
-"""The leader's side of switches: one commit at a time, from the controller's word to its report.
+"""The leader's side of switches: one commit at a time, from the controller's call to its report.
 
 commit -> (drain) -> meet ~~ goes on stepping until all have met ~~> move requests -> commit
 """
@@ -21,15 +21,15 @@ from pengserve.replicas.switching.commit import Commit, drains, is_restore
 from pengserve.replicas.switching.draining import Drain
 from pengserve.replicas.switching.dropping import LeaderDrop
 from pengserve.replicas.switching.failpoints import reached
-from pengserve.replicas.switching.landing import Landing
 from pengserve.replicas.switching.member import Conversation, Member, empty_inbox, parts_of
 from pengserve.replicas.switching.merging import LeaderMerge, travellers
-from pengserve.replicas.switching.messages import SwitchMessage, Word
+from pengserve.replicas.switching.messages import MessageKind, SwitchMessage
 from pengserve.replicas.switching.pipeline import OnBroken
 from pengserve.replicas.switching.prepared import Prepared
+from pengserve.replicas.switching.restore_target import RestoreTarget
 from pengserve.replicas.switching.restoring import LeaderRestore
+from pengserve.replicas.switching.running_group import RunningGroup, end_group
 from pengserve.replicas.switching.splitting import LeaderSplit
-from pengserve.replicas.switching.standing import Standing, end_group
 from pengserve.replicas.switching.step_thread import StepThread
 from pengserve.replicas.switching.wiring import Wiring
 
@@ -47,12 +47,12 @@ class Leading:
         wiring: Wiring,
         steps: StepThread,
         prepared: Prepared,
-        standing: Standing,
+        running_group: RunningGroup,
         on_changed: Callable[[], None],
         on_broken: OnBroken,
     ) -> None:
         self._member, self._wiring, self._steps = member, wiring, steps
-        self._prepared, self._standing = prepared, standing
+        self._prepared, self._running_group = prepared, running_group
         self._on_changed, self._on_broken = on_changed, on_broken
         self._reports: OrderedDict[str, SwitchReport] = OrderedDict()
         self._drain: Drain | None = None
@@ -73,7 +73,7 @@ class Leading:
         """Whether this plan is under way."""
         return self.commit is not None and self.commit.plan.plan_id == plan_id
 
-    # From the word to the meeting -------------------------------------------------------------------------------------
+    # From the call to the meeting -------------------------------------------------------------------------------------
 
     def begin(self, plan: SwitchPlan) -> SwitchReport | Commit:
         """Begins a prepared plan, or says how far it is; its report where it has ended.
@@ -107,10 +107,10 @@ class Leading:
         assert isinstance(lane, PpLane)
         withheld = lane.give_up_blocks(parts_of(self._member, plan))
         try:
-            Conversation(self._member, plan).tell_all(Word.RETURN, plan=plan, lease=withheld)
+            Conversation(self._member, plan).tell_all(MessageKind.RETURN, plan=plan, lease=withheld)
             reached("returning")
             meet = partial(self._steps.submit, lambda: self._meet_now(commit))
-            self._standing.pipeline.begin_return(lane, plan, withheld, meet)
+            self._running_group.pipeline.begin_return(lane, plan, withheld, meet)
         except PengServeError:
             lane.offer_all()
             raise
@@ -123,7 +123,7 @@ class Leading:
     def _start_drain(self, commit: Commit) -> None:
         plan = commit.plan
         if plan.is_merge:
-            Conversation(self._member, plan).tell_all(Word.DRAIN, plan=plan)
+            Conversation(self._member, plan).tell_all(MessageKind.DRAIN, plan=plan)
         self._drain = Drain(self._member.lanes.current, plan, lambda: self.on_drained(plan.plan_id, self._member.key))
         self._drain.check()
         reached("draining")
@@ -160,7 +160,8 @@ class Leading:
             return
         plan, talk = commit.plan, Conversation(self._member, commit.plan)
         for part in plan.parts[1:]:
-            talk.say(plan.keys(part)[0], Word.MEET, plan=plan)  # who tells its own followers, after its last step
+            # It tells its own followers, after its last step.
+            talk.say(plan.keys(part)[0], MessageKind.MEET, plan=plan)
         reached("meeting")
         self._steps.after(self._member.timeout_s, lambda: self._meet_timeout(commit))
 
@@ -192,7 +193,7 @@ class Leading:
             commit.has_told_own = True
             try:
                 for key in own[1:]:
-                    Conversation(self._member, plan).say(key, Word.MEET, plan=plan)
+                    Conversation(self._member, plan).say(key, MessageKind.MEET, plan=plan)
             except PengServeError as error:
                 self.fail(error)
                 return
@@ -232,11 +233,11 @@ class Leading:
                 logger.exception("the merge %s failed", plan.plan_id)
             talk.cancel(str(error))
             merge.undo()
-            self._standing.end_if_gone()
+            self._running_group.end_if_gone()
             end_group(member, name, plan.members)
             self.fail(EngineError(f"the merge failed half-way ({error}); all members are in dp"))
             return
-        self._standing.begin(name, plan.members, merge.exchange if isinstance(merge, LeaderDrop) else None)
+        self._running_group.begin(name, plan.members, merge.exchange if isinstance(merge, LeaderDrop) else None)
         self._succeed(commit, report, meet_s)
 
     # Split and restore ------------------------------------------------------------------------------------------------
@@ -256,23 +257,23 @@ class Leading:
         assert lane is not None
         self._end_drain()
         talk = Conversation(member, plan)
-        landing, has_begun = None, False
+        target, has_begun = None, False
         try:
             self._prepared.check(plan)
             if isinstance(lane, PpLane):
-                landing = Landing(member, self._wiring, plan)
+                target = RestoreTarget(member, self._wiring, plan)
             empty_inbox(member, plan)
             has_begun = True
-            talk.tell_all(Word.MEET, plan=plan)
+            talk.tell_all(MessageKind.MEET, plan=plan)
             reached("meeting")
-            met = talk.gather(Word.MET)
+            met = talk.gather(MessageKind.MET)
             meet_s = time.perf_counter() - commit.started_s
             epoch = Epoch(plan.epoch + 1)
             if isinstance(lane, PpLane):
-                assert landing is not None
-                report = LeaderRestore(talk, lane, landing, self._standing.name, epoch).run()
+                assert target is not None
+                report = LeaderRestore(talk, lane, target, self._running_group.name, epoch).run()
             else:
-                report = LeaderSplit(talk, cast(TpLane, lane), self._standing.name, epoch).run(met)
+                report = LeaderSplit(talk, cast(TpLane, lane), self._running_group.name, epoch).run(met)
         except Exception as error:
             if not isinstance(error, PengServeError):
                 logger.exception("the split %s failed", plan.plan_id)
@@ -280,14 +281,14 @@ class Leading:
             failure = error if isinstance(error, PengServeError) else EngineError(f"the split failed: {error}")
             if has_begun:
                 self._on_broken(failure)
-                if landing is not None:
-                    landing.tell_broken()
+                if target is not None:
+                    target.tell_broken()
             self.fail(failure)
             return
-        if landing is not None:
-            landing.stand(self._standing)
+        if target is not None:
+            target.show_in(self._running_group)
         else:
-            self._standing.end()
+            self._running_group.end()
         self._succeed(commit, report, meet_s)
 
     # The end ----------------------------------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ class Leading:
         lane = self._member.lanes.running
         if isinstance(lane, PpLane):
             lane.hold(False)
-            self._standing.pipeline.undo_return(lane)
+            self._running_group.pipeline.undo_return(lane)
         if commit is not None:
             Conversation(self._member, commit.plan).cancel(str(error))
             self._prepared.forget(commit.plan.plan_id)

@@ -15,7 +15,7 @@ from pengserve.replicas.comm.pool import CommunicatorPool
 from pengserve.replicas.engine.handoff import Handoff
 from pengserve.replicas.engine.lanes import Lanes
 from pengserve.replicas.engine.vllm_seam import Request
-from pengserve.replicas.switching.messages import SwitchCodec, SwitchMessage, Word
+from pengserve.replicas.switching.messages import MessageKind, SwitchCodec, SwitchMessage
 
 logger = logging.getLogger(__name__)
 
@@ -61,34 +61,34 @@ class Conversation:
         """All members but the leader."""
         return self.plan.members[1:]
 
-    def say(self, to: InstanceKey, word: Word, **fields: Any) -> None:
+    def say(self, to: InstanceKey, kind: MessageKind, **fields: Any) -> None:
         """Sends one message.
 
         Raises:
             LinkLostError: that member is gone.
         """
-        message = SwitchMessage(word=word, plan_id=self.plan.plan_id, **fields)
+        message = SwitchMessage(kind=kind, plan_id=self.plan.plan_id, **fields)
         self.member.network.send(to, SWITCH, self._codec.encode(message))
 
-    def tell_all(self, word: Word, **fields: Any) -> None:
+    def tell_all(self, kind: MessageKind, **fields: Any) -> None:
         """Sends one message to every follower.
 
         Raises:
             LinkLostError: one of them is gone; others may have been told.
         """
         for key in self.followers:
-            self.say(key, word, **fields)
+            self.say(key, kind, **fields)
 
     def cancel(self, why: str) -> None:
         """Tells everybody else that nothing comes of it. Never raises."""
         for key in self.plan.members:
             if key != self.member.key:
                 try:
-                    self.say(key, Word.CANCEL, why=why)
+                    self.say(key, MessageKind.CANCEL, why=why)
                 except LinkLostError:
                     logger.debug("instance %s is gone and hears of no cancel", key)
 
-    def hear(self, *words: Word) -> tuple[InstanceKey, SwitchMessage]:
+    def hear(self, *kinds: MessageKind) -> tuple[InstanceKey, SwitchMessage]:
         """The next message of this plan.
 
         Raises:
@@ -100,22 +100,22 @@ class Conversation:
             try:
                 key, message = self.member.inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
             except queue.Empty:
-                raise StepError(f"no {' or '.join(words)} came within {self.member.timeout_s:g} s") from None
+                raise StepError(f"no {' or '.join(kinds)} came within {self.member.timeout_s:g} s") from None
             if message is None:
                 if key in self.plan.members:
                     raise EngineError(f"instance {key} was lost during the switch")
             elif message.plan_id == self.plan.plan_id:
-                if message.word is Word.CANCEL:
+                if message.kind is MessageKind.CANCEL:
                     raise StepError(message.why)
-                if message.word not in words:
-                    raise EngineError(f"instance {key} said {message.word} where {' or '.join(words)} was due")
+                if message.kind not in kinds:
+                    raise EngineError(f"instance {key} said {message.kind} where {' or '.join(kinds)} was due")
                 return key, message
 
-    def gather(self, word: Word) -> dict[InstanceKey, SwitchMessage]:
+    def gather(self, kind: MessageKind) -> dict[InstanceKey, SwitchMessage]:
         """One message of every follower. Raises as `hear`."""
         heard: dict[InstanceKey, SwitchMessage] = {}
         while len(heard) < len(self.followers):
-            key, message = self.hear(word)
+            key, message = self.hear(kind)
             heard[key] = message
         return heard
 
@@ -128,7 +128,7 @@ def parts_of(member: Member, plan: SwitchPlan) -> Parts:
 
 
 def empty_inbox(member: Member, plan: SwitchPlan) -> None:
-    """Forgets words of other switches. One of this switch may have come already: that it is called off."""
+    """Forgets kinds of other switches. One of this switch may have come already: that it is called off."""
     connected = member.network.peers()
     for _ in range(member.inbox.qsize()):
         key, message = member.inbox.get_nowait()

@@ -18,7 +18,7 @@ from pengserve.replicas.engine.vllm_seam import Request
 from pengserve.replicas.memory.ledger import NULL_BLOCK
 from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.member import Conversation, Member
-from pengserve.replicas.switching.messages import SwitchMessage, Word
+from pengserve.replicas.switching.messages import MessageKind, SwitchMessage
 
 
 def travellers(member: Member, plan: SwitchPlan, kept: frozenset[str] | None) -> list[Traveller]:
@@ -68,7 +68,7 @@ class LeaderMerge:
         self._free = [lanes.dp.num_free(), *(met[key].num_free for key in self._talk.followers)]
         self._waves([*own, *(traveller for message in met.values() for traveller in message.travellers)])
         reached("committing")
-        self._talk.tell_all(Word.COMMIT)
+        self._talk.tell_all(MessageKind.COMMIT)
         reached("committed")
         lendable = [num_lendable(self._member, plan), *(message.num_lendable for message in met.values())]
         self._lane.num_lendable = min(lendable) - self._lane.num_held
@@ -129,12 +129,12 @@ class LeaderMerge:
             wave.append(Traveller(traveller.request_id, traveller.rank, logical_ids, traveller.handoff))
         self._carried += wave
         self._num_given_up += len(given_up)
-        self._talk.tell_all(Word.WAVE, travellers=wave, lease=lease, refused=given_up)
+        self._talk.tell_all(MessageKind.WAVE, travellers=wave, lease=lease, refused=given_up)
         take_wave(self._member, lane, self._resharder, wave, lease, given_up)
         for traveller in wave:
             lane.settle(lane.request(traveller.request_id))
         self._bytes = self._resharder.sent_bytes
-        heard = self._talk.gather(Word.DONE)
+        heard = self._talk.gather(MessageKind.DONE)
         self._free = [self._member.lanes.dp.num_free(), *(heard[key].num_free for key in self._talk.followers)]
 
 
@@ -152,16 +152,16 @@ def join_merge(conversation: Conversation, group_name: str, own: list[Traveller]
     has_begun = False
     try:
         dp, lendable = member.lanes.dp, num_lendable(member, plan)
-        conversation.say(plan.leader, Word.MET, num_free=dp.num_free(), num_lendable=lendable, travellers=own)
+        conversation.say(plan.leader, MessageKind.MET, num_free=dp.num_free(), num_lendable=lendable, travellers=own)
         reached("met")
         while True:
-            _, message = conversation.hear(Word.WAVE, Word.COMMIT)
-            if message.word is Word.COMMIT:
+            _, message = conversation.hear(MessageKind.WAVE, MessageKind.COMMIT)
+            if message.kind is MessageKind.COMMIT:
                 reached("committed")
                 break
             has_begun = True
             take_wave(member, lane, resharder, message.travellers, message.lease, message.refused)
-            conversation.say(plan.leader, Word.DONE, num_free=dp.num_free())
+            conversation.say(plan.leader, MessageKind.DONE, num_free=dp.num_free())
     except Exception:
         if has_begun:
             member.lanes.discard(lane)

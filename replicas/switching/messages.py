@@ -28,8 +28,8 @@ from pengserve.replicas.engine.reshard import Traveller
 from pengserve.replicas.engine.vllm_seam import MsgpackDecoder, MsgpackEncoder
 
 
-class Word(StrEnum):
-    """What a message says."""
+class MessageKind(StrEnum):
+    """What a message is for."""
 
     DRAIN = "drain"
     DRAINED = "drained"
@@ -45,9 +45,9 @@ class Word(StrEnum):
 
 
 class SwitchMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One message; most fields belong to one word only."""
+    """One message; most fields belong to one kind only."""
 
-    word: Word
+    kind: MessageKind
     plan_id: str
     plan: SwitchPlan | None = None  # DRAIN, MEET
     num_free: int = 0  # MET, DONE: blocks of `dp` that are free; of a drop, blocks of `lease` that have memory

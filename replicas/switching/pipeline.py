@@ -36,7 +36,9 @@ class PipelineTraffic:
         self._unsettled: set[InstanceKey] = set()  # leader: members that wait for KV, memory or weights
         self._on_all_settled: Callable[[], None] = lambda: None
         self._stage = b""  # what is under way: the drop (empty), or the id of a restore
-        self._early: list[tuple[InstanceKey, list[memoryview]]] = []  # weights that came before the word to expect them
+        self._early: list[
+            tuple[InstanceKey, list[memoryview]]
+        ] = []  # weights that came before the message to expect them
         network: PeerNetwork = member.network
         network.subscribe(HIDDEN, self._on_hidden)
         network.subscribe(KV, lambda key, _, parts: submit(lambda: self._take_kv(key, parts)))

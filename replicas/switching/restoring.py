@@ -11,18 +11,18 @@ from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.reshard import Traveller
 from pengserve.replicas.engine.restore import LayerRestore
 from pengserve.replicas.switching.failpoints import reached
-from pengserve.replicas.switching.landing import Landing
 from pengserve.replicas.switching.member import Conversation, parts_of
-from pengserve.replicas.switching.messages import Word
+from pengserve.replicas.switching.messages import MessageKind
+from pengserve.replicas.switching.restore_target import RestoreTarget
 
 
 class LeaderRestore:
     """The leader's side of one restore. No microbatch is in flight."""
 
     def __init__(
-        self, conversation: Conversation, lane: PpLane, landing: Landing, group_name: str, epoch: Epoch
+        self, conversation: Conversation, lane: PpLane, target: RestoreTarget, group_name: str, epoch: Epoch
     ) -> None:
-        self._talk, self._lane, self._landing, self._epoch = conversation, lane, landing, epoch
+        self._talk, self._lane, self._target, self._epoch = conversation, lane, target, epoch
         self._member, self._plan = conversation.member, conversation.plan
         self._parts = parts_of(self._member, self._plan)
         self._restore = LayerRestore(self._member.lanes, lane, self._parts, self._member.pool.get(group_name))
@@ -36,18 +36,18 @@ class LeaderRestore:
         started_s = time.perf_counter()
         try:
             placed = self._place()
-            self._talk.tell_all(Word.WAVE, travellers=placed)
-            take_restore(self._restore, self._landing, placed)
-            self._talk.gather(Word.DONE)
+            self._talk.tell_all(MessageKind.WAVE, travellers=placed)
+            take_restore(self._restore, self._target, placed)
+            self._talk.gather(MessageKind.DONE)
             self._tell_moved(placed)
             reached("committing")
-            self._talk.tell_all(Word.COMMIT)
+            self._talk.tell_all(MessageKind.COMMIT)
         except Exception:
-            self._landing.undo()
+            self._target.undo()
             raise
         reached("committed")
         num_recomputed, rest = self._release({traveller.request_id for traveller in placed})
-        self._landing.land()
+        self._target.enter()
         self._member.owner.moved(rest, None, carried=False)
         return SwitchReport(
             plan_id=self._plan.plan_id,
@@ -62,9 +62,9 @@ class LeaderRestore:
     def _place(self) -> list[Traveller]:
         """The requests that go on, with their blocks there; all members hear of them in the same order."""
         wave = self._assign()
-        self._talk.tell_all(Word.PLACE, travellers=wave)
-        placed = {traveller.request_id: traveller for traveller in self._landing.place(wave)}
-        for message in self._talk.gather(Word.PLACED).values():
+        self._talk.tell_all(MessageKind.PLACE, travellers=wave)
+        placed = {traveller.request_id: traveller for traveller in self._target.place(wave)}
+        for message in self._talk.gather(MessageKind.PLACED).values():
             placed |= {traveller.request_id: traveller for traveller in message.travellers}
         return [placed[traveller.request_id] for traveller in wave if traveller.request_id in placed]
 
@@ -101,7 +101,7 @@ class LeaderRestore:
                 self._member.owner.moved(ids, key, carried=True)
 
 
-def join_restore(conversation: Conversation, lane: PpLane, landing: Landing, group_name: str) -> None:
+def join_restore(conversation: Conversation, lane: PpLane, target: RestoreTarget, group_name: str) -> None:
     """A follower's side, from its MET to the COMMIT.
 
     Raises:
@@ -110,24 +110,24 @@ def join_restore(conversation: Conversation, lane: PpLane, landing: Landing, gro
     member, plan = conversation.member, conversation.plan
     restore = LayerRestore(member.lanes, lane, parts_of(member, plan), member.pool.get(group_name))
     try:
-        conversation.say(plan.leader, Word.MET)
+        conversation.say(plan.leader, MessageKind.MET)
         reached("met")
-        _, message = conversation.hear(Word.PLACE)
-        conversation.say(plan.leader, Word.PLACED, travellers=landing.place(message.travellers))
-        _, message = conversation.hear(Word.WAVE)
-        take_restore(restore, landing, message.travellers)
-        conversation.say(plan.leader, Word.DONE)
-        conversation.hear(Word.COMMIT)
+        _, message = conversation.hear(MessageKind.PLACE)
+        conversation.say(plan.leader, MessageKind.PLACED, travellers=target.place(message.travellers))
+        _, message = conversation.hear(MessageKind.WAVE)
+        take_restore(restore, target, message.travellers)
+        conversation.say(plan.leader, MessageKind.DONE)
+        conversation.hear(MessageKind.COMMIT)
     except Exception:
-        landing.undo()
+        target.undo()
         raise
     reached("committed")
-    landing.land()
+    target.enter()
 
 
-def take_restore(restore: LayerRestore, landing: Landing, wave: list[Traveller]) -> None:
+def take_restore(restore: LayerRestore, target: RestoreTarget, wave: list[Traveller]) -> None:
     """One member's part."""
     reached("wave")
     restore.run(wave)
     reached("waved")
-    landing.settle(wave)
+    target.settle(wave)

@@ -14,7 +14,7 @@ from pengserve.replicas.engine.tp_lane import TpLane
 from pengserve.replicas.engine.vllm_seam import Request
 from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.member import Conversation, Member
-from pengserve.replicas.switching.messages import SwitchMessage, Word
+from pengserve.replicas.switching.messages import MessageKind, SwitchMessage
 
 
 class LeaderSplit:
@@ -47,7 +47,7 @@ class LeaderSplit:
         num_running = lane.num_running()
         lane.release(rest)
         reached("committing")
-        self._talk.tell_all(Word.COMMIT)
+        self._talk.tell_all(MessageKind.COMMIT)
         reached("committed")
         finish_split(member, lane)
         lane.shrink_all()
@@ -83,9 +83,9 @@ class LeaderSplit:
 
     def _run_wave(self, wave: list[Traveller]) -> None:
         member, plan = self._member, self._plan
-        self._talk.tell_all(Word.WAVE, travellers=wave, release=self._release)
+        self._talk.tell_all(MessageKind.WAVE, travellers=wave, release=self._release)
         refused = set(take_split_wave(member, self._lane, self._resharder, wave, self._release))
-        heard = self._talk.gather(Word.DONE)
+        heard = self._talk.gather(MessageKind.DONE)
         self._free = [member.lanes.dp.num_free(), *(heard[key].num_free for key in self._talk.followers)]
         for message in heard.values():
             refused.update(message.refused)
@@ -106,16 +106,16 @@ def join_split(conversation: Conversation, lane: TpLane, group_name: str) -> Non
     """
     member, plan = conversation.member, conversation.plan
     resharder = Resharder(member.lanes, lane, member.pool.get(group_name))
-    conversation.say(plan.leader, Word.MET, num_free=member.lanes.dp.num_free())
+    conversation.say(plan.leader, MessageKind.MET, num_free=member.lanes.dp.num_free())
     reached("met")
     while True:
-        _, message = conversation.hear(Word.WAVE, Word.COMMIT)
-        if message.word is Word.COMMIT:
+        _, message = conversation.hear(MessageKind.WAVE, MessageKind.COMMIT)
+        if message.kind is MessageKind.COMMIT:
             reached("committed")
             break
         refused = take_split_wave(member, lane, resharder, message.travellers, message.release)
         lane.forget([traveller.request_id for traveller in message.travellers])
-        conversation.say(plan.leader, Word.DONE, num_free=member.lanes.dp.num_free(), refused=refused)
+        conversation.say(plan.leader, MessageKind.DONE, num_free=member.lanes.dp.num_free(), refused=refused)
     lane.forget(lane.known_ids())
     finish_split(member, lane)
 

@@ -221,17 +221,18 @@ async def test_a_drain_that_does_not_finish_says_so_and_ends_all_the_same() -> N
 
 async def test_a_controller_that_cannot_look_around_keeps_trying() -> None:
     class Blind(FakePort):
-        tries = 0
+        can_see = False
 
         async def discover(self):  # type: ignore[no-untyped-def]
-            self.tries += 1
-            if self.tries == 1:
+            if not self.can_see:
                 raise ConnectionError("the cluster's control service is away")
             return await super().discover()
 
-    async with running(Blind()) as controller:
+    port = Blind()
+    async with running(port) as controller:
         with pytest.raises(EngineError, match="recovering"):
             await controller.routing(-1, 0.05)
+        port.can_see = True
         await routed(controller, routes(life(0), life(1)))
 
 

@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from pengserve.planners.merge import LoadHistory, Reason, Standing, plan_switch
+from pengserve.planners.merge import LoadHistory, Reason, RunningGroup, plan_switch
 from pengserve.planners.types.config import MergeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group
@@ -22,8 +22,10 @@ def what(found: SwitchPlan | None) -> str:
     return "" if found is None else f"{'merge' if found.is_merge else 'split'} {found.group}"
 
 
-def standing(text: str, reason: Reason, since_s: float = T0_S - 50) -> LoadHistory:
-    return LoadHistory(standing={Group.parse(text): Standing(since_s=since_s, reason=reason)}, seen_s=T0_S - 0.5)
+def running_group(text: str, reason: Reason, since_s: float = T0_S - 50) -> LoadHistory:
+    return LoadHistory(
+        running_groups={Group.parse(text): RunningGroup(since_s=since_s, reason=reason)}, seen_s=T0_S - 0.5
+    )
 
 
 LAYOUTS = ["", "tp2@(0,1)", "tp2@(2,3)", "tp2@(0,1) tp2@(2,3)", "tp4@(0..3)", "tp4@(4..7)", "tp2@(0,1) tp4@(4..7)"]

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import NamedTuple
 
+from pengserve.planners.demand_trend import MIN_GAP_S, MIN_LOOKS, WINDOW_S, DemandTrend
 from pengserve.planners.drop import DropPlan, Pipeline, Verdict, _names
 from pengserve.planners.load import lane_capacity, part_capacity
 from pengserve.planners.overload import GroupDemand, group_demand
 from pengserve.planners.restore import Way
 from pengserve.planners.stages import nests
 from pengserve.planners.steps import halves_of
-from pengserve.planners.trails import MIN_GAP_S, MIN_LOOKS, WINDOW_S, Trail
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind, alone
@@ -25,56 +25,56 @@ class MemoryDemand:
     overloaded: tuple[GroupDemand, ...] = ()
 
 
-def blocks_per_s(trail: Trail) -> float:
+def blocks_per_s(trend: DemandTrend) -> float:
     """The median of the slopes between any two looks (Theil-Sen); 0 where it fell, or while there are too few.
 
     One arrival is one step: it changes fewer than half of the slopes, and none that counts.
     """
-    if len(trail.looks) < MIN_LOOKS or trail.looks[-1][1] <= trail.looks[0][1]:
+    if len(trend.looks) < MIN_LOOKS or trend.looks[-1][1] <= trend.looks[0][1]:
         return 0.0
-    slopes = sorted((b - a) / (later - at) for (at, a), (later, b) in combinations(trail.looks, 2))
+    slopes = sorted((b - a) / (later - at) for (at, a), (later, b) in combinations(trend.looks, 2))
     return max(0.0, slopes[(len(slopes) - 1) // 2])
 
 
 def predict_demand(
-    snapshot: ClusterSnapshot, config: DropConfig, history: Mapping[InstanceId, Trail]
-) -> tuple[MemoryDemand, Mapping[InstanceId, Trail]]:
+    snapshot: ClusterSnapshot, config: DropConfig, history: Mapping[InstanceId, DemandTrend]
+) -> tuple[MemoryDemand, Mapping[InstanceId, DemandTrend]]:
     """The demand of each group whose members are all READY, and what to remember for the next call.
 
     Where a leader's stats are of another shape, its group's demand is unknown: it is neither overloaded nor quiet.
     """
     instances = {i.key.instance_id: i for i in snapshot.instances if i.state is InstanceState.READY}
-    now_s, trails = snapshot.time_s, {}
+    now_s, trends = snapshot.time_s, {}
     found: list[GroupDemand] = []
     for group in snapshot.layout.groups:
         if all(member in instances for member in group.members):
             leader = group.members[0]
-            trail = history.get(leader)
-            if trail is not None and trail.group is not group and trail.group != group:
-                trail = None
+            trend = history.get(leader)
+            if trend is not None and trend.group is not group and trend.group != group:
+                trend = None
             demand = group_demand(group, instances)
             if demand.is_known:
-                trail = _longer(trail, demand, now_s)
-                growth_blocks = round(blocks_per_s(trail) * config.horizon_s)
+                trend = _longer(trend, demand, now_s)
+                growth_blocks = round(blocks_per_s(trend) * config.horizon_s)
                 if growth_blocks:
                     demand = demand._replace(growth_blocks=growth_blocks)
-            if trail is not None:
-                trails[leader] = trail
+            if trend is not None:
+                trends[leader] = trend
             found.append(demand)
     found = _with_ingresses(snapshot, found)
     overloaded = tuple(d for d in found if d.is_known and d.demand_blocks > config.drop_above * d.capacity_blocks)
     by_member = {member: demand for demand in found for member in demand.group.members}
-    return MemoryDemand(instances=instances, by_member=by_member, overloaded=overloaded), trails
+    return MemoryDemand(instances=instances, by_member=by_member, overloaded=overloaded), trends
 
 
-def _longer(trail: Trail | None, demand: GroupDemand, now_s: float) -> Trail:
-    """The trail with this look, without those that are too old."""
+def _longer(trend: DemandTrend | None, demand: GroupDemand, now_s: float) -> DemandTrend:
+    """The trend with this look, without those that are too old."""
     look = (now_s, demand.resident_blocks + demand.queued_blocks)
-    if trail is None:
-        return Trail(demand.group, (look,))
-    if now_s - trail.looks[-1][0] < MIN_GAP_S:
-        return trail
-    return Trail(demand.group, (*(old for old in trail.looks if now_s - old[0] <= WINDOW_S), look))
+    if trend is None:
+        return DemandTrend(demand.group, (look,))
+    if now_s - trend.looks[-1][0] < MIN_GAP_S:
+        return trend
+    return DemandTrend(demand.group, (*(old for old in trend.looks if now_s - old[0] <= WINDOW_S), look))
 
 
 def _with_ingresses(snapshot: ClusterSnapshot, found: list[GroupDemand]) -> list[GroupDemand]:

@@ -7,13 +7,13 @@ from functools import partial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pengserve.planners.demand_trend import MIN_GAP_S, MIN_LOOKS, DemandTrend
 from pengserve.planners.drop import Verdict, plan_drop
 from pengserve.planners.load import ClusterView
 from pengserve.planners.overload import DemandHistory, predict_demand
 from pengserve.planners.prices import Prices
 from pengserve.planners.projection import projected_loads
 from pengserve.planners.restore import RestoreHistory, plan_restore
-from pengserve.planners.trails import MIN_GAP_S, MIN_LOOKS, Trail
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group
@@ -91,10 +91,10 @@ def test_demand_and_its_history_are_those_of_the_reference(seen: list[tuple[Clus
         expected, expected_history = reference.predict_demand(look, CONFIG, expected_history)
         assert dict(found.by_member) == expected.by_member
         assert (found.instances, found.overloaded) == (expected.instances, expected.overloaded)
-        assert_same_trails(history.trails, expected_history)
+        assert_same_trends(history.trends, expected_history)
 
 
-def assert_same_trails(found: Mapping[InstanceId, Trail], expected: Mapping[InstanceId, Trail]) -> None:
+def assert_same_trends(found: Mapping[InstanceId, DemandTrend], expected: Mapping[InstanceId, DemandTrend]) -> None:
     assert dict(found) == dict(expected) and len(found) == len(expected)
 
 

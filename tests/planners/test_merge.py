@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete, expand
 from pengserve.planners.merge import LoadHistory, plan_switch
-from pengserve.planners.towards import plan_towards
+from pengserve.planners.pinned import plan_pinned
 from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, LayoutPolicy, SwitchRecord
@@ -60,7 +60,7 @@ def test_towards_a_target_every_step_is_lawful_and_it_arrives(seen: ClusterSnaps
     for look in (seen, quiet):
         was_merge = False
         for step in range(2 * len(ranks)):
-            found = plan_towards(look, target, SwitchStrategy.SOFT, "asked")
+            found = plan_pinned(look, target, SwitchStrategy.SOFT, "asked")
             if found is None:
                 break
             assert check_switch(found, look) == ()
@@ -86,7 +86,7 @@ def test_between_pipelines_that_nest_one_switch_leads(parts: str) -> None:
     narrow = snapshot(4, " ".join(w for w in parts.split() if w[:2] == "pp"), degrees=(2,), max_stages=4)
     wide = snapshot(4, "pp4@(0..3)", degrees=(2,), max_stages=4)
     for seen, to, verb in ((narrow, wide, "drop"), (wide, narrow, "restore")):
-        found = plan_towards(seen, to.layout.groups, SwitchStrategy.CARRY, "asked")
+        found = plan_pinned(seen, to.layout.groups, SwitchStrategy.CARRY, "asked")
         assert found is not None and check_switch(found, seen) == ()
         assert f"{found.verb} {found.group}" == f"{verb} pp4@(0,1,2,3)" and " ".join(map(str, found.parts)) == parts
 
@@ -94,7 +94,7 @@ def test_between_pipelines_that_nest_one_switch_leads(parts: str) -> None:
 def test_a_pipeline_that_would_grow_waits_for_a_tp_group_in_the_way() -> None:
     seen = snapshot(4, "pp2@(0,1) tp2@(2,3)", degrees=(2,), max_stages=4)
     target = snapshot(4, "pp4@(0..3)", max_stages=4).layout.groups
-    assert what(plan_towards(seen, target, SwitchStrategy.CARRY, "asked")) == "split tp2@(2,3)"
+    assert what(plan_pinned(seen, target, SwitchStrategy.CARRY, "asked")) == "split tp2@(2,3)"
 
 
 # Around it
@@ -119,8 +119,8 @@ def test_after_an_abort_it_waits_and_the_next_try_has_its_own_id() -> None:
 def test_a_target_waits_for_communicators() -> None:
     seen = snapshot(2, degrees=(2,))
     target = seen.groups
-    assert plan_towards(seen, target, SwitchStrategy.CARRY, "asked") is not None
-    assert plan_towards(replace(seen, groups=()), target, SwitchStrategy.CARRY, "asked") is None
+    assert plan_pinned(seen, target, SwitchStrategy.CARRY, "asked") is not None
+    assert plan_pinned(replace(seen, groups=()), target, SwitchStrategy.CARRY, "asked") is None
 
 
 def test_while_a_target_is_pinned_nothing_is_planned() -> None:

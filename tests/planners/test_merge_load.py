@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pengserve.planners.merge import LoadHistory, Reason, plan_switch
 from pengserve.planners.types.layout import Group
 from tests.planners.clusters import T0_S, VirtualCluster, snapshot, stats
-from tests.planners.merges import CONFIG, DWELL_S, QUIET_S, plan, standing, what
+from tests.planners.merges import CONFIG, DWELL_S, QUIET_S, plan, running_group, what
 from tests.support.effort import examples
 
 
@@ -89,7 +89,7 @@ def test_a_queue_longer_than_the_group_is_wide_is_one_at_first_sight() -> None:
 
 def test_a_new_group_is_not_split_before_its_load_has_arrived() -> None:
     seen = snapshot(2, "tp2@(0,1)", {0: stats("tp2", 1, 30)}, degrees=(2,))
-    assert plan(seen, standing("tp2@(0,1)", Reason.LOAD, T0_S - 0.5)) is None
+    assert plan(seen, running_group("tp2@(0,1)", Reason.LOAD, T0_S - 0.5)) is None
 
 
 @pytest.mark.parametrize(("blocks", "is_low"), [(12, True), (20, False)])

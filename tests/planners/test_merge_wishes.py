@@ -11,7 +11,7 @@ from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand
 from tests.planners.clusters import DP_TOKENS, T0_S, VirtualCluster, snapshot, stats
-from tests.planners.merges import CONFIG, DWELL_S, plan, snapshots, standing, what
+from tests.planners.merges import CONFIG, DWELL_S, plan, running_group, snapshots, what
 
 # Long context
 
@@ -57,7 +57,7 @@ def test_what_no_group_can_hold_hides_no_shorter_request() -> None:
 @pytest.mark.parametrize(("age_s", "steps"), [(1.5, ""), (3.0, "split tp2@(0,1)")])
 def test_a_long_request_on_its_way_finds_its_group_also_under_overload(age_s: float, steps: str) -> None:
     seen = snapshot(2, "tp2@(0,1)", {0: stats("tp2", 30, 20)}, degrees=(2,))
-    assert what(plan(seen, standing("tp2@(0,1)", Reason.LONG_CONTEXT, T0_S - age_s))) == steps
+    assert what(plan(seen, running_group("tp2@(0,1)", Reason.LONG_CONTEXT, T0_S - age_s))) == steps
 
 
 def test_a_group_for_a_long_request_is_kept_until_that_has_come_and_gone() -> None:
@@ -103,7 +103,7 @@ def test_with_nobody_left_for_best_effort_its_requests_are_carried() -> None:
 def test_two_wishes_that_exclude_each_other_take_no_turns() -> None:
     loads = {i: stats("tp2" if i < 2 else "dp", 0 if i == 1 else 4) for i in range(4)}
     demand = Demand(wanted_degrees=((2, 1), (4, 1)))
-    assert plan(snapshot(4, "tp2@(0,1)", loads, demands=[demand])) is None  # the standing group serves one of them
+    assert plan(snapshot(4, "tp2@(0,1)", loads, demands=[demand])) is None  # the running group serves one of them
 
 
 def test_wishes_together_leave_an_instance_to_best_effort() -> None:
@@ -131,14 +131,14 @@ def test_paused_requests_go_on_when_nothing_needs_the_group() -> None:
     loads = {0: stats("tp2"), 1: stats("tp2", num_paused=1)}
     for reason in Reason:
         seen = snapshot(2, "tp2@(0,1)", loads, degrees=(2,))
-        assert what(plan(seen, standing("tp2@(0,1)", reason))) == "split tp2@(0,1)"
+        assert what(plan(seen, running_group("tp2@(0,1)", reason))) == "split tp2@(0,1)"
 
 
 def test_best_effort_overload_wins_over_a_priority_request_in_a_group_of_all() -> None:
     loads = {0: stats("tp4", 32, 40, 60)}
     seen = snapshot(4, "tp4@(0..3)", loads, demands=[Demand(num_priority=1)])
     for reason in (Reason.LOAD, Reason.PRIORITY):
-        assert what(plan(seen, standing("tp4@(0..3)", reason))) == "split tp4@(0,1,2,3)"
+        assert what(plan(seen, running_group("tp4@(0..3)", reason))) == "split tp4@(0,1,2,3)"
 
 
 # Pipelines

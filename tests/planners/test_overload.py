@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pengserve.planners.overload import MIN_GAP_S, DemandHistory, GroupDemand, MemoryDemand, Trail, predict_demand
+from pengserve.planners.overload import MIN_GAP_S, DemandHistory, DemandTrend, GroupDemand, MemoryDemand, predict_demand
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group
@@ -148,7 +148,7 @@ def test_another_layout_begins_anew() -> None:
     pair = snapshot(2, "pp2@(0,1)", {0: stats("pp2", 8, blocks=60)}, time_s=T0_S + 2, max_stages=2)
     demand, history = predict_demand(pair, CONFIG, history)
     assert demand.by_member[InstanceId(0)].growth_blocks == 0
-    assert list(history.trails.values()) == [Trail(Group.parse("pp2@(0,1)"), ((T0_S + 2, 60),))]
+    assert list(history.trends.values()) == [DemandTrend(Group.parse("pp2@(0,1)"), ((T0_S + 2, 60),))]
 
 
 def test_unknown_stats_leave_the_trail_as_it_is() -> None:

@@ -11,7 +11,7 @@ from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot
 
 
-def plan_towards(
+def plan_pinned(
     snapshot: ClusterSnapshot, target: tuple[Group, ...], strategy: SwitchStrategy, why: str
 ) -> SwitchPlan | None:
     """The next switch on the way to `target`; None when there, or while a step must wait.
@@ -25,13 +25,13 @@ def plan_towards(
         return None
     view = ClusterView.of(snapshot, busy_requests=1)
     wanted = {group for group in target if group.kind is not GroupKind.DP}
-    standing = [g for g in snapshot.layout.groups if g.kind is not GroupKind.DP and g.leader in view.loads]
-    for group in standing:
+    running_groups = [g for g in snapshot.layout.groups if g.kind is not GroupKind.DP and g.leader in view.loads]
+    for group in running_groups:
         if group not in wanted and not _grows(group, wanted):
             parts = _parts(group, wanted)
             if can_split(view, group, parts):
                 return make_plan(snapshot, view.instances, group, False, _how(group, strategy), why, parts)
-    for group in sorted(wanted.difference(standing), key=lambda g: g.members):
+    for group in sorted(wanted.difference(running_groups), key=lambda g: g.members):
         if can_merge(view, group):
             return make_plan(snapshot, view.instances, group, True, _how(group, strategy), why)
     return None

@@ -16,15 +16,15 @@ MIN_LOOKS = 3  # fewer tell no slope: a single step is an arrival, not a trend
 
 
 @dataclass(frozen=True, slots=True)
-class Trail:
+class DemandTrend:
     """What one group held and queued at the last looks, oldest first: (seconds, blocks)."""
 
     group: Group
     looks: tuple[tuple[float, int], ...]
 
 
-class Trails(Mapping[InstanceId, Trail]):
-    """The trails of a layout's groups by leader, in columns `[look, group]`. An immutable value.
+class DemandTrends(Mapping[InstanceId, DemandTrend]):
+    """The trends of a layout's groups by leader, in columns `[look, group]`. An immutable value.
 
     The newest look of each group is in the last row; rows above its oldest one are empty there (NaN).
     """
@@ -37,14 +37,14 @@ class Trails(Mapping[InstanceId, Trail]):
         self._times_s = empty if times_s is None else times_s
         self._blocks = empty if blocks is None else blocks
 
-    def __getitem__(self, leader: InstanceId) -> Trail:
+    def __getitem__(self, leader: InstanceId) -> DemandTrend:
         at = self._table.position_of[leader]
         group = self._table.groups[at]
         looks = zip(self._times_s[:, at].tolist(), self._blocks[:, at].tolist(), strict=True)
         found = tuple((time_s, int(blocks)) for time_s, blocks in looks if time_s == time_s)
         if group.members[0] != leader or not found:
             raise KeyError(leader)
-        return Trail(group, found)
+        return DemandTrend(group, found)
 
     def __iter__(self) -> Iterator[InstanceId]:
         has_looks: Bools = np.asarray(~np.isnan(self._times_s).all(axis=0))
@@ -53,8 +53,8 @@ class Trails(Mapping[InstanceId, Trail]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def longer(self, table: GroupTable, blocks: Ints, is_known: Bools, now_s: float) -> "Trails":
-        """The trails of `table`'s groups with this look where it `is_known`, without looks that are too old.
+    def longer(self, table: GroupTable, blocks: Ints, is_known: Bools, now_s: float) -> "DemandTrends":
+        """The trends of `table`'s groups with this look where it `is_known`, without looks that are too old.
 
         A group that was in no layout before begins anew. A look right after another one does not count.
         """
@@ -62,14 +62,14 @@ class Trails(Mapping[InstanceId, Trail]):
         is_recent = now_s - times_s[-1] < MIN_GAP_S if len(times_s) else np.zeros(len(is_known), dtype=np.bool_)
         counts = is_known & ~is_recent
         if not counts.any():
-            return Trails(table, times_s, before)
+            return DemandTrends(table, times_s, before)
         # Where the look counts, those before move up by a row, as far as they are not too old.
         young_s = np.where(now_s - times_s <= WINDOW_S, times_s, np.nan)
         nothing = np.full((1, len(counts)), np.nan)
         times_s = np.where(counts, np.vstack([young_s, np.full_like(nothing, now_s)]), np.vstack([nothing, times_s]))
         before = np.where(counts, np.vstack([before, blocks[None, :]]), np.vstack([nothing, before]))
         is_used = ~np.isnan(times_s).all(axis=1)
-        return Trails(table, times_s[is_used], before[is_used])
+        return DemandTrends(table, times_s[is_used], before[is_used])
 
     def blocks_per_s(self) -> Floats:
         """The median of the slopes between any two looks (Theil-Sen), for each group.

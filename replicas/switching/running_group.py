@@ -17,7 +17,7 @@ STEP = "step"  # kind of peer messages that hold a step of the leader's
 BROKEN = "broken"  # ... that name a group which its members must leave at once
 
 
-class Standing:
+class RunningGroup:
     """Belongs to the step thread, but for what `PipelineTraffic` says of itself."""
 
     def __init__(self, member: Member, wiring: Wiring, submit: Submit, on_broken: OnBroken) -> None:

@@ -11,11 +11,11 @@ from pengserve.replicas.engine.reshard import Traveller
 from pengserve.replicas.engine.vllm_seam import Request
 from pengserve.replicas.switching.member import Member
 from pengserve.replicas.switching.merging import seed_of, settle_rest
-from pengserve.replicas.switching.standing import Standing, tell_broken
+from pengserve.replicas.switching.running_group import RunningGroup, tell_broken
 from pengserve.replicas.switching.wiring import Wiring
 
 
-class Landing:
+class RestoreTarget:
     """One member's side of one restore. Belongs to the step thread."""
 
     def __init__(self, member: Member, wiring: Wiring, plan: SwitchPlan) -> None:
@@ -80,7 +80,7 @@ class Landing:
             self._lane.release(ids)
         self._member.owner.moved(ids, None, carried=False)
 
-    def land(self) -> None:
+    def enter(self) -> None:
         """After the commit: this member leaves the group that ends, and runs in its part."""
         lanes, lane = self._member.lanes, self._lane
         running = lanes.running
@@ -99,12 +99,12 @@ class Landing:
         settle_rest(self._member, self._plan, self._keys[0])
         lanes.lend_all(lane)
 
-    def stand(self, standing: Standing) -> None:
+    def show_in(self, running_group: RunningGroup) -> None:
         """Says which group this member runs in now."""
         if self._name:
-            standing.begin(self._name, self._keys)
+            running_group.begin(self._name, self._keys)
         else:
-            standing.end()
+            running_group.end()
 
     def tell_broken(self) -> None:
         """Nothing came of it here: the others of the part may have gone on without this one."""

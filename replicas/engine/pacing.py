@@ -11,7 +11,7 @@ SendPiece = Callable[[int, Sequence[Buffer]], None]
 """Sends parts to a rank; returns when they are on their way, and the tensor may be overwritten."""
 
 
-class PieceSize:
+class Pace:
     """Follows how long pieces take, so that the next one takes about as long as a step."""
 
     def __init__(self) -> None:
