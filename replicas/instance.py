@@ -230,7 +230,7 @@ class Instance:
         return self._lanes.up_to_date(self._stats) if self._lanes is not None else self._stats
 
     def _failed(self, error: BaseException) -> None:
-        self._failure = f"{type(error).__name__}: {error}"
+        self._failure = self._failure or f"{type(error).__name__}: {error}"  # what comes later follows from the first
         self._state = InstanceState.DEAD
         self._server.stop()  # every ingress sees the end at once and resumes elsewhere
 
