@@ -26,6 +26,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 
 from pengserve.cluster.demo.shipped import SHIPPED_NAME, shipped_model
 from pengserve.cluster.devices import has_cuda_driver
+from pengserve.cluster.http_settings import HttpSettings
 from pengserve.cluster.instance_settings import (
     CPU_ENGINE_DEFAULTS,
     CPU_INSTANCES,
@@ -45,8 +46,6 @@ CLI_VARIABLES = frozenset({"PENGSERVE_URL", "PENGSERVE_API_KEY", "PENGSERVE_ADMI
 # Kubernetes puts these into every pod beside a service called "pengserve..."; nobody wrote them by hand.
 _KUBERNETES_VARIABLE = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)$")
 
-_LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
-
 
 def _size(engine: Mapping[str, Any], name: str) -> int:
     return int(engine.get(name, 1))
@@ -58,30 +57,6 @@ def _as_list(value: Any) -> Any:
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
-
-
-class HttpSettings(_Section):
-    """Where the OpenAI API listens."""
-
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=1, le=65535)
-    ingress_replicas: int = Field(default=1, ge=1)
-    proxy: Literal["haproxy", "serve"] = "haproxy"
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-
-    @model_validator(mode="after")
-    def _both_ssl_files(self) -> "HttpSettings":
-        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
-            raise ValueError("ssl_keyfile and ssl_certfile go together: give both or neither")
-        if self.ssl_keyfile is not None and self.proxy == "haproxy":
-            raise ValueError("TLS needs `proxy: serve`: HAProxy as Ray Serve runs it speaks none")
-        return self
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether nobody outside this machine can connect."""
-        return self.host in _LOOPBACK_HOSTS
 
 
 class SecuritySettings(_Section):
