@@ -4,7 +4,8 @@
     PENGSERVE_INSTANCES__COUNT=4                   in the environment
     load_settings(path, instances={"count": 4})    in code
 
-Only `load_settings` (and `unsafe_environment`) look at the environment, and this is the one file that does.
+Only `load_settings` (and `unsafe_environment`) look at the environment, and this is the one file that does;
+`devices.py` reads CUDA_VISIBLE_DEVICES, which is CUDA's own.
 `Settings` is a plain pydantic model: `Settings.model_validate(data)` and `parse_settings(data)` take the data as it is.
 That matters to the Serve builder, which runs on another machine: the values travel there once, made by
 `Settings.to_args()`, and a stray variable over there changes nothing.
