@@ -8,6 +8,7 @@ vLLM is imported in the ingress replicas and the instances, never in the process
 """
 
 import asyncio
+import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from ray.serve.config import DeploymentActorConfig
 
 from pengserve.cluster.controller_actor import ControllerActor
 from pengserve.cluster.ingress.config import IngressConfig, LimitConfig, OpenAIConfig
-from pengserve.cluster.ingress.logs import log_with_serve
+from pengserve.cluster.ingress.logs import SERVE_LOGGER, log_with_serve
 from pengserve.cluster.ingress.security import harden, refuse_unsafe
+from pengserve.cluster.placement import cluster_devices, remarks, settle
 from pengserve.cluster.settings import Settings, parse_settings
 from pengserve.controller.ray_shell import channel_token
 from pengserve.planners.types.codec import to_data
@@ -70,9 +72,13 @@ def build(args: dict[str, Any]) -> serve.Application:
     """The application for `args`, the data of `Settings` with its secrets in the clear (`Settings.to_args()`).
 
     Raises:
-        ConfigError: names the key, and what would be accepted.
+        ConfigError: names the key, and what would be accepted; also where the Ray cluster has fewer devices than
+            `instances.count` needs.
     """
     settings = parse_settings(args)
+    settings = settle(settings, cluster_devices, settings.instances.wait_for_devices_s)
+    for remark in remarks(settings):
+        logging.getLogger(SERVE_LOGGER).warning("%s", remark)
     instance = instance_config(settings)
     ingress = ingress_config(settings, instance)
     refuse_unsafe(ingress)
@@ -127,7 +133,7 @@ def ingress_config(settings: Settings, instance: InstanceConfig) -> IngressConfi
     admin_key = settings.security.admin_key
     return IngressConfig(
         instance=instance,
-        num_instances=settings.instances.count,
+        num_instances=settings.num_instances,
         num_ingresses=settings.http.ingress_replicas,
         served_model_names=tuple(settings.served_model_name),
         host=settings.http.host,

@@ -4,7 +4,8 @@
     PENGSERVE_INSTANCES__COUNT=4                   in the environment
     load_settings(path, instances={"count": 4})    in code
 
-Only `load_settings` (and `unsafe_environment`) look at the environment, and this is the one file that does.
+Only `load_settings` (and `unsafe_environment`) look at the environment, and this is the one file that does;
+`devices.py` reads CUDA_VISIBLE_DEVICES, which is CUDA's own.
 `Settings` is a plain pydantic model: `Settings.model_validate(data)` and `parse_settings(data)` take the data as it is.
 That matters to the Serve builder, which runs on another machine: the values travel there once, made by
 `Settings.to_args()`, and a stray variable over there changes nothing.
@@ -15,8 +16,8 @@ Standard library and pydantic only: the command line imports this for `--help`.
 import difflib
 import os
 import re
-import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +26,14 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, f
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
 from pengserve.cluster.demo.shipped import SHIPPED_NAME, shipped_model
+from pengserve.cluster.devices import has_cuda_driver
+from pengserve.cluster.http_settings import HttpSettings
+from pengserve.cluster.instance_settings import (
+    CPU_ENGINE_DEFAULTS,
+    CPU_INSTANCES,
+    CUDA_ENGINE_DEFAULTS,
+    InstanceSettings,
+)
 from pengserve.cluster.shape_settings import ShapeSettings
 from pengserve.planners.types.config import ControllerConfig, InstanceConfig
 from pengserve.planners.types.errors import ConfigError
@@ -38,15 +47,9 @@ CLI_VARIABLES = frozenset({"PENGSERVE_URL", "PENGSERVE_API_KEY", "PENGSERVE_ADMI
 # Kubernetes puts these into every pod beside a service called "pengserve..."; nobody wrote them by hand.
 _KUBERNETES_VARIABLE = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)$")
 
-_LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
 
-CPU_ENGINE_DEFAULTS: Mapping[str, Any] = {
-    "enforce_eager": True,  # compiling costs minutes and gains little for models that fit a CPU
-    "async_scheduling": False,
-    "enable_prefix_caching": True,
-    "kv_cache_memory_bytes": 256 * MIB,
-}
-CUDA_ENGINE_DEFAULTS: Mapping[str, Any] = {"async_scheduling": False, "enable_prefix_caching": True}
+def _size(engine: Mapping[str, Any], name: str) -> int:
+    return int(engine.get(name, 1))
 
 
 def _as_list(value: Any) -> Any:
@@ -55,60 +58,6 @@ def _as_list(value: Any) -> Any:
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
-
-
-class InstanceSettings(_Section):
-    """How many instances, and what each one gets."""
-
-    count: int = Field(default=2, ge=1, le=4096)
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto looks at the machine that reads the settings
-    cpu_threads: int = Field(default=1, ge=1)  # OpenMP threads of an instance on CPU
-    cpus: float = Field(default=1, ge=0)  # logical CPUs that Ray reserves for an instance
-    gpus: float | None = Field(default=None, ge=0)  # None: 1 on cuda, 0 on cpu
-    channel_host: str = ""
-    lease_s: float = Field(default=30, gt=0)
-    memory_bytes: int = Field(default=0, ge=0)  # for weights and KV together; 0: KV as the engine's arguments say
-    chunk_bytes: int = Field(default=2 * MIB, ge=4096)  # unit in which memory moves between weights and KV
-
-    @field_validator("chunk_bytes")
-    @classmethod
-    def _whole_pages(cls, value: int) -> int:
-        if value % 4096:
-            raise ValueError(f"give a multiple of 4096 bytes, the size of a page; got {value}")
-        return value
-
-    @model_validator(mode="after")
-    def _memory_has_chunks(self) -> "InstanceSettings":
-        if 0 < self.memory_bytes < self.chunk_bytes:
-            raise ValueError(
-                f"memory_bytes ({self.memory_bytes}) must hold at least one of chunk_bytes ({self.chunk_bytes}),"
-                " or be 0 to leave memory to the engine"
-            )
-        return self
-
-
-class HttpSettings(_Section):
-    """Where the OpenAI API listens."""
-
-    host: str = "127.0.0.1"
-    port: int = Field(default=8000, ge=1, le=65535)
-    ingress_replicas: int = Field(default=1, ge=1)
-    proxy: Literal["haproxy", "serve"] = "haproxy"
-    ssl_keyfile: str | None = None
-    ssl_certfile: str | None = None
-
-    @model_validator(mode="after")
-    def _both_ssl_files(self) -> "HttpSettings":
-        if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
-            raise ValueError("ssl_keyfile and ssl_certfile go together: give both or neither")
-        if self.ssl_keyfile is not None and self.proxy == "haproxy":
-            raise ValueError("TLS needs `proxy: serve`: HAProxy as Ray Serve runs it speaks none")
-        return self
-
-    @property
-    def is_loopback(self) -> bool:
-        """Whether nobody outside this machine can connect."""
-        return self.host in _LOOPBACK_HOSTS
 
 
 class SecuritySettings(_Section):
@@ -202,6 +151,9 @@ class Settings(_Section):
         for key, instead in {"model": "model", "served_model_name": "served_model_name"}.items():
             if key in engine:
                 raise ValueError(f"{key} is set by the top-level key {instead!r}, not under engine")
+        for key in ("tensor_parallel_size", "pipeline_parallel_size"):
+            if type(engine.get(key, 1)) is not int or engine.get(key, 1) < 1:
+                raise ValueError(f"{key} must be a whole number from 1 on; got {engine[key]!r}")
         return engine
 
     @model_validator(mode="before")
@@ -227,20 +179,59 @@ class Settings(_Section):
         return self
 
     @model_validator(mode="after")
-    def _degrees_fit(self) -> "Settings":
-        degrees, count = self.shape.degrees, self.instances.count
-        if degrees != "auto" and degrees and degrees[-1] > count:
+    def _shape_may_change(self) -> "Settings":
+        asked = self._asked_of_the_shape()
+        if asked and self.num_workers > 1:
             raise ValueError(
-                f"shape.degrees: a group of {degrees[-1]} needs as many instances, and instances.count is {count}"
+                f"{self.parallel_setting} gives an engine {self.num_workers} processes, and"
+                f" {asked} lets instances change their shape, which needs engines of one process: leave out one of"
+                " the two"
+            )
+        if self.device == "cuda" and self.shape.cuda == "off":
+            budget = self.instances.memory_bytes
+            asked = asked or (f"instances.memory_bytes of {budget}" if budget else "")
+            if asked:
+                raise ValueError(
+                    f"{asked} needs `shape.cuda: experimental` on CUDA, where nothing of it has run on a GPU yet: set"
+                    " it, or leave the first out"
+                )
+        return self
+
+    def _asked_of_the_shape(self) -> str:
+        """What was set to have instances change their shape, beyond the defaults; empty where nothing was."""
+        if self.shape.drop.max_stages > 1:
+            return f"shape.drop.max_stages of {self.shape.drop.max_stages}"
+        if self.shape.degrees != "auto" and self.shape.degrees:
+            return f"shape.degrees of {self.shape.degrees}"
+        return ""
+
+    @model_validator(mode="after")
+    def _gpus_are_those_of_the_engine(self) -> "Settings":
+        gpus, workers = self.instances.gpus, self.num_workers
+        if self.device == "cuda" and gpus is not None and (gpus > workers or (workers > 1 and gpus != workers)):
+            raise ValueError(
+                f"instances.gpus is {gpus:g}, and {self.parallel_setting} makes the engine use {workers}: leave"
+                " instances.gpus out, or give the same number"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _degrees_fit(self) -> "Settings":
+        degrees = self.shape.degrees
+        if degrees != "auto" and degrees and self.is_counted and degrees[-1] > self.num_instances:
+            raise ValueError(
+                f"shape.degrees: a group of {degrees[-1]} needs as many instances, and instances.count is"
+                f" {self.num_instances}"
             )
         return self
 
     @model_validator(mode="after")
     def _stages_fit(self) -> "Settings":
-        stages, count = self.shape.drop.max_stages, self.instances.count
-        if stages > count:
+        stages = self.shape.drop.max_stages
+        if self.is_counted and stages > self.num_instances:
             raise ValueError(
-                f"shape.drop.max_stages: a pipeline of {stages} needs as many instances, and instances.count is {count}"
+                f"shape.drop.max_stages: a pipeline of {stages} needs as many instances, and instances.count is"
+                f" {self.num_instances}"
             )
         if self.instances.memory_bytes and "kv_cache_memory_bytes" in self.engine:
             raise ValueError(
@@ -255,12 +246,46 @@ class Settings(_Section):
         return self
 
     @property
+    def is_counted(self) -> bool:
+        """Whether the number of instances is known; where it is not, `placement.settle` asks for the devices."""
+        return self.instances.count != "auto" or self.device == "cpu"
+
+    @property
+    def num_instances(self) -> int:
+        """How many instances there are. Only where `is_counted`."""
+        assert self.is_counted, "ask placement.settle for the number of instances first"
+        return CPU_INSTANCES if self.instances.count == "auto" else self.instances.count
+
+    @property
+    def num_workers(self) -> int:
+        """Processes, and on CUDA devices, that the engine of one instance works with."""
+        return _size(self.engine, "tensor_parallel_size") * _size(self.engine, "pipeline_parallel_size")
+
+    @property
+    def parallel_setting(self) -> str:
+        """The setting that says how many processes an engine has."""
+        wide = _size(self.engine, "pipeline_parallel_size") > 1 >= _size(self.engine, "tensor_parallel_size")
+        return f"engine.{'pipeline' if wide else 'tensor'}_parallel_size"
+
+    @property
+    def may_change_shape(self) -> bool:
+        """Whether this device and this engine let instances work together at all."""
+        return self.num_workers == 1 and (self.device == "cpu" or self.shape.cuda == "experimental")
+
+    @property
     def degrees(self) -> tuple[int, ...]:
         """Tensor-parallel degrees that groups may have; empty where the shape never changes."""
+        if not self.may_change_shape:
+            return ()
         if self.shape.degrees != "auto":
             return tuple(self.shape.degrees)
-        widest = min(self.instances.count, self.shape.max_degree)
+        widest = min(self.num_instances, self.shape.max_degree)
         return tuple(1 << power for power in range(1, widest.bit_length()))
+
+    @property
+    def max_stages(self) -> int:
+        """Stages that a pipeline of instances may have; 1 where parameters are never dropped."""
+        return self.shape.drop.max_stages if self.may_change_shape else 1
 
     @property
     def device(self) -> Literal["cpu", "cuda"]:
@@ -274,7 +299,7 @@ class Settings(_Section):
         """GPUs that Ray reserves for an instance."""
         if self.instances.gpus is not None:
             return self.instances.gpus
-        return 1.0 if self.device == "cuda" else 0.0
+        return float(self.num_workers) if self.device == "cuda" else 0.0
 
     def engine_args(self) -> dict[str, Any]:
         """The vLLM engine arguments of an instance: the device's defaults under the user's."""
@@ -295,7 +320,7 @@ class Settings(_Section):
             channel_host=self.instances.channel_host,
             lease_s=self.instances.lease_s,
             degrees=self.degrees,
-            max_stages=self.shape.drop.max_stages,
+            max_stages=self.max_stages,
             microbatches=self.shape.drop.microbatches,
             max_in_flight=self.shape.drop.max_in_flight,
             memory_bytes=self.instances.memory_bytes,
@@ -308,13 +333,13 @@ class Settings(_Section):
         """What the controller is started with."""
         return ControllerConfig(
             app=self.app,
-            num_instances=self.instances.count,
+            num_instances=self.num_instances,
             cpus_per_instance=self.instances.cpus,
             gpus_per_instance=self.gpus_per_instance,
             event_log_path=self.event_log,
             degrees=self.degrees,
             merge=self.shape.merge_config(),
-            drop=self.shape.drop.drop_config(),
+            drop=replace(self.shape.drop.drop_config(), max_stages=self.max_stages),
             **(self.controller.model_dump() | {"max_starting": self._max_starting}),
         )
 
@@ -362,11 +387,6 @@ def parse_settings(data: Mapping[str, Any], source: str = "") -> Settings:
     except ValidationError as error:
         problems = "; ".join(dict.fromkeys(_explain(e) for e in error.errors(include_url=False)))
         raise ConfigError(f"{problems}{f' (in {source})' if source else ''}") from None
-
-
-def has_cuda_driver() -> bool:
-    """Whether this machine has an NVIDIA driver. Looks at files alone: importing torch would cost seconds."""
-    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
 def unsafe_environment() -> list[str]:

@@ -71,7 +71,14 @@ class ShapeSettings(BaseModel, extra="forbid", validate_default=True, frozen=Tru
     priority_strategy: Strategy = "hard"
     long_context_strategy: Strategy = "carry"
     peer_timeout_s: float = Field(default=5, gt=0)
+    cuda: Literal["off", "experimental"] = "off"  # off: on CUDA the shape never changes; none of it ran on a GPU yet
+
     drop: DropSettings = DropSettings()
+
+    @field_validator("cuda", mode="before")
+    @classmethod
+    def _yaml_off(cls, value: Any) -> Any:
+        return "off" if value is False else value  # YAML reads `off` as false
 
     @field_validator("degrees", mode="before")
     @classmethod
@@ -94,5 +101,5 @@ class ShapeSettings(BaseModel, extra="forbid", validate_default=True, frozen=Tru
 
     def merge_config(self) -> MergeConfig:
         """What the merge planner goes by."""
-        elsewhere = {"degrees", "auto", "peer_timeout_s", "drop"}
+        elsewhere = {"degrees", "auto", "peer_timeout_s", "cuda", "drop"}
         return MergeConfig(is_auto=self.auto, **self.model_dump(exclude=elsewhere))

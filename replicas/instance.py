@@ -13,7 +13,7 @@ import msgspec
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import PeerDirectory
-from pengserve.planners.types.errors import EngineError, LinkLostError, StepError
+from pengserve.planners.types.errors import EngineError, LinkLostError, PengServeError, StepError, one_line
 from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, InstanceStats
@@ -178,9 +178,18 @@ class Instance:
         self._codec, self._step_codec = Codec(), Codec()
         lanes = Lanes(self.config)
         if self.config.degrees or self.config.max_stages > 1:
-            self._agent = self._build_agent(lanes)
+            self._try_to_build_agent(lanes)
         logger.info("instance %s: engine built in %.1f s", self.key, time.perf_counter() - started_s)
         return lanes
+
+    def _try_to_build_agent(self, lanes: "Lanes") -> None:
+        """Without an agent this instance works alone, and its lanes say why."""
+        try:
+            self._agent = self._build_agent(lanes)
+        except Exception as error:
+            why = f"this instance works alone ({one_line(error)})"
+            logger.warning("instance %s: %s", self.key, why, exc_info=not isinstance(error, PengServeError))
+            lanes.refuse_all(why)
 
     def _build_agent(self, lanes: "Lanes") -> "Agent":
         from pengserve.replicas.switching.agent import Agent
@@ -221,7 +230,7 @@ class Instance:
         return self._lanes.up_to_date(self._stats) if self._lanes is not None else self._stats
 
     def _failed(self, error: BaseException) -> None:
-        self._failure = f"{type(error).__name__}: {error}"
+        self._failure = self._failure or f"{type(error).__name__}: {error}"  # what comes later follows from the first
         self._state = InstanceState.DEAD
         self._server.stop()  # every ingress sees the end at once and resumes elsewhere
 
@@ -288,8 +297,14 @@ class Instance:
             # It was sent before its ingress heard that another instance leads.
             self._requests.moved([request.request_id], self._agent.leader, carried=False)
             self._note_idle()
-        else:
+            return
+        try:
             self._lanes.add(request)
+        except Exception:
+            # What comes from another instance, half decoded, may be what no runner here can take.
+            logger.exception("instance %s cannot take request %s over", self.key, request.request_id)
+            self._lanes.abort([request.request_id])
+            self._refuse(request.client_index, request.request_id)
 
     def _refuse(self, client_index: int, request_id: str) -> None:
         from pengserve.replicas.engine.vllm_seam import EngineCoreOutput, EngineCoreOutputs, FinishReason

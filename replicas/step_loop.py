@@ -95,11 +95,16 @@ class StepLoop(Generic[Lane]):
                         lane.use_idle_time(self._is_called)
                     if lane.has_work():
                         self._step(lane)
+            except Exception as error:
+                self._tell(error)  # before what may take long, or for ever: its requests have to go on elsewhere
             finally:
                 lane.close()
         except Exception as error:
-            logger.exception("the step loop failed")
-            self._on_failed(error)
+            self._tell(error)
+
+    def _tell(self, error: Exception) -> None:
+        logger.error("the step loop failed", exc_info=error)
+        self._on_failed(error)
 
     def _step(self, lane: Lane) -> None:
         self._moved_s, self._is_busy = time.monotonic(), True

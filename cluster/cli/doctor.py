@@ -11,7 +11,7 @@ import platform
 import shutil
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -20,7 +20,10 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from pengserve.cluster.settings import Settings, has_cuda_driver, load_settings, unsafe_environment
+from pengserve.cluster.devices import has_cuda_driver
+from pengserve.cluster.instance_settings import CPU_INSTANCES
+from pengserve.cluster.placement import local_devices, remarks, settle
+from pengserve.cluster.settings import Settings, load_settings, unsafe_environment
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.units import GIB, format_bytes
 from pengserve.replicas.processors import num_cores
@@ -80,8 +83,10 @@ def examine(config: Path | None, model: str | None, port: int | None) -> Iterato
             )
         else:
             yield Finding(level=Level.FAIL, subject="settings", text=str(error), action="correct it and try again")
+    if settings is not None:
+        settings = yield from check_devices(settings)
     device = settings.device if settings else ("cuda" if has_cuda_driver() else "cpu")
-    yield from check_machine(device, settings.instances.count if settings else 2)
+    yield from check_machine(device, settings.num_instances if settings and settings.is_counted else CPU_INSTANCES)
     yield from check_port(
         settings.http.host if settings else "127.0.0.1", port or (settings.http.port if settings else 8000)
     )
@@ -145,6 +150,21 @@ def check_environment() -> Iterator[Finding]:
         yield Finding(level=Level.FAIL, subject="environment", text=trap)
     if not traps:
         yield Finding(level=Level.OK, subject="environment", text="no unsafe vLLM variables")
+
+
+def check_devices(settings: Settings) -> Generator[Finding, None, Settings]:
+    """Whether the instances find a CUDA device each; the settings with their number, where they do."""
+    devices = local_devices() if settings.device == "cuda" else None
+    try:
+        if devices is not None:
+            settings = settle(settings, lambda: devices)
+            text = f"{devices.total} on CUDA for {settings.num_instances} instances"
+            yield Finding(level=Level.OK, subject="devices", text=text)
+    except ConfigError as error:
+        yield Finding(level=Level.FAIL, subject="devices", text=str(error), action="")
+    for remark in remarks(settings):
+        yield Finding(level=Level.OK, subject="shape", text=remark)
+    return settings
 
 
 def check_machine(device: str, num_instances: int) -> Iterator[Finding]:

@@ -65,9 +65,7 @@ def local_ray(settings: Settings) -> Iterator[str]:
     os.environ.update(ray_environment(settings, scratch))
     import ray
 
-    num_cpus = (
-        math.ceil(settings.instances.count * settings.instances.cpus + settings.http.ingress_replicas) + SPARE_CPUS
-    )
+    num_cpus = math.ceil(settings.num_instances * settings.instances.cpus + settings.http.ingress_replicas) + SPARE_CPUS
     try:
         context = ray.init(
             address="local",

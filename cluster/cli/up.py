@@ -18,6 +18,7 @@ from pengserve.client import PengServe, PengServeAPIError, PengServeError
 from pengserve.cluster.cli import ray_local
 from pengserve.cluster.cli.doctor import is_port_free
 from pengserve.cluster.cli.progress import Steps
+from pengserve.cluster.placement import cluster_devices, local_devices, remarks, settle
 from pengserve.cluster.settings import Settings, refuse_unsafe_environment
 from pengserve.planners.types.errors import ConfigError, EngineError
 from pengserve.planners.types.events import EventKind
@@ -73,9 +74,10 @@ def run_foreground(settings: Settings, timeout_s: float) -> int:
         raise ConfigError(
             f"{settings.http.host}:{settings.http.port} is taken: stop what listens there, or choose another --port"
         )
-    settings = _with_loopback_channels(_with_admin_key(settings))
+    settings = _with_loopback_channels(_with_admin_key(settle(settings, local_devices)))
     console = Console(stderr=True)
     stop = StopRequest()
+    _remark(settings, console)
     try:
         with stop.listening():
             return _serve_locally(settings, timeout_s, console, stop)
@@ -93,6 +95,8 @@ def run_detached(settings: Settings, timeout_s: float) -> int:
         steps.waiting("ray", "connecting")
         ray_local.join_ray()
         steps.done("ray", "connected")
+        settings = settle(settings, cluster_devices, settings.instances.wait_for_devices_s)
+        _remark(settings, console)
         with stop.listening(), _client(settings) as client:
             _bring_up(settings, client, steps, stop, timeout_s)
     if stop.is_asked:
@@ -172,7 +176,7 @@ def _bring_up(settings: Settings, client: PengServe, steps: Steps, stop: StopReq
             steps.done("ingress", local_url(settings))
             failures = _start_failures(client)
             ready = _show_instances(snapshot, failures, steps)
-            if ready == settings.instances.count and deployment.is_over and _is_ready(client):
+            if ready == settings.num_instances and deployment.is_over and _is_ready(client):
                 return
         if time.monotonic() > deadline_s:
             if ready:
@@ -309,6 +313,11 @@ def _with_loopback_channels(settings: Settings) -> Settings:
     instances = settings.instances
     local = instances.model_copy(update={"channel_host": instances.channel_host or "127.0.0.1"})
     return settings.model_copy(update={"instances": local})
+
+
+def _remark(settings: Settings, console: Console) -> None:
+    for remark in remarks(settings):
+        console.print(f"Note: {remark}.", soft_wrap=True, highlight=False, markup=False)
 
 
 def _print_hint(settings: Settings, console: Console, took_s: float) -> None:

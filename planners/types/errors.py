@@ -13,6 +13,13 @@
 """
 
 
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line for people: a deliberate one its sentence, any other its type and first line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else "it says no more"
+    return first if isinstance(error, PengServeError) and lines else f"{type(error).__name__}: {first}"
+
+
 class PengServeError(Exception):
     """Root of all deliberate errors. The message is one clear sentence that says what to do next."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pengserve.planners.types.directory import GroupSpec
-from pengserve.planners.types.errors import EngineError, LinkLostError, UnsupportedShapeError
+from pengserve.planners.types.errors import EngineError, LinkLostError, UnsupportedShapeError, one_line
 from pengserve.replicas.comm.communicator import Communicator
 from pengserve.replicas.comm.direct import DirectCommunicator
 from pengserve.replicas.comm.peers import PeerNetwork
@@ -44,7 +44,8 @@ class CommunicatorPool:
         self._groups: dict[str, Communicator] = {}
         self._controls: dict[str, Communicator] = {}  # sockets whose end breaks the group; `direct` has no others
         self._failed: set[str] = set()
-        self._lock = threading.Lock()  # guards the three above
+        self._faults: dict[str, str] = {}
+        self._lock = threading.Lock()  # guards the four above
         self._building = threading.Lock()
         self._is_closed = False
 
@@ -73,6 +74,11 @@ class CommunicatorPool:
         """Names of the groups that were asked for and could not be built, or broke since."""
         with self._lock:
             return tuple(sorted(self._failed))
+
+    def fault(self, name: str) -> str:
+        """Why a group could not be built, where another round would not help; else empty."""
+        with self._lock:
+            return self._faults.get(name, "")
 
     def get(self, name: str) -> Communicator:
         """A ready group. Raises EngineError where it is not."""
@@ -111,6 +117,7 @@ class CommunicatorPool:
             self._groups.pop(name, None)
             self._controls.pop(name, None)
             self._failed.discard(name)
+            self._faults.pop(name, None)
         for communicator in communicators:
             communicator.abort()
         self.board.discard(name)
@@ -121,12 +128,15 @@ class CommunicatorPool:
         try:
             control = self._connect(spec, undo)
             communicator = control if self._backend == "direct" else self._process_group(spec)
-        except (LinkLostError, OSError, RuntimeError, EngineError) as error:
-            logger.warning("group %s cannot be built: %s", name, error)
+        except Exception as error:
+            is_foreseen = isinstance(error, (LinkLostError, OSError, RuntimeError, EngineError))
+            logger.warning("group %s cannot be built: %s", name, one_line(error), exc_info=not is_foreseen)
             for end in undo:
                 end()
             with self._lock:
                 self._failed.add(name)
+                if not is_foreseen:
+                    self._faults[name] = one_line(error)
         else:
             with self._lock:
                 self._groups[name] = communicator

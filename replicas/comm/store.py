@@ -1,7 +1,7 @@
 """A rendezvous store without a server, so that none can die: who sets a value sends it to the other members.
 
-Proven with torch 2.13: ProcessGroupGloo and ProcessGroupNCCL call `set`, `wait`, `get` and nothing that would need one
-owner of a key.
+Seen with torch 2.13: ProcessGroupGloo calls `set`, `wait`, `get` and nothing that would need one owner of a key. The
+source of ProcessGroupNCCL does the same; it has not run over this store, as no CUDA path has run on a GPU yet.
 """
 
 import threading

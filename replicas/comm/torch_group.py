@@ -1,6 +1,6 @@
 """Collectives over a torch process group: NCCL on CUDA, and gloo for comparison on CPU.
 
-The CUDA path is written and untested: it needs two GPUs.
+The CUDA path is written and has not run: no CUDA path has run on a GPU yet, and this one needs two.
 """
 
 import contextlib

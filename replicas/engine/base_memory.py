@@ -7,7 +7,7 @@ A copy of all layers' bytes is kept in an unlinked file, so that a dropped layer
 
 import re
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,10 @@ class BaseMemory:
             weight_bytes=tuple(layer[-1].start + layer[-1].parameter.nbytes for layer in places),
             block_bytes=block_bytes,
         )
-        arena = open_arena(device, num_chunks * options.chunk_bytes, options.chunk_bytes)
+        try:
+            arena = open_arena(device, num_chunks * options.chunk_bytes, options.chunk_bytes)
+        except ConfigError as error:  # the device, not the user's numbers: vLLM's own memory serves as well
+            raise UnsupportedShapeError(str(error)) from error
         stages = range(1, min(options.max_stages, sizes.num_layers) + 1)
         fewest = min(stop - first for n in stages for first, stop in stage_layers(sizes.num_layers, n))
         self.layers = LayerMemory(arena, sizes, fewest)
@@ -84,8 +87,12 @@ class BaseMemory:
         self._spare = tempfile.TemporaryFile(prefix="pengserve-weights-")  # noqa: SIM115
         self._offsets: list[int] = []
         self._filled: set[int] = set()  # layers whose weights are what they should be
-        for layer, parameters in enumerate(places):
-            self._take(layer, parameters)
+        try:
+            for layer, parameters in enumerate(places):
+                self._take(layer, parameters)
+        except BaseException:
+            self._leave(places, device)
+            raise
         # Of the order of numbers within weights: members among which it differs must not exchange them.
         self.weight_order = pack_linears(model) if options.is_packed else 0
         for layer in range(sizes.num_layers):
@@ -99,6 +106,16 @@ class BaseMemory:
             home.copy_(parameter.data)
             parameter.data = home
         self._filled.add(layer)
+
+    def _leave(self, places: Sequence[Sequence[_Place]], device: torch.device) -> None:
+        """Parameters have memory of their own again, and the arena gives back its own. By way of the host: the device
+        may not hold both."""
+        taken = [place.parameter for layer in places for place in layer]
+        for parameter in taken:
+            parameter.data = torch.empty_like(parameter.data, device="cpu").copy_(parameter.data)
+        self.close()
+        for parameter in taken:
+            parameter.data = parameter.data.to(device)
 
     def drop_weights(self, layer: int) -> None:
         """Frees the memory of a layer's weights. Whoever runs the base model must not, until they are back."""

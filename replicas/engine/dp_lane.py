@@ -3,13 +3,14 @@
 import contextlib
 import copy
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pengserve.planners.types.config import InstanceConfig
-from pengserve.planners.types.errors import ConfigError, UnsupportedShapeError
+from pengserve.planners.types.errors import ConfigError, EngineError, UnsupportedShapeError
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.engine.base_memory import OPTIONS, BaseMemory, MemoryOptions
 from pengserve.replicas.engine.grammars import guide_config, noting_dead_ends
@@ -25,7 +26,7 @@ from pengserve.replicas.engine.vllm_seam import (
     RequestStatus,
     UsageContext,
 )
-from pengserve.replicas.engine.worker import worker_class_name
+from pengserve.replicas.engine.worker import half_decoded, worker_class_name
 
 logger = logging.getLogger(__name__)
 
@@ -59,20 +60,24 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
         defaults |= {"enforce_eager": True}
         if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(config.engine):
             defaults["kv_cache_memory_bytes"] = 256 << 20
+    num_workers = math.prod(config.engine.get(f"{axis}_parallel_size", 1) for axis in ("tensor", "pipeline"))
+    if num_workers > 1:
+        # In a placement group vLLM would choose Ray, and wait for GPUs that this instance has itself.
+        defaults["distributed_executor_backend"] = "mp"
     own_arguments: dict[str, Any] = {
         "model": config.model,
         "structured_outputs_config": guide_config(config.engine.get("structured_outputs_config") or {}),
     }
     if config.memory_bytes:
         options = MemoryOptions(
-            memory_bytes=config.memory_bytes,
+            memory_bytes=config.memory_bytes // num_workers,  # the workers share what the instance has
             chunk_bytes=config.chunk_bytes,
             max_stages=config.max_stages,
             is_packed=config.device == "cpu" and not config.degrees,
         )
         given = dict(config.engine.get("additional_config") or {})
         own_arguments["additional_config"] = given | {OPTIONS: asdict(options)}
-        own_arguments["kv_cache_memory_bytes"] = config.memory_bytes  # the worker knows better, once it has the weights
+        own_arguments["kv_cache_memory_bytes"] = options.memory_bytes  # the worker knows better with the weights there
     return defaults | dict(config.engine) | own_arguments
 
 
@@ -91,7 +96,7 @@ class DpLane(Lane):
         arguments = AsyncEngineArgs(**engine_arguments(config), worker_cls=worker_class_name(config.device))
         vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
         is_elastic = bool(config.degrees) or config.max_stages > 1
-        self.pristine_config: Any = copy.deepcopy(vllm_config) if is_elastic else None  # before it holds a model
+        self.pristine_config: Any = _copied(vllm_config) if is_elastic else None  # before it holds a model
         if is_elastic:
             # What one instance cannot hold, a group may: the dp lane takes as much context as fits its memory.
             vllm_config.model_config.original_max_model_len = -1
@@ -115,7 +120,7 @@ class DpLane(Lane):
                 bytes_per_block=sum(tensor.size for tensor in kv_config.kv_cache_tensors) // kv_config.num_blocks,
                 max_model_len=vllm_config.model_config.max_model_len,
                 max_num_seqs=vllm_config.scheduler_config.max_num_seqs,
-                weight_bytes=self.core.model_executor.collective_rpc("weight_bytes")[0],
+                weight_bytes=sum(self.core.model_executor.collective_rpc("weight_bytes")),
             ),
         )
 
@@ -126,15 +131,24 @@ class DpLane(Lane):
         Raises:
             UnsupportedShapeError: it lives in others.
         """
-        if not hasattr(self.core.model_executor, "driver_worker"):
+        if not self._has_worker:
             raise UnsupportedShapeError("lanes need vLLM's worker in the instance's process; leave its executor alone")
         return self.core.model_executor.driver_worker.worker
 
     @property
+    def _has_worker(self) -> bool:
+        return hasattr(self.core.model_executor, "driver_worker")
+
+    @property
     def memory(self) -> BaseMemory | None:
-        """Where weights and KV share memory; None where they do not."""
-        memory: BaseMemory | None = getattr(self.worker, "memory", None)
+        """Where weights and KV share memory; None where they do not, or not in this process."""
+        memory: BaseMemory | None = self.worker.memory if self._has_worker else None
         return memory
+
+    @property
+    def memory_failure(self) -> str:
+        """Why weights and KV share no memory, though they were to; else empty."""
+        return str(self.worker.memory_failure) if self._has_worker else ""
 
     @property
     def num_held(self) -> int:
@@ -157,12 +171,19 @@ class DpLane(Lane):
         self._num_lent -= len(block_ids)
 
     def adopt(self, request: Request) -> None:
-        """See `Lane`."""
-        self.worker.adopt_request(request, self._num_kv_groups)
+        """See `Lane`. Each of vLLM's workers is told, also those in other processes.
+
+        Raises:
+            EngineError: one of them cannot take the request.
+        """
+        state = half_decoded(request, self._num_kv_groups)
+        answers = self.core.model_executor.collective_rpc("adopt_request", args=(state,))
+        if why := next(filter(None, answers), ""):
+            raise EngineError(f"request {request.request_id} cannot be taken over: {why}")
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """See `Lane`."""
-        self.worker.forget_requests(request_ids)
+        """See `Lane`. Each of vLLM's workers is told."""
+        self.core.model_executor.collective_rpc("forget_requests", args=(list(request_ids),))
 
     def prepare(
         self, request: EngineCoreRequest, output_token_ids: Sequence[int], then: Callable[[Request], None]
@@ -214,6 +235,15 @@ class DpLane(Lane):
     def close(self) -> None:
         """Frees the model, its memory and its process groups."""
         self.core.shutdown()
+
+
+def _copied(vllm_config: Any) -> Any:
+    """A copy for the lanes; None where there can be none, and then there are no lanes."""
+    try:
+        return copy.deepcopy(vllm_config)
+    except Exception:
+        logger.exception("vLLM's configuration cannot be copied; this instance works alone")
+        return None
 
 
 def _as_preempted(request: Request) -> Request:

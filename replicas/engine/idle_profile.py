@@ -4,12 +4,13 @@ It waits until the first requests were served, or none came for a while: it must
 processor time from instances that still load. A request that comes waits for one step at most.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 
 from pengserve.planners.cost_model import CostModel, Sample, fit
-from pengserve.planners.types.errors import PengServeError
+from pengserve.planners.types.errors import PengServeError, one_line
 from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.profiling import choose_batches, profile_steps
 
@@ -46,16 +47,19 @@ class IdleProfile:
         started_s, totals = time.perf_counter(), self._dp.kept_totals()
         steps = profile_steps(self._dp, self._batches[len(self._samples) :], NUM_STEPS)
         try:
-            for sample in steps:
-                if sample is not None:
-                    self._samples.append(sample)
-                if is_wanted():
-                    break
-        except PengServeError as error:
-            logger.warning("steps could not be profiled (%s): pipelines learn what they cost as they go", error)
+            with contextlib.closing(steps):
+                for sample in steps:
+                    if sample is not None:
+                        self._samples.append(sample)
+                    if is_wanted():
+                        break
+        except Exception as error:
+            is_foreseen = isinstance(error, PengServeError)
+            told = "steps could not be profiled (%s): pipelines learn what they cost as they go"
+            logger.warning(told, one_line(error), exc_info=not is_foreseen)
+            self._dp.abort([request.request_id for request in self._dp.requests()])
             self._is_given_up = True
         finally:
-            steps.close()
             self._dp.put_back_totals(totals)
             self.spent_s += time.perf_counter() - started_s
 

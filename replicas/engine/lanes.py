@@ -19,7 +19,13 @@ import torch
 
 from pengserve.planners.stages import microbatches_in_flight
 from pengserve.planners.types.config import InstanceConfig
-from pengserve.planners.types.errors import EngineError, PengServeError, StepError, UnsupportedShapeError
+from pengserve.planners.types.errors import (
+    EngineError,
+    PengServeError,
+    StepError,
+    UnsupportedShapeError,
+    one_line,
+)
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.snapshot import InstanceStats, LaneInfo
 from pengserve.replicas.channel.frames import Buffer
@@ -71,6 +77,7 @@ class Lanes:
         self._is_leading = False
         self._step_s = FIRST_STEP_S  # of the newest step of a group
         self._idle_totals: dict[str, int] = {}
+        self._gone: Counter[str] = Counter()  # totals of lanes that could not be built anew
         self._dp_view: KvView | None = None
         self._clock = StageClock()  # of all pipelines, one after the other
         self._cost_model = FIRST_MODEL
@@ -91,20 +98,39 @@ class Lanes:
     # Lanes -----------------------------------------------------------------------------------------------------------
 
     def build(self, group: Group, rank: int) -> None:
-        """Makes sure that there is a lane for `group`; a model that cannot be run in its shape is noted, not raised."""
-        if group in self._lanes or group.shape in self._why_not:
-            return
+        """Makes sure that there is a lane for `group`, or that `infos` say why there is none: `dp` needs no other."""
+        if group not in self._lanes and group.shape not in self._why_not:
+            self._try_to_make(group, rank)
+
+    def _try_to_make(self, group: Group, rank: int) -> None:
+        """Nothing that goes wrong is raised. An unforeseen fault leaves its traceback in the log, once."""
         try:
             self._lanes[group] = self._make(group, rank)
-        except UnsupportedShapeError as error:
-            logger.warning("no lane for %s: %s", group, error)
-            self._why_not[group.shape] = str(error)
+        except Exception as error:
+            is_foreseen = isinstance(error, UnsupportedShapeError)
+            why = str(error) if is_foreseen else f"its lane cannot be built ({one_line(error)})"
+            logger.warning("no lane for %s: %s", group, why, exc_info=not is_foreseen)
+            self._why_not[group.shape] = why
+
+    def refuse(self, shape: str, why: str) -> None:
+        """No group of this shape can run here from now on; `infos` say why. One that runs is left alone."""
+        if self._running is None or self._running.shape != shape:
+            self._why_not.setdefault(shape, why)
+
+    def refuse_all(self, why: str) -> None:
+        """Only `dp` can run here."""
+        config = self._config
+        stages = (1 << power for power in range(1, config.max_stages.bit_length()))
+        for shape in (*(f"tp{degree}" for degree in config.degrees), *(f"pp{count}" for count in stages)):
+            self.refuse(shape, why)
 
     def _make(self, group: Group, rank: int) -> GroupLane:
+        if self.dp.pristine_config is None:
+            raise UnsupportedShapeError("vLLM's configuration could not be copied for it; the instance's log says why")
         if group.kind is GroupKind.TP:
             return TpLane(self.dp, self._active, str(group), Shard(rank, group.degree), self.lease)
         if self.dp.memory is None:
-            raise UnsupportedShapeError("parameters can be dropped where memory_bytes is set")
+            raise UnsupportedShapeError(self.dp.memory_failure or "parameters can be dropped where memory_bytes is set")
         lane = PpLane(
             self.dp,
             self._active,
@@ -227,8 +253,12 @@ class Lanes:
             self.return_all(lane)
             self._make_whole()
         group = next(group for group, other in self._lanes.items() if other is lane)
-        self._lanes[group] = self._make(group, lane.rank)
-        self._lanes[group].count_on_from(lane)
+        del self._lanes[group]
+        self._try_to_make(group, lane.rank)
+        if group in self._lanes:
+            self._lanes[group].count_on_from(lane)
+        else:
+            self._gone.update(lane.totals())
 
     def _make_whole(self) -> None:
         """All memory is `dp`'s again. Where it was not, `dp` has cached nothing, and nobody may hold blocks."""
@@ -393,7 +423,7 @@ class Lanes:
     def _count_idle(self) -> None:
         """Totals of the lanes that do not run change only when another begins to: they are added up then."""
         idle = [lane for lane in (self.dp, *self._lanes.values()) if lane is not self.current]
-        self._idle_totals = dict(sum((Counter(lane.totals()) for lane in idle), Counter()))
+        self._idle_totals = dict(sum((Counter(lane.totals()) for lane in idle), Counter(self._gone)))
 
     def close(self) -> None:
         """Frees everything."""

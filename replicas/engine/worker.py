@@ -4,6 +4,11 @@ vLLM picks the class by `worker_cls`. Requests taken over in mid-decode and gene
 """
 
 import copy
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
@@ -12,6 +17,8 @@ import torch
 from vllm import SamplingParams
 from vllm.sampling_params import SamplingType
 
+from pengserve.planners.types.errors import ConfigError, PengServeError, one_line
+from pengserve.planners.types.units import format_bytes
 from pengserve.replicas.engine.base_memory import OPTIONS, BaseMemory, MemoryOptions, block_bytes_of
 from pengserve.replicas.engine.vllm_seam import (
     CachedRequestState,
@@ -23,6 +30,10 @@ from pengserve.replicas.engine.vllm_seam import (
     set_current_vllm_config,
     set_default_torch_dtype,
 )
+
+logger = logging.getLogger(__name__)
+
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 class ReplayGenerator(torch.Generator):
@@ -61,30 +72,65 @@ class LaneWorkerMixin:
     vllm_config: Any
     device: torch.device
     memory: BaseMemory | None = None  # where weights and KV share memory
+    memory_failure = ""  # why they do not, though they were to
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if multiprocessing.parent_process() is not None:
+            end_with_parent()
+        super().__init__(*args, **kwargs)
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """As vLLM does; then weights move into the arena, where memory may change hands."""
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         options = self.vllm_config.additional_config.get(OPTIONS)
         if options is not None:
-            runner = self.model_runner
-            options = MemoryOptions(**options)
-            self.memory = BaseMemory(runner.get_model(), self.device, options, block_bytes_of(runner))
-            runner.initialize_kv_cache_tensors = partial(bind_kv, runner, self.memory)
+            self._share_memory(MemoryOptions(**options))
+
+    def _share_memory(self, options: MemoryOptions) -> None:
+        """Weights and KV share memory from now on, or the log and `memory_failure` say why not, and `dp` serves.
+
+        Raises:
+            ConfigError: the memory that the user gives does not hold the model.
+        """
+        runner = self.model_runner
+        try:
+            memory = BaseMemory(runner.get_model(), self.device, options, block_bytes_of(runner))
+        except ConfigError:
+            raise
+        except Exception as error:
+            self.memory_failure = f"weights and KV share no memory here ({one_line(error)})"
+            logger.warning("%s", self.memory_failure, exc_info=not isinstance(error, PengServeError))
+            return
+        self.memory = memory
+        runner.initialize_kv_cache_tensors = partial(bind_kv, runner, memory)
 
     def determine_available_memory(self) -> int:
-        """Bytes of KV: what the weights leave of the arena, where there is one."""
-        if self.memory is None:
-            return int(super().determine_available_memory())  # type: ignore[misc]
-        layers = self.memory.layers
-        return layers.base_blocks * layers.sizes.block_bytes * layers.sizes.num_layers
+        """Bytes of KV: what the weights leave of the memory that they share, or were to share, with it."""
+        if self.memory is not None:
+            layers = self.memory.layers
+            return layers.base_blocks * layers.sizes.block_bytes * layers.sizes.num_layers
+        available = int(super().determine_available_memory())  # type: ignore[misc]
+        if not self.memory_failure:
+            return available
+        left = available - self.weight_bytes()
+        if left <= 0:
+            raise ConfigError(
+                f"memory_bytes of {format_bytes(available)} do not hold the {format_bytes(self.weight_bytes())} of the "
+                "model's weights; raise it"
+            )
+        return left
 
-    def adopt_request(self, request: Request, num_kv_groups: int) -> None:
-        """Makes the runner know a half-decoded request as one that it had preempted itself.
+    def adopt_request(self, state: CachedRequestState) -> str:
+        """Makes the runner know a half-decoded request as one that it had preempted itself; why not, where it cannot.
 
-        The scheduler gives it blocks when it resumes; penalties, minimum lengths and seeds read the output tokens.
+        An error is an answer: all workers are asked, and one that raised would leave the answers of others unread.
         """
-        adopt_request(self.model_runner, request, num_kv_groups)
+        try:
+            adopt_state(self.model_runner, state)
+        except Exception as error:
+            logger.exception("request %s cannot be taken over", state.req_id)
+            return one_line(error)
+        return ""
 
     def forget_requests(self, request_ids: Iterable[str]) -> None:
         """Drops all state of requests now, as the next step would: their ids may come back before it."""
@@ -127,23 +173,32 @@ def adopt_request(runner: Any, request: Request, num_kv_groups: int) -> None:
 
     The scheduler gives it blocks when it resumes; penalties, minimum lengths and seeds read the output tokens.
     """
-    outputs = list(request.output_token_ids)
-    state = CachedRequestState(
+    adopt_state(runner, half_decoded(request, num_kv_groups))
+
+
+def half_decoded(request: Request, num_kv_groups: int) -> CachedRequestState:
+    """A half-decoded request as a runner keeps it. It can be pickled: vLLM's worker may be in another process."""
+    return CachedRequestState(
         req_id=request.request_id,
         prompt_token_ids=request.prompt_token_ids,
         prompt_embeds=request.prompt_embeds,
         prompt_is_token_ids=request.prompt_is_token_ids,
         mm_features=request.mm_features,
         sampling_params=request.sampling_params,
-        generator=_generator(runner, request.sampling_params, outputs),
+        generator=None,
         block_ids=tuple([] for _ in range(num_kv_groups)),
         num_computed_tokens=0,
-        output_token_ids=outputs,
+        output_token_ids=list(request.output_token_ids),
         lora_request=request.lora_request,
     )
+
+
+def adopt_state(runner: Any, state: CachedRequestState) -> None:
+    """As `adopt_request`; of what `half_decoded` made."""
+    state.generator = _generator(runner, state.sampling_params, state.output_token_ids)
     if runner.uses_mrope:
         runner._init_mrope_positions(state)
-    runner.requests[request.request_id] = state
+    runner.requests[state.req_id] = state
 
 
 def forget_requests(runner: Any, request_ids: Iterable[str]) -> None:
@@ -195,7 +250,21 @@ def replayable(update_states: Callable[[Any], Any], runner: Any) -> Callable[[An
 
 
 class LaneGPUWorker(LaneWorkerMixin, GPUWorker):
-    """vLLM's CUDA worker with a lane's additions."""
+    """vLLM's CUDA worker with a lane's additions. It has not run on a GPU yet."""
+
+
+def end_with_parent() -> None:
+    """Has the kernel end this process when the thread that started it ends: that of an instance that was killed.
+
+    A worker that waits for another one in a collective would not notice, and one that does takes seconds: on a GPU the
+    instance's successor needs the memory at once.
+    """
+    parent = multiprocessing.parent_process()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        logger.warning("prctl: %s; a killed instance may leave this worker behind", os.strerror(ctypes.get_errno()))
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)  # it ended before the kernel was told
 
 
 def worker_class_name(device: str) -> str:

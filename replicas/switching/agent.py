@@ -71,13 +71,19 @@ class Agent:
 
         Raises:
             EngineError: the address cannot be bound.
+            UnsupportedShapeError: the engine's worker is in another process, so there can be no lanes.
         """
+        device = lanes.dp.worker.device
         network = PeerNetwork(
             key, bind_host, config.channel_token, lambda *_: None, lambda _: None, config.peer_timeout_s
         )
-        pool = CommunicatorPool(network, lanes.dp.worker.device, config.peer_timeout_s)
-        member = Member(key, lanes, network, pool, owner, config.peer_timeout_s)
-        agent = cls(member, submit, on_changed)
+        try:
+            pool = CommunicatorPool(network, device, config.peer_timeout_s)
+            member = Member(key, lanes, network, pool, owner, config.peer_timeout_s)
+            agent = cls(member, submit, on_changed)
+        except BaseException:
+            network.close()
+            raise
         agent.endpoint = f"{reachable_host}:{network.endpoint.rpartition(':')[2]}"
         return agent
 

@@ -76,4 +76,8 @@ class Wiring:
             self._submit(built.set)
             built.wait(_BUILD_LANES_S)
             member.pool.build(mine)
+            for spec in mine:
+                if why := member.pool.fault(spec.name):
+                    why = f"members of a group cannot be connected ({why})"
+                    self._submit(partial(member.lanes.refuse, spec.group.shape, why))
             self._submit(self._on_built)

@@ -29,6 +29,7 @@ def clean_environment(monkeypatch):
     for name in list(os.environ):
         if name.upper().startswith("PENGSERVE_"):
             monkeypatch.delenv(name)
+    monkeypatch.setattr("pengserve.cluster.settings.has_cuda_driver", lambda: False)
 
 
 @pytest.fixture
@@ -103,7 +104,11 @@ def test_variables_that_kubernetes_and_the_command_line_set_are_left_alone(monke
     ("data", "words"),
     [
         ({"instances": {"device": "gpu"}}, ["instances.device", "'cpu'", "'cuda'", "'gpu'"]),
-        ({"instances": {"count": 0}}, ["instances.count", "greater than or equal to 1"]),
+        ({"instances": {"count": 0}}, ["instances.count", "auto", "a whole number from 1 to 4096", "got 0"]),
+        ({"instances": {"count": "all"}}, ["instances.count", "auto", "a whole number from 1 to 4096", "'all'"]),
+        ({"instances": {"count": 1.5}}, ["instances.count", "a whole number", "1.5"]),
+        ({"shape": {"cuda": "on"}}, ["shape.cuda", "'off'", "'experimental'", "'on'"]),
+        ({"engine": {"tensor_parallel_size": "two"}}, ["engine", "tensor_parallel_size", "whole number", "'two'"]),
         ({"http": {"port": "web"}}, ["http.port", "integer", "'web'"]),
         ({"http": {"ssl_keyfile": "k"}}, ["http", "ssl_certfile"]),
         ({"http": {"ssl_keyfile": "k", "ssl_certfile": "c"}}, ["proxy: serve"]),
@@ -209,9 +214,85 @@ def test_engine_defaults_of_a_cpu_give_way_to_the_user():
 
 def test_gpus_follow_the_device_unless_given():
     def gpus(**instances) -> float:
-        return load_settings(None, model="m", instances=instances).controller_config().gpus_per_instance
+        settings = load_settings(None, model="m", instances={"count": 2, **instances})
+        return settings.controller_config().gpus_per_instance
 
     assert (gpus(device="cpu"), gpus(device="cuda"), gpus(device="cuda", gpus=0.5)) == (0.0, 1.0, 0.5)
+
+
+CUDA = {"instances": {"device": "cuda", "count": 2}}
+EXPERIMENTAL = {"cuda": "experimental"}
+PAIRS = {"engine": {"tensor_parallel_size": 2}}
+
+
+@pytest.mark.parametrize(
+    ("data", "words"),
+    [
+        (CUDA | {"shape": {"degrees": [2]}}, ["shape.degrees of [2]", "`shape.cuda: experimental`"]),
+        (
+            {"instances": {**CUDA["instances"], "memory_bytes": 1 << 30}, "shape": {"drop": {"max_stages": 2}}},
+            ["shape.drop.max_stages of 2", "`shape.cuda: experimental`"],
+        ),
+        (
+            {"instances": {**CUDA["instances"], "memory_bytes": 1 << 30}},
+            ["instances.memory_bytes of 1073741824", "`shape.cuda: experimental`"],
+        ),
+        (PAIRS | {"shape": {"degrees": [2]}}, ["engine.tensor_parallel_size", "2 processes", "shape.degrees of [2]"]),
+        (
+            PAIRS | {"instances": {"memory_bytes": 1 << 30}, "shape": {"drop": {"max_stages": 2}}},
+            ["engine.tensor_parallel_size", "shape.drop.max_stages of 2"],
+        ),
+        (
+            {"engine": {"pipeline_parallel_size": 2}, "shape": {"degrees": [2]}},
+            ["engine.pipeline_parallel_size", "shape.degrees of [2]"],
+        ),
+        (
+            {**CUDA, **PAIRS, "shape": {"degrees": [2], **EXPERIMENTAL}},
+            ["engine.tensor_parallel_size", "shape.degrees of [2]"],
+        ),
+        (
+            {"instances": {**CUDA["instances"], "gpus": 1}, **PAIRS},
+            ["instances.gpus is 1", "engine.tensor_parallel_size makes the engine use 2"],
+        ),
+        (
+            {"instances": {**CUDA["instances"], "gpus": 2}},
+            ["instances.gpus is 2", "engine.tensor_parallel_size makes the engine use 1"],
+        ),
+    ],
+)
+def test_what_cannot_go_together_is_refused_with_both_keys(data, words):
+    with pytest.raises(ConfigError) as caught:
+        load_settings(None, model="m", **data)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("data", "degrees", "max_stages", "gpus"),
+    [
+        (CUDA, (), 1, 1.0),
+        (CUDA | {"shape": {"cuda": False}}, (), 1, 1.0),  # YAML reads `off` as false
+        (CUDA | {"shape": {"degrees": []}}, (), 1, 1.0),
+        (CUDA | {"shape": EXPERIMENTAL}, (2,), 1, 1.0),
+        (
+            {
+                "instances": {**CUDA["instances"], "memory_bytes": 1 << 30},
+                "shape": {**EXPERIMENTAL, "drop": {"max_stages": 2}},
+            },
+            (2,),
+            2,
+            1.0,
+        ),
+        (PAIRS, (), 1, 0.0),
+        ({**CUDA, **PAIRS}, (), 1, 2.0),
+        ({**CUDA, "engine": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}}, (), 1, 4.0),
+    ],
+)
+def test_instances_change_their_shape_where_device_and_engine_allow_it(data, degrees, max_stages, gpus):
+    settings = load_settings(None, model="m", **data)
+    instance, controller = settings.instance_config(""), settings.controller_config()
+    assert (instance.degrees, instance.max_stages) == (degrees, max_stages)
+    assert (controller.degrees, controller.drop.max_stages, controller.gpus_per_instance) == (degrees, max_stages, gpus)
+    assert Settings.model_validate(settings.to_args()) == settings
 
 
 def test_configurations_inside_carry_what_the_user_wrote():

@@ -22,6 +22,8 @@ class CountingLane:
         self.closed, self.idle_begun = threading.Event(), threading.Event()
         self.idle_ended = False
         self.fails = False
+        self.may_close = threading.Event()
+        self.may_close.set()
 
     def has_work(self) -> bool:
         return self.left > 0
@@ -43,6 +45,7 @@ class CountingLane:
         return InstanceStats(step=self.steps, last_step_s=last_step_s)
 
     def close(self) -> None:
+        assert self.may_close.wait(WAIT_S)
         self.closed.set()
 
 
@@ -118,3 +121,16 @@ def test_idle_time_is_used_and_given_up_for_a_command() -> None:
     assert done.wait(WAIT_S) and harness.lane.idle_ended
     assert harness.idle.wait(WAIT_S) and harness.lane.steps == 2
     assert harness.loop.stop(WAIT_S)
+
+
+def test_a_failure_is_told_before_the_lane_is_closed() -> None:
+    """To close may take long, or for ever: an engine waits for its workers. Requests must go on elsewhere meanwhile."""
+    harness = Harness()
+    harness.lane.may_close.clear()
+    harness.lane.fails = True
+    harness.work(1)
+    assert harness.idle.wait(WAIT_S)
+    assert len(harness.errors) == 1 and not harness.lane.closed.is_set()
+    harness.lane.may_close.set()
+    assert harness.loop.stop(WAIT_S)
+    assert harness.lane.closed.is_set() and len(harness.errors) == 1

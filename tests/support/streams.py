@@ -28,9 +28,11 @@ def make_prompts(count: int, *, seed: int = 0, longest: int = 200) -> list[list[
     return [[generator.randrange(10, 500) for _ in range(generator.randrange(4, longest))] for _ in range(count)]
 
 
-async def stream_completion(http: httpx.AsyncClient, model: str, prompt: Sequence[int], max_tokens: int) -> Stream:
-    """One greedy streamed completion. Errors are noted, not raised: a test counts them."""
-    result = Stream()
+async def stream_completion(
+    http: httpx.AsyncClient, model: str, prompt: Sequence[int], max_tokens: int, *, into: Stream | None = None
+) -> Stream:
+    """One greedy streamed completion; `into` can be watched. Errors are noted, not raised: a test counts them."""
+    result = into if into is not None else Stream()
     body = {
         "model": model,
         "prompt": list(prompt),

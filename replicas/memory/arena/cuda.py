@@ -5,7 +5,8 @@
     unmap     one cuMemUnmap: a range may span handles, if it ends where they end
 
 Who unmaps or moves has waited for the streams that use the memory. Kernels that are launched later, and replays of
-graphs that were captured before, see what is mapped then.
+graphs that were captured before, see what is mapped then. So the driver is documented: this file has run over the
+`libcuda` of the tests alone, which keeps the driver's rules, and not on a GPU yet.
 """
 
 from collections.abc import Sequence

@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from pengserve.planners.types.directory import GroupSpec
 from pengserve.planners.types.errors import EngineError, UnsupportedShapeError
 from pengserve.replicas.comm.pool import CommunicatorPool
 from tests.replicas.comm.local import LocalCluster
@@ -73,3 +75,32 @@ def test_a_group_marked_failed_is_out_of_use_until_its_next_round(cluster: Local
 def test_an_unknown_backend_is_refused(cluster: LocalCluster) -> None:
     with pytest.raises(UnsupportedShapeError, match="mpi"):
         CommunicatorPool(cluster.members[0].network, "cpu", 1.0, "mpi")
+
+
+@pytest.mark.parametrize("error", [AssertionError, AttributeError, TypeError])
+def test_an_unforeseen_fault_fails_its_group_alone_and_is_told(
+    cluster: LocalCluster, error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair, trio = cluster.spec(0, 1), cluster.spec(0, 1, 2)
+    connect = CommunicatorPool._connect
+
+    def broken(pool: CommunicatorPool, spec: GroupSpec, undo: list[Any]) -> Any:
+        if spec == pair:
+            raise error("a fault of the test")
+        return connect(pool, spec, undo)
+
+    monkeypatch.setattr(CommunicatorPool, "_connect", broken)
+    cluster.all(lambda member: member.pool.build([pair, trio]))
+    for member in cluster.members[:2]:
+        assert (member.pool.ready(), member.pool.failed()) == ((trio.name,), (pair.name,))
+        assert member.pool.fault(pair.name) == f"{error.__name__}: a fault of the test"
+        assert member.pool.fault(trio.name) == ""
+    assert [record.exc_info is not None for record in caplog.records] == [True, True], "a traceback each"
+
+
+def test_a_lost_peer_is_no_fault(cluster: LocalCluster) -> None:
+    cluster.members[2].network.close()
+    spec = cluster.spec(0, 2)
+    cluster.members[0].pool.build([spec])
+    assert cluster.members[0].pool.failed() == (spec.name,)
+    assert cluster.members[0].pool.fault(spec.name) == "", "another round may help"

@@ -40,3 +40,18 @@ def test_one_backend_guides_all_requests_of_all_instances(tmp_path: Path) -> Non
     assert arguments(tmp_path, structured_outputs_config=given)["structured_outputs_config"].backend == "guidance"
     with pytest.raises(ConfigError, match=r"engine\.structured_outputs_config"):
         arguments(tmp_path, structured_outputs_config={"backend": "mine"})
+
+
+def test_an_engine_with_workers_has_them_in_processes_that_share_its_memory(tmp_path: Path) -> None:
+    """vLLM itself would choose Ray in the placement group of an instance, and wait for GPUs that the instance has."""
+    assert "distributed_executor_backend" not in arguments(tmp_path)
+    assert arguments(tmp_path, tensor_parallel_size=2)["distributed_executor_backend"] == "mp"
+    assert arguments(tmp_path, pipeline_parallel_size=2)["distributed_executor_backend"] == "mp"
+    assert arguments(tmp_path, tensor_parallel_size=2, distributed_executor_backend="x") == (
+        arguments(tmp_path, tensor_parallel_size=2) | {"distributed_executor_backend": "x"}
+    )
+    config = InstanceConfig(
+        app="tests", model=str(tmp_path), engine={"tensor_parallel_size": 2}, memory_bytes=1 << 30, device="cuda"
+    )
+    given = engine_arguments(config)
+    assert given["kv_cache_memory_bytes"] == given["additional_config"]["pengserve_memory"]["memory_bytes"] == 1 << 29

@@ -75,6 +75,7 @@ class FakeLanes:
         self.running: FakeLane | None = None
         self.on_broken: Callable[[BaseException], None] = lambda error: None
         self.num_here = 0
+        self.refused: dict[str, str] = {}
 
     @property
     def current(self) -> FakeLane:
@@ -89,6 +90,9 @@ class FakeLanes:
         return SimpleNamespace(layout=SimpleNamespace(num_heads=2))
 
     def build(self, group: Group, rank: int) -> None: ...
+
+    def refuse(self, shape: str, why: str) -> None:
+        self.refused[shape] = why
 
     def share_machine(self, num_instances: int) -> None:
         self.num_here = num_instances
@@ -114,6 +118,7 @@ class FakePool:
     def __init__(self) -> None:
         self.names: set[str] = set()
         self.failed_names: set[str] = set()
+        self.fault_text = ""
 
     def build(self, specs: Sequence[GroupSpec]) -> None:
         self.names = {spec.name for spec in specs}
@@ -123,6 +128,9 @@ class FakePool:
 
     def failed(self) -> tuple[str, ...]:
         return tuple(self.failed_names)
+
+    def fault(self, name: str) -> str:
+        return self.fault_text
 
     def get(self, name: str) -> Any:
         return SimpleNamespace(members=KEYS)

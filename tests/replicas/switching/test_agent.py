@@ -165,3 +165,14 @@ def test_a_group_that_breaks_ends_the_drain_before_its_split(pair: list[FakeMemb
     with pytest.raises(EngineError):
         outcome.result(TIMEOUT_S / 2)
     assert is_alone(pair)
+
+
+def test_members_that_cannot_be_connected_refuse_the_shape() -> None:
+    member = FakeMember(KEYS[0], TIMEOUT_S)
+    member.pool.fault_text = "AttributeError: a fault of the test"
+    member.agent.connect(directory([member]))
+    until(lambda: bool(member.lanes.refused))
+    why = "members of a group cannot be connected (AttributeError: a fault of the test)"
+    assert member.lanes.refused == {"tp2": why}
+    member.close()
+    assert member.errors == []
