@@ -88,7 +88,9 @@ class Controller:
                 period_s = max(period_s, _RECOVERY_RETRY_S)
             await asyncio.sleep(_MIN_PERIOD_S)
             try:
-                await asyncio.wait_for(self._news.wait(), period_s)
+                # Not `wait_for`: in Python 3.11 it swallows a cancellation that comes together with the news.
+                async with asyncio.timeout(period_s):
+                    await self._news.wait()
             except TimeoutError:
                 continue
 

@@ -16,7 +16,7 @@ import pytest
 from tests.support.elastic import ElasticCluster, elastic_cluster
 from tests.support.traffic import TimedStream, Traffic
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
 NUM_REQUESTS = 4
 PROMPT_TOKENS, MAX_TOKENS = 1690, 290

@@ -12,7 +12,7 @@ from tests.support.ingress import FixedRoutes, ingress_config, serving, wait_rea
 from tests.support.processes import InstanceProcess
 from tests.support.traffic import Traffic
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
 BLOCK_BYTES = 65_536  # of the tiny model's KV: 32 tokens
 NUM_BLOCKS = 17  # the first is the null block: one instance holds 512 tokens

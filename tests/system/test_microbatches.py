@@ -11,7 +11,7 @@ from tests.support.elastic import ElasticCluster, elastic_cluster
 from tests.support.traffic import Traffic
 from tests.system.test_shape_exactness import MEMORY_BYTES, Disturbed
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
 HEARD_S = 0.5  # until the controller has asked every instance again
 PAUSE_S = 3.0  # without work; far above what the stages of one request wait for each other

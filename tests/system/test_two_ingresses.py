@@ -11,7 +11,7 @@ import pytest
 from tests.support.application import Application, kill, ready
 from tests.support.streams import make_prompts, stream_all
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
 NUM_STREAMS = 16
 TIMEOUT_S = 240.0
