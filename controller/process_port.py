@@ -156,9 +156,10 @@ class ProcessPort:
             return
         with suppress(ProcessLookupError):
             child.process.kill()
-        await asyncio.wait_for(child.process.wait(), _KILL_TIMEOUT_S)
-        if child.reader is not None:
-            await asyncio.wait_for(child.reader, _KILL_TIMEOUT_S)
+        async with asyncio.timeout(2 * _KILL_TIMEOUT_S):
+            await child.process.wait()
+            if child.reader is not None:
+                await child.reader
         self._children.pop(key, None)
 
     async def discover(self) -> Discovery:

@@ -84,7 +84,8 @@ def close_open_spans(past: Sequence[Event], slots: Iterable[Slot]) -> tuple[Chan
 async def _ask(port: ReplicaPort, key: InstanceKey, timeout_s: float) -> InstanceSnapshot | EngineError | None:
     """Its answer; the error where it is gone; None where it gives no answer in time."""
     try:
-        return await asyncio.wait_for(port.status(key), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await port.status(key)
     except EngineError as error:
         return error
     except TimeoutError:

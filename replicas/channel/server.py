@@ -181,7 +181,8 @@ class ChannelServer:
 
     async def _hello(self, reader: asyncio.StreamReader) -> Hello | str:
         """Who this connection is, or why it may not stay."""
-        frame = await asyncio.wait_for(read(reader, MAX_HELLO_BYTES), HELLO_TIMEOUT_S)
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            frame = await read(reader, MAX_HELLO_BYTES)
         try:
             hello = msgspec.msgpack.decode(frame.parts[0], type=Hello)
         except (msgspec.MsgspecError, IndexError):

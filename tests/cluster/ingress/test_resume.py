@@ -61,9 +61,9 @@ async def test_streams_go_on_when_their_instance_is_killed(
                 asyncio.create_task(stream(client, prompt, event, **options))
                 for (prompt, options), event in zip(cases, started, strict=True)
             ]
-            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in started)), 60)
+            await asyncio.wait_for(asyncio.gather(*(event.wait() for event in started)), 400)
             doomed.kill()
-            assert await asyncio.wait_for(asyncio.gather(*running), 90) == expected
+            assert await asyncio.wait_for(asyncio.gather(*running), 400) == expected
     assert doomed.snapshot.key in [key for key, _ in routes.lost]
 
 
@@ -75,7 +75,7 @@ async def test_requests_wait_while_there_is_no_instance(instances: list[Instance
             await asyncio.sleep(0.5)
             assert not waiting.done()
             routes.show(instances)
-            assert len((await asyncio.wait_for(waiting, 30))[0]) > 0
+            assert len((await asyncio.wait_for(waiting, 200))[0]) > 0
 
 
 async def test_an_instance_that_leaves_the_table_finishes_what_it_has(instances: list[InstanceProcess]) -> None:
@@ -86,8 +86,8 @@ async def test_an_instance_that_leaves_the_table_finishes_what_it_has(instances:
             expected = await stream(client, "hello", temperature=0)
             started = asyncio.Event()
             running = asyncio.create_task(stream(client, "hello", started, temperature=0))
-            await asyncio.wait_for(started.wait(), 30)
+            await asyncio.wait_for(started.wait(), 200)
             routes.show(instances[1:])
-            assert await asyncio.wait_for(running, 30) == expected
+            assert await asyncio.wait_for(running, 200) == expected
             assert await stream(client, "hello", temperature=0) == expected
     assert not routes.lost
