@@ -7,7 +7,6 @@ import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from benchmarks.harness import RESULTS, today
 from benchmarks.overload.simulated import compare_all, newest_results

@@ -18,8 +18,8 @@ from benchmarks.overhead.plan import Level, Plan
 from benchmarks.overhead.report import Sample
 from benchmarks.overhead.systems.base import ServerProcess
 from benchmarks.overhead.systems.vllm_server import command_flag
-from benchmarks.sse import Answer, Connection, _Stream
 from benchmarks.result_files import read_result
+from benchmarks.sse import Answer, Connection, _Stream
 
 PLAN = Plan(model=Path("model"), level_timeout_s=5.0)
 

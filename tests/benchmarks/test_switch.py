@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.result_files import read_result
 from benchmarks.switch import report
 from benchmarks.switch.measure import Plan, Sample, Streams, as_data, gaps, measure, num_samples, seen
-from benchmarks.result_files import read_result
 from tests.benchmarks.answers import answer
 from tests.support.models import tiny_model
 
