@@ -102,6 +102,9 @@ soak: setup ## Everything at once, at random: for SOAK_S seconds (600), from SOA
 diagrams: setup ## Draw docs/processes.svg again
 	@$(BIN)/python docs/draw_processes.py
 
+support: setup ## Write docs/support.md again: models and shapes that tests run
+	@$(BIN)/python docs/draw_support.py
+
 bench-overhead: setup ## PengServe against vLLM's own server and ray.serve.llm; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.overhead
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import platform
 import re
@@ -17,9 +18,56 @@ def write_result(folder: Path, name: str, date: str, record: Mapping[str, Any], 
     stem = result_stem(name, date)
     json_path, text_path = folder / f"{stem}.json", folder / f"{stem}.md"
     whole = {"date": date, "machine": machine(), "versions": versions(), **record}
-    json_path.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    json_path.write_text(record_text(whole), encoding="utf-8")
     text_path.write_text(text, encoding="utf-8")
     return json_path, text_path
+
+
+def read_result(path: Path) -> dict[str, Any]:
+    """The record in a result's JSON file."""
+    record: dict[str, Any] = _unpacked(json.loads(path.read_text(encoding="utf-8")))
+    return record
+
+
+def record_text(record: Mapping[str, Any]) -> str:
+    """`record` as a line of JSON, small enough to be committed.
+
+    Numbers have nine significant digits, and at least six decimals: a microsecond in times. A list of objects that have
+    the same fields, each a plain value, stands as `{"columns": {field: [values]}}`.
+    """
+    return json.dumps(_packed(json.loads(json.dumps(record))), separators=(",", ":")) + "\n"
+
+
+def _packed(value: Any) -> Any:
+    match value:
+        case float() if value and math.isfinite(value):
+            return round(value, max(6, 8 - math.floor(math.log10(abs(value)))))
+        case dict():
+            return {key: _packed(item) for key, item in value.items()}
+        case [{**first}, _, *_] if first and all(_has_plain_fields(row, first) for row in value):
+            return {"columns": {key: [_packed(row[key]) for row in value] for key in first}}
+        case list():
+            return [_packed(item) for item in value]
+    return value
+
+
+def _has_plain_fields(row: Any, first: Mapping[str, Any]) -> bool:
+    return (
+        isinstance(row, dict)
+        and list(row) == list(first)
+        and not any(isinstance(item, dict | list) for item in row.values())
+    )
+
+
+def _unpacked(value: Any) -> Any:
+    match value:
+        case {"columns": dict(columns)} if len(value) == 1:
+            return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        case dict():
+            return {key: _unpacked(item) for key, item in value.items()}
+        case list():
+            return [_unpacked(item) for item in value]
+    return value
 
 
 def result_stem(name: str, date: str) -> str:

@@ -86,7 +86,7 @@ ARROWS = (
         start=(500, 146),
         end=(250, 320),
         label=("framed TCP, msgpack:", "requests one way,", "one token batch a step back"),
-        label_at=(265, 205),
+        label_at=(240, 200),
     ),
     Arrow(start=(570, 146), end=(570, 320), label=(), label_at=(0, 0)),
     Arrow(
@@ -95,11 +95,17 @@ ARROWS = (
         label=("peer TCP, between the members of a group:", "steps, activations, KV on a switch"),
         label_at=(410, 420),
     ),
-    Arrow(start=(800, 205), end=(715, 146), label=("routing table (long poll)",), label_at=(835, 175), dashed=True),
+    Arrow(
+        start=(800, 205),
+        end=(715, 146),
+        label=("routing table (long poll),", "demands of requests"),
+        label_at=(858, 165),
+        dashed=True,
+    ),
     Arrow(
         start=(790, 301),
         end=(710, 345),
-        label=("create, status, lease,", "peers, switches,", "drain, kill"),
+        label=("to every instance:", "create, status, lease,", "peers, switches,", "drain, kill"),
         label_at=(855, 335),
         dashed=True,
     ),

@@ -91,11 +91,14 @@ def _panel(line: Timeline, scale: _Scale, title: str) -> list[str]:
         *_axes(scale),
         _path(((i * SAMPLE_S, tokens) for i, tokens in enumerate(line.demand)), scale, DEMAND),
         _path(_stairs(line), scale, CAPACITY),
-        *(
-            f'<circle cx="{scale.x(at_s):.1f}" cy="{scale.y_ttft(ttft_s):.1f}" r="2" fill="{TTFT}" fill-opacity="0.7"/>'
-            for at_s, ttft_s in line.ttft
-        ),
+        _dots(line.ttft, scale),
     ]
+
+
+def _dots(ttft: Iterable[tuple[float, float]], scale: _Scale) -> str:
+    """A dot a request, all in one path: an element for each made a plot of two thousand requests 200 kB."""
+    places = "".join(f"M{scale.x(at_s):.1f},{scale.y_ttft(ttft_s):.1f}h0" for at_s, ttft_s in ttft)
+    return f'<path d="{places}" stroke="{TTFT}" stroke-width="4" stroke-linecap="round" stroke-opacity="0.7"/>'
 
 
 def _axes(scale: _Scale) -> list[str]:

@@ -10,7 +10,6 @@ besides their layers is fitted on a third level.
 """
 
 import argparse
-import json
 import math
 import sys
 import tempfile
@@ -25,6 +24,7 @@ from numpy.typing import NDArray
 
 from benchmarks.harness import RESULTS
 from benchmarks.overload.record import SIMULATED, Record
+from benchmarks.result_files import read_result
 from benchmarks.validation.figures import Figure, figure_table, spread
 from pengserve.cluster.demo.checkpoint import LlamaShape
 from pengserve.planners.cost_model import TERMS, CostModel
@@ -220,7 +220,7 @@ def newest_results(folder: Path = RESULTS) -> list[Path]:
     """The newest complete result of each number of instances and peak of demand."""
     newest: dict[tuple[int, float], tuple[str, Path]] = {}
     for path in folder.glob("overload[0-9]*.json"):
-        data = _read(path)
+        data = read_result(path)
         if is_complete(data):
             load = int(data["size"]["num_instances"]), float(data["plan"]["peak_share"])
             found = str(data["date"]), path
@@ -357,15 +357,10 @@ def main() -> int:
         return 2
     figures: list[Figure] = []
     for path in paths:
-        found, notes = compare_all(_read(path), scheduler="fast" if options.fast else "vllm")
+        found, notes = compare_all(read_result(path), scheduler="fast" if options.fast else "vllm")
         figures += found
         print(*figure_table(found), "", *notes, "", sep="\n")
     return 0 if figures and all(figure.is_met for figure in figures) else 1
-
-
-def _read(path: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return data
 
 
 if __name__ == "__main__":

@@ -4,15 +4,13 @@ Parts whose data is not there say so.
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from benchmarks.harness import RESULTS, today
 from benchmarks.overload.simulated import compare_all, newest_results
-from benchmarks.result_files import facts_line, table
+from benchmarks.result_files import facts_line, read_result, table
 from benchmarks.simulator_scale import SCENARIOS, Scale
 from benchmarks.simulator_scale import rows as scale_rows
 from benchmarks.step_tables.host import DYNAMO, errors_of, read_points
@@ -115,7 +113,7 @@ def _overload() -> tuple[list[str], bool]:
     if not paths:
         return [*lines, "No result of it has its requests yet: run `make bench-overload`."], True
     for path in paths:
-        figures, notes = compare_all(json.loads(path.read_text(encoding="utf-8")))
+        figures, notes = compare_all(read_result(path))
         is_met &= all(figure.is_met for figure in figures)
         lines += [
             f"`{path.name}`, all rounds of a system together.",
@@ -133,7 +131,7 @@ def _scale(folder: Path) -> tuple[list[str], bool]:
     paths = sorted(folder.glob("simulator-scale-*.json"), key=lambda path: path.name[-15:])
     if not paths:
         return [*lines, "Not measured yet: run `make bench-simulator`."], True
-    data: dict[str, Any] = json.loads(paths[-1].read_text(encoding="utf-8"))
+    data = read_result(paths[-1])
     scales = [Scale(**scale) for scale in data["scales"] if scale["scenario"] in SCENARIOS]
     return [*lines, f"From `{paths[-1].name}`.", "", *scale_rows(scales)], all(scale.is_met for scale in scales)
 

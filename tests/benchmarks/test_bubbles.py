@@ -1,6 +1,5 @@
 """Laws of the bubble benchmark's figures, and one small run of it."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from benchmarks.bubbles import report
 from benchmarks.bubbles.measure import Bubble, Look, Plan, Run, Words, bubble, make_run, measure, while_queued
+from benchmarks.result_files import read_result
 from pengserve.planners.types.config import MicrobatchPolicy
 from tests.benchmarks.answers import answer
 from tests.support.models import tiny_model
@@ -80,7 +80,7 @@ def test_a_failed_request_is_counted_and_its_error_is_shown() -> None:
 def test_files_hold_every_run(tmp_path: Path) -> None:
     runs = pair(0.2, 0.05)
     json_path, text_path = report.write(tmp_path, PLAN, runs, "2026-01-01")
-    assert [run["way"] for run in json.loads(json_path.read_text())["runs"]] == ["tokens", "lookahead"]
+    assert [run["way"] for run in read_result(json_path)["runs"]] == ["tokens", "lookahead"]
     assert ": met, 0.25 times" in text_path.read_text()
 
 

@@ -1,6 +1,5 @@
 """Laws of the cost model benchmark's figures, and one small run of it."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import pytest
 
 from benchmarks.cost_model import report
 from benchmarks.cost_model.measure import Load, Plan, Result, evaluate, held_back_errors, measure
+from benchmarks.result_files import read_result
 from pengserve.planners.cost_model import fit
 from pengserve.simulator.profiling import kind_of
 from tests.support.models import tiny_model
@@ -55,7 +55,7 @@ def test_aims_are_judged_by_all_figures(result: Result) -> None:
 
 def test_a_result_is_written_with_all_that_was_measured(result: Result, tmp_path: Path) -> None:
     json_path, text_path = report.write(tmp_path, PLAN, result, "2000-01-01")
-    record = json.loads(json_path.read_text())["result"]
+    record = read_result(json_path)["result"]
     assert len(record["samples"]) == 60 and record["folds"] == list(result.folds)
     chunk = result.samples[0].chunks[0]
     assert record["samples"][0]["chunks"][0] == [chunk.prefix_tokens, chunk.num_tokens]

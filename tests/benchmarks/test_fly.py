@@ -1,6 +1,5 @@
 """Laws of the loads and figures of the fly benchmark, and one small run of it."""
 
-import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from benchmarks.client import Request
 from benchmarks.fly import report
 from benchmarks.fly.load import Phase, Plan
 from benchmarks.fly.measure import SYSTEMS, Latency, Run, classes_of, latency, measure, peak_tokens_per_s
+from benchmarks.result_files import read_result
 from tests.benchmarks.answers import answer
 from tests.support.models import tiny_model
 
@@ -112,7 +112,7 @@ def test_tables_have_a_cell_for_each_heading(tmp_path: Path) -> None:
     titles = {row[0] for row in report.rows(runs, "mix")}
     assert set(report.PAPER) <= titles
     json_path, text_path = report.write(tmp_path, PLAN, {"bursty": 1.0, "mix": 2.0}, runs, "2000-01-01")
-    assert len(json.loads(json_path.read_text())["runs"]) == len(runs)
+    assert len(read_result(json_path)["runs"]) == len(runs)
     assert "x1.00" in text_path.read_text()
 
 

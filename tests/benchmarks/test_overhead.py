@@ -18,6 +18,7 @@ from benchmarks.overhead.plan import Level, Plan
 from benchmarks.overhead.report import Sample
 from benchmarks.overhead.systems.base import ServerProcess
 from benchmarks.overhead.systems.vllm_server import command_flag
+from benchmarks.result_files import read_result
 from benchmarks.sse import Answer, Connection, _Stream
 
 PLAN = Plan(model=Path("model"), level_timeout_s=5.0)
@@ -179,7 +180,7 @@ def test_ratios_are_of_medians_over_rounds(tmp_path: Path) -> None:
     rows = report.table_rows(samples)
     assert [row[:3] for row in rows] == [["8", "vllm", "100 (x0.95)"], ["8", "pengserve", "95"]]
     json_path, text_path = report.write(tmp_path, PLAN, {"vllm": "its note"}, samples, "2026-01-01")
-    record = json.loads(json_path.read_text())
+    record = read_result(json_path)
     assert len(record["samples"]) == 6
     assert "100 (x0.95)" in text_path.read_text()
     assert "its note" in text_path.read_text()

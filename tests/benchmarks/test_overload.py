@@ -1,7 +1,7 @@
 """Laws of the load, the timeline, the figures and the plot of the overload benchmark, and one small run of it."""
 
-import json
 import os
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,6 +28,7 @@ from benchmarks.overload.load import (
 from benchmarks.overload.measure import SYSTEMS, Run, measure
 from benchmarks.overload.systems import layout_changes
 from benchmarks.overload.timeline import LayoutChange, Timeline, groups_of
+from benchmarks.result_files import read_result
 from pengserve.controller import layout as layouts
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import Epoch, InstanceId
@@ -287,7 +288,7 @@ def test_files_have_all_runs_and_a_panel_for_each_system(tmp_path: Path) -> None
     runs = [run(system, i, drops=[(5.0, 9.0)] if system == "drop" else ()) for system in SYSTEMS for i in range(2)]
     size = Size(num_instances=2, weight_bytes=25 << 20, calibration=calibration(), course=COURSE)
     json_path, text_path, plot_path = report.write(tmp_path, PLAN, size, runs, "2000-01-01")
-    record = json.loads(json_path.read_text())
+    record = read_result(json_path)
     assert len(record["runs"]) == len(runs) and record["size"]["course"]["burst_requests"] == 12
     text = text_path.read_text()
     assert f"]({plot_path.name})" in text
@@ -306,8 +307,10 @@ def test_the_plot_keeps_everything_inside_its_panel() -> None:
     for shape in panel:
         for x, y in [point.split(",") for point in shape.get("points", "").split()]:
             assert plot.LEFT <= float(x) <= plot.WIDTH - plot.RIGHT and 0 <= float(y) <= plot.PANEL_HEIGHT
-        if shape.get("cy"):
-            assert 0 <= float(shape.get("cy", "")) <= plot.PANEL_HEIGHT
+    dots = re.findall(r"M([\d.-]+),([\d.-]+)h0", next(shape.get("d", "") for shape in panel if shape.get("d")))
+    assert len(dots) == len(run("drop").timeline.ttft)
+    assert all(plot.LEFT <= float(x) <= plot.WIDTH - plot.RIGHT for x, _ in dots)
+    assert all(0 <= float(y) <= plot.PANEL_HEIGHT for _, y in dots)
 
 
 # A small run ----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from benchmarks.overload.simulated import (
     newest_results,
     repeatability,
 )
+from benchmarks.result_files import read_result
 from pengserve.planners.cost_model import CostModel
 from pengserve.simulator.result import Result
 
@@ -195,7 +196,7 @@ RESULTS = {"-".join(path.stem.split("-")[:2]): path for path in newest_results()
 
 def misses(load: str) -> dict[tuple[str, str, str], str]:
     """Figures of a load's newest result that are outside their bars, with their errors."""
-    found, _ = compare_all(json.loads(RESULTS[load].read_text(encoding="utf-8")))
+    found, _ = compare_all(read_result(RESULTS[load]))
     assert len(found) == 4 * len(SIMULATED)
     missed = {}
     for figure in found:

@@ -1,14 +1,25 @@
 """Laws of the files that a benchmark leaves."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks import result_files
-from benchmarks.result_files import facts_line, machine, machine_name, plan_data, table, versions, write_result
+from benchmarks.result_files import (
+    facts_line,
+    machine,
+    machine_name,
+    plan_data,
+    read_result,
+    record_text,
+    table,
+    versions,
+    write_result,
+)
 
 
 @dataclass(frozen=True)
@@ -32,9 +43,47 @@ def test_a_result_is_a_record_and_a_text_of_one_name(tmp_path: Path) -> None:
 
 def test_a_record_begins_with_what_it_was_measured_on(tmp_path: Path) -> None:
     json_path, _ = write_result(tmp_path, "some", "2000-01-01", {"plan": {}, "samples": [1]}, "")
-    record = json.loads(json_path.read_text())
+    record = read_result(json_path)
     assert list(record) == ["date", "machine", "versions", "plan", "samples"]
     assert (record["date"], record["machine"], record["versions"]) == ("2000-01-01", machine(), versions())
+
+
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.text(max_size=3) | st.floats(allow_nan=False),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+        max_leaves=20,
+    )
+)
+def test_a_record_is_read_as_it_was_but_for_digits_that_no_clock_has(tmp_path_factory: Any, value: Any) -> None:
+    path = tmp_path_factory.mktemp("record") / "record.json"
+    path.write_text(record_text({"value": value}))
+    assert same(read_result(path)["value"], value)
+
+
+def same(found: Any, value: Any) -> bool:
+    """Whether both are equal, numbers to nine digits."""
+    if isinstance(value, dict):
+        return list(found) == list(value) and all(same(found[key], value[key]) for key in value)
+    if isinstance(value, list):
+        return len(found) == len(value) and all(map(same, found, value))
+    if isinstance(value, float):
+        return isinstance(found, float) and found == pytest.approx(value, rel=1e-8, abs=0)
+    return type(found) is type(value) and bool(found == value)
+
+
+def test_times_keep_their_microseconds_and_coefficients_nine_digits(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    times = {"at_s": 1_795_278_077.123456, "step_s": 2.123456789123e-08}
+    path.write_text(record_text(times))
+    assert read_result(path) == {"at_s": 1_795_278_077.123456, "step_s": 2.12345679e-08}
+
+
+def test_rows_of_one_kind_name_their_fields_once() -> None:
+    rows = [{"at_s": float(i), "longest_gap_s": 0.5} for i in range(100)]
+    text = record_text({"rows": rows, "one": rows[:1], "deep": [{"a": [1]}, {"a": [2]}]})
+    assert text.count("longest_gap_s") == 2
+    assert '"deep":[{"a":[1]},{"a":[2]}]' in text
 
 
 def test_a_plan_is_recorded_whole_and_without_the_models_folder() -> None:

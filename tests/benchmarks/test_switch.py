@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.result_files import read_result
 from benchmarks.switch import report
 from benchmarks.switch.measure import Plan, Sample, Streams, as_data, gaps, measure, num_samples, seen
 from tests.benchmarks.answers import answer
@@ -86,7 +87,7 @@ def test_a_switch_that_failed_is_told_and_not_counted(tmp_path: Path) -> None:
     text = report.markdown(PLAN, [sample(), failed], "2000-01-01")
     assert "no switch was reported" in text and "of 1 switches" in text
     json_path, _ = report.write(tmp_path, PLAN, [sample(), failed], "2000-01-01")
-    assert json.loads(json_path.read_text())["samples"][0] == json.loads(json.dumps(as_data(sample())))
+    assert read_result(json_path)["samples"][0] == json.loads(json.dumps(as_data(sample())))
 
 
 @pytest.mark.validation
