@@ -38,8 +38,8 @@ help: ## Show this list
 setup: .venv/.installed ## Create .venv with the locked CPU set and PengServe itself
 
 .venv/.installed: requirements-cpu.txt pyproject.toml
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' \
-		|| { echo "The lock is for Python 3.11: run make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' \
+		|| { echo "The lock is for Python 3.11 and 3.12: run make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing the locked CPU set into .venv (about 2.5 GB, once)"
 	@$(PYTHON) deploy/install.py $(BIN)/python requirements-cpu.txt

@@ -232,6 +232,19 @@ def doctor(
     raise typer.Exit(run_doctor(config, model, port))
 
 
+@app.command()
+def init(
+    directory: Annotated[Path, typer.Argument(help="Where to write the files.")],
+) -> None:
+    """Write the deployment files and dashboards into a directory, to edit: laptop, Ray cluster, Kubernetes, Grafana.
+
+    - `pengserve init ./my-cluster && pengserve up ./my-cluster/deploy/laptop.yaml`
+    """
+    from pengserve.cluster.cli.init import run_init
+
+    run_init(directory)
+
+
 @model_app.command("make-demo")
 def make_demo(
     directory: Annotated[Path, typer.Argument(help="Where to write the model.")],

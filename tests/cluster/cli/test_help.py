@@ -69,6 +69,7 @@ def test_help_is_under_half_a_second():
         ["layout", "auto"],
         ["doctor"],
         ["model", "make-demo"],
+        ["init"],
     ],
 )
 def test_every_command_explains_itself(command, capsys):

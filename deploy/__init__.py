@@ -1,0 +1,1 @@
+"""Files to start PengServe with; `pengserve init DIR` copies them out of an installed package."""
