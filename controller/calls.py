@@ -65,7 +65,7 @@ class Calls:
     ) -> None:
         """Begins `work` of `key` at `now_s` unless that call is under way or waits to be collected.
 
-        A `patient` one is waited for by nobody.
+        No tick waits for a `patient` call.
         """
         if (call, key) in self._begun:
             return

@@ -4,7 +4,7 @@ import gc
 
 
 def spare_the_loop() -> None:
-    """Keeps full collections off the control loop. For whoever owns the process, once all is imported.
+    """Keeps full collections off the control loop. The process's entry point calls it once all is imported.
 
     States, answers and plans are values without cycles: reference counts free them, and a collection finds little.
     By default a thousand instances' answers call for a full one every few ticks, of 30 ms and more each.

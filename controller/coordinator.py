@@ -73,7 +73,7 @@ class Coordinator:
         return self._task is None and self._clock() >= self._retry_at_s
 
     def forgive(self) -> None:
-        """Ends the wait after a failure: somebody has asked for something else."""
+        """Ends the wait after a failure: a user has changed what the layout should be."""
         self._retry_at_s = 0.0
 
     def begin(self, plan: SwitchPlan) -> None:

@@ -54,7 +54,7 @@ class Wiring:
 
 
 def empty(version: int) -> Wiring:
-    """Nobody knows anybody; `version` is above all that earlier controllers gave out."""
+    """The wiring without peers and groups; `version` is above all that earlier controllers gave out."""
     return Wiring(directory=PeerDirectory(version=version, peers=(), groups=()))
 
 

@@ -1,6 +1,6 @@
 """The control loop: observe -> plan -> act -> log, once a tick and at once on news.
 
-Switches of the layout run beside the ticks (`coordinator.py`): whatever a switch waits for, instances are supervised.
+Switches of the layout run beside the ticks (`coordinator.py`), so ticks supervise instances while a switch waits.
 """
 
 import asyncio

@@ -41,8 +41,10 @@ class ReplicaPort(Protocol):
         ...
 
     def statuses(self, keys: Sequence[InstanceKey]) -> Sequence[InstanceSnapshot | StatusCall]:
-        """Asks many, as `status` does; for each of `keys`, in their order, its answer where that is there at once, else
-        the call, which nobody has begun. Never blocks, and raises nothing: who has an error to tell gives a call.
+        """Asks many instances as `status` does. Never blocks, and raises nothing.
+
+        Returns for each of `keys`, in their order, the answer where it is there at once. For the others it returns
+        calls that are not begun yet: the caller begins them, and they raise errors.
         """
         ...
 

@@ -93,7 +93,7 @@ class ProcessPort:
         return _tail(self.directory / f"{key}.log")
 
     async def create(self, key: InstanceKey) -> None:
-        """See `ReplicaPort`."""
+        """Starts the instance's process, once. Raises EngineError where it cannot start."""
         if key in self._children:
             return
         self._newest.add(key)
@@ -118,31 +118,31 @@ class ProcessPort:
         self._children[key] = child
 
     async def status(self, key: InstanceKey) -> InstanceSnapshot:
-        """See `ReplicaPort`."""
+        """The instance's own view of itself. Raises EngineError where its process has ended."""
         return from_data(InstanceSnapshot, await self._call(key, "status"))
 
     def statuses(self, keys: Sequence[InstanceKey]) -> list[StatusCall]:
-        """See `ReplicaPort`. What an instance says comes from its process, each in its own time."""
+        """One call for each of `keys`, not begun yet: every process answers in its own time."""
         return [self.status(key) for key in keys]
 
     async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
-        """See `ReplicaPort`."""
+        """Lets running requests finish within `timeout_s`; True once the instance runs none. Raises EngineError."""
         return bool(await self._call(key, "drain", timeout_s=timeout_s))
 
     async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
-        """See `ReplicaPort`."""
+        """Sends the instance the directory of its peers, and does not wait for groups. Raises EngineError."""
         await self._call(key, "connect", directory=directory)
 
     async def prepare(self, key: InstanceKey, plan: SwitchPlan) -> None:
-        """See `ReplicaPort`."""
+        """Asks a member whether it can take part in `plan`. Raises StepError where it cannot, or EngineError."""
         await self._call(key, "prepare", plan=plan)
 
     async def commit(self, key: InstanceKey, plan: SwitchPlan) -> SwitchReport:
-        """See `ReplicaPort`."""
+        """Asks the leader to carry out a prepared plan. Raises StepError where nothing was changed, or EngineError."""
         return from_data(SwitchReport, await self._call(key, "commit", plan=plan))
 
     async def abort(self, key: InstanceKey, plan_id: str) -> None:
-        """See `ReplicaPort`."""
+        """Tells a member to forget a prepared plan; harmless where it has none."""
         await self._call(key, "abort", plan_id=plan_id)
 
     async def check(self, key: InstanceKey) -> tuple[str, ...]:
@@ -150,7 +150,7 @@ class ProcessPort:
         return tuple(await self._call(key, "check"))
 
     async def kill(self, key: InstanceKey) -> None:
-        """See `ReplicaPort`. A SIGKILL: nothing of the child's own code runs any more."""
+        """Ends the instance's process by SIGKILL, so that its own code does not run any more, and waits for its end."""
         child = self._children.get(key)
         if child is None:
             return
@@ -163,7 +163,7 @@ class ProcessPort:
         self._children.pop(key, None)
 
     async def discover(self) -> Discovery:
-        """See `ReplicaPort`."""
+        """The children of this process: those that live, those that have ended, and every life that it started."""
         living = {key for key, child in self._children.items() if child.is_alive}
         return Discovery(
             living=tuple(sorted(living)),

@@ -70,7 +70,7 @@ def fingerprint(*parts: Any) -> str:
 
 
 def channel_token(app: str) -> str:
-    """The application's secret for request channels: made by whoever asks first, the same for all on this cluster.
+    """The application's secret for request channels. The first process that calls this makes it; all others read it.
 
     It is kept here because Serve shows the arguments of deployments and their actors on its dashboard.
     """
@@ -100,48 +100,48 @@ class RayPort:
         self._one_at_a_time: dict[InstanceKey, threading.Lock] = {}
 
     async def create(self, key: InstanceKey) -> None:
-        """See `ReplicaPort`. Two controllers that overlap for a moment agree on one instance by its name."""
+        """Starts the instance's detached actor. Where two controllers overlap, the second finds it by its name."""
         lock = self._one_at_a_time.setdefault(key, threading.Lock())
         self._handles[key] = await _in_thread(lock, lambda: self._create(key))
 
     async def status(self, key: InstanceKey) -> InstanceSnapshot:
-        """See `ReplicaPort`."""
+        """The instance's own view of itself. Raises EngineError where its actor is gone for good."""
         handle = await self._handle(key)
         answer: InstanceSnapshot = await _answer(handle.status.remote())
         return answer
 
     def statuses(self, keys: Sequence[InstanceKey]) -> list[StatusCall]:
-        """See `ReplicaPort`. What an instance says comes from its process, each in its own time."""
+        """One call for each of `keys`, not begun yet: every actor answers in its own time."""
         return [self.status(key) for key in keys]
 
     async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
-        """See `ReplicaPort`."""
+        """Lets running requests finish within `timeout_s`; True once the instance runs none. Raises EngineError."""
         handle = await self._handle(key)
         return bool(await _answer(handle.drain.remote(timeout_s)))
 
     async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
-        """See `ReplicaPort`."""
+        """Sends the instance the directory of its peers, and does not wait for groups. Raises EngineError."""
         handle = await self._handle(key)
         await _answer(handle.connect.remote(directory))
 
     async def prepare(self, key: InstanceKey, plan: SwitchPlan) -> None:
-        """See `ReplicaPort`."""
+        """Asks a member whether it can take part in `plan`. Raises StepError where it cannot, or EngineError."""
         handle = await self._handle(key)
         await _answer(handle.prepare.remote(plan))
 
     async def commit(self, key: InstanceKey, plan: SwitchPlan) -> SwitchReport:
-        """See `ReplicaPort`."""
+        """Asks the leader to carry out a prepared plan. Raises StepError where nothing was changed, or EngineError."""
         handle = await self._handle(key)
         report: SwitchReport = await _answer(handle.commit.remote(plan))
         return report
 
     async def abort(self, key: InstanceKey, plan_id: str) -> None:
-        """See `ReplicaPort`."""
+        """Tells a member to forget a prepared plan; harmless where it has none."""
         handle = await self._handle(key)
         await _answer(handle.abort.remote(plan_id))
 
     async def kill(self, key: InstanceKey) -> None:
-        """See `ReplicaPort`."""
+        """Kills the instance's actor, if it lives, and removes its placement group."""
         lock = self._one_at_a_time.setdefault(key, threading.Lock())
         await _in_thread(lock, lambda: self._kill(key))
         self._handles.pop(key, None)
@@ -149,7 +149,7 @@ class RayPort:
         self._one_at_a_time.pop(key, None)
 
     async def discover(self) -> Discovery:
-        """See `ReplicaPort`."""
+        """This application's actors and placement groups on the Ray cluster, and the newest life of each slot."""
         return await asyncio.to_thread(self._discover)
 
     def _create(self, key: InstanceKey) -> Any:

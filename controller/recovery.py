@@ -50,7 +50,7 @@ async def recover(config: ControllerConfig, port: ReplicaPort, base: Bases, now_
     """The state of the cluster as its instances tell it.
 
     Raises:
-        Exception: whatever `port.discover` raises; nothing was changed, and it can be tried again.
+        Exception: that of `port.discover`. The state is unchanged, and the caller can try again.
     """
     found = await port.discover()
     answers = await asyncio.gather(*(_ask(port, key, config.status_timeout_s) for key in found.living))
@@ -68,7 +68,7 @@ async def recover(config: ControllerConfig, port: ReplicaPort, base: Bases, now_
 def close_open_spans(past: Sequence[Event], slots: Iterable[Slot]) -> tuple[Change, ...]:
     """Ends for the starts that earlier controllers left open in the log; `slots` are as adopted.
 
-    A start that is still going on stays open. A drain is begun anew by whoever adopts the instance.
+    A start that is still going on stays open. The controller that adopts the instance begins its drain anew.
     """
     found = {span(slot.key): slot.state for slot in slots if slot.alive}
     changes = []

@@ -15,7 +15,7 @@ class Part(NamedTuple):
 
     key: InstanceKey
     endpoint: str
-    is_follower: bool  # it says that it executes another instance's steps, whatever the layout says
+    is_follower: bool  # it says that it executes another instance's steps; the layout may differ
     lanes: tuple[LaneInfo, ...]
     max_model_len: int  # in dp
     longest: int  # tokens a request may have in any of its shapes

@@ -166,7 +166,7 @@ def adopt(
     strays = tuple(sorted(key for keys in keys_of.values() for key in keys))
     layout, _ = layouts.follow(state.layout, slots)
     if layout is not state.layout:
-        # The first epoch of a controller, whatever the layout: the caller tells of it.
+        # The first epoch of this controller is above all that instances report. The caller logs it.
         reported = max((answer.epoch for answer in living.values() if answer is not None), default=0)
         layout = replace(layout, epoch=Epoch(max(state.layout.epoch, reported + 1)))
     found = replace(
@@ -222,7 +222,7 @@ def end_switch(
 
 
 def fail_switch(state: ClusterState, plan: SwitchPlan, why: str, now_s: float) -> Transition:
-    """Takes in that `plan` has been aborted, or that nobody knows what became of it: the members' answers will tell."""
+    """Ends a switch that was aborted, or whose outcome the controller does not know: members' answers tell it later."""
     data = _kind_of(plan)
     changes = [Change(kind=EventKind.TRANSITION_ERROR, span=switch_span(plan), why=why, data=data)]
     return _followed(replace(state, switch=None), state, changes, now_s)

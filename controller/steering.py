@@ -1,4 +1,4 @@
-"""What the layout should become: the planners decide from load, demand and memory, or somebody's wish stands."""
+"""What the layout should become: planners decide from load, demand and memory, unless a user has pinned a layout."""
 
 import logging
 import math

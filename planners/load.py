@@ -153,7 +153,7 @@ def fits_alone(
     fill: float = 1.0,
     parts: Sequence[Group] = (),
 ) -> bool:
-    """Whether what runs in the pipeline `group` surely fits into its members' dp lanes, whatever the lengths.
+    """Whether what runs in the pipeline `group` surely fits into its members' dp lanes, for any lengths of requests.
 
     Of requests of at most L blocks, given one after the other to the member with most room, one finds none only where
     each member has less than L left. False where a member is missing, or the leader's stats are of another shape.

@@ -127,7 +127,7 @@ def plan_switch(
 
 
 def propose(snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory) -> Proposal:
-    """The next merge or split, for somebody who may prefer something else.
+    """The next merge or split, for a caller that may choose another switch.
 
     A function of its arguments alone. It must see the cluster regularly, also while nothing happens: the history
     measures how long things last. After a gap of more than `quiet_s` the measuring begins anew.
@@ -135,7 +135,7 @@ def propose(snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory
     if not snapshot.policy.is_auto:
         return Proposal(history=history, followed=history)
     if history.seen_s is not None and snapshot.time_s - history.seen_s > config.quiet_s:
-        history = replace(history, low_since_s={}, queue_since_s={})  # nobody knows what was in between
+        history = replace(history, low_since_s={}, queue_since_s={})  # nothing was measured during the gap
     queues = _queues(snapshot, history)
     lasting_queues = (i for i, since_s in queues.items() if snapshot.time_s - since_s >= QUEUE_S)
     view = ClusterView.of(snapshot, config.busy_requests, lasting_queues)
@@ -313,7 +313,7 @@ def _tp_for_wish(look: _Look, degree: int) -> _Step | None:
     goal = min(able, key=lambda g: _cost(look, g))
     strategy = look.config.priority_strategy
     if goal.degree >= len(look.view.instances) and _num_requests(look) > 0:
-        strategy = SwitchStrategy.CARRY  # nobody is left to serve the paused: they must go on with the rest
+        strategy = SwitchStrategy.CARRY  # no other instance can serve paused requests: all must go on
     load = sum(look.view.load(g).num_requests for g in look.view.groups_over(goal.members))
     why = f"requests ask for tp{degree} or are urgent, {load} requests run on its members"
     step = _step_to(look, goal, Reason.PRIORITY, why, strategy)
@@ -367,7 +367,7 @@ def _relieve(look: _Look, free: list[Group]) -> _Step | None:
 
 
 def _end_of_reason(look: _Look, free: list[Group]) -> _Step | None:
-    """Splits a group that nobody needs any more, or hands it to the load rule where load allows it."""
+    """Splits a group that no request needs any more, or hands it to the load rule where load allows it."""
     config, running_groups = look.config, dict(look.history.running_groups)
     step = None
     for group in free:

@@ -7,7 +7,7 @@
               would take, and a share of those that wait at ingresses
     growth    what is predicted to come within `horizon_s`: the slope of resident + queued over the last looks
 
-So a group that fills up counts as overloaded before it is full, and before vLLM preempts anybody.
+So a group that fills up counts as overloaded before it is full, and before vLLM's scheduler preempts a request.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,4 +1,4 @@
-"""The way to a layout that somebody asked for."""
+"""The switches that lead to a layout that a user asked for."""
 
 from collections.abc import Collection
 
@@ -19,7 +19,7 @@ def plan_pinned(
     What `target` does not name is alone. Groups end before others begin, but a pipeline that is wanted wider grows as
     it is, and one that is wanted narrower is cut. A split waits for a request that is too long
     for one instance, a restore also until the members have room for all that runs; a merge or drop for communicators
-    and for paused requests to go on. Whatever the `strategy`, drops and restores carry: that is what they are for.
+    and for paused requests to go on. Drops and restores always carry, also where `strategy` is another.
     """
     if is_backing_off(snapshot):
         return None

@@ -34,7 +34,7 @@ class Prices:
     def switch_s(self, group: Group) -> float:
         """Of a merge, split or restore of `group`: its requests move, and those that wait elsewhere go on waiting.
 
-        Parameters that come back in a restore stall nobody: they come beside serving.
+        Parameters that come back in a restore stall no request: they arrive while the group serves.
         """
         return self.keep_s + self._moving_s(group)
 
@@ -87,7 +87,7 @@ def _keep_s(demand: MemoryDemand, config: DropConfig) -> float:
 
 
 def demands_over(snapshot: ClusterSnapshot, group: Group) -> dict[InstanceId, GroupDemand]:
-    """The demand of the layout's groups over the members of `group`, by member, where nobody has predicted it."""
+    """The demand of the layout's groups over the members of `group`, by member, where no prediction exists."""
     groups = [g for g in snapshot.layout.groups if not set(g.members).isdisjoint(group.members)]
     members = {member for g in groups for member in g.members}
     instances = {

@@ -4,8 +4,8 @@ memory is short.
 A pipeline ends in its members alone, or where these would be too small, in its two halves.
 
 What keeps the layout from flapping: a pipeline stands for `min_dwell_s`; its demand has been below `restore_below` of
-what it would end in for `quiet_s`; and its requests fit in there so, whatever their lengths, that no memory is short
-again.
+what it would end in for `quiet_s`; and its requests fit in there, however long each of them is, so
+that no memory is short again.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -81,7 +81,7 @@ def plan_restore(
     pipelines = group_table(snapshot.layout.groups).of_kind[GroupKind.PP]
     now_s, seen_s = snapshot.time_s, history.seen_s
     since = snapshot.layout_since_s or now_s
-    # After a gap nobody knows what was in between; looks may be further apart than `quiet_s`.
+    # Nothing was measured during a gap, so quiet times begin anew. Looks may be further apart than `quiet_s`.
     is_gap = seen_s is None or now_s - seen_s > max(GAP_S, config.quiet_s)
     low_before = {} if is_gap else history.low_since_s
     low_since_s = {

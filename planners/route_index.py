@@ -20,9 +20,11 @@ _ClassId = tuple[int, int]
 
 
 class RouteIndex:
-    """Candidates by key, and the choice among them: that of `dispatch.choose`, whatever was asked and updated before.
+    """Candidates by key, and the choice among them.
 
-    Who owns it calls `update` whenever a part of a candidate has changed: new stats, a request sent or aged out of
+    The choice equals that of `dispatch.choose`; earlier choices and updates do not affect it.
+
+    The owner calls `update` whenever a part of a candidate has changed: new stats, a request sent or aged out of
     `unseen_tokens`, a priority request begun or ended. An update costs a search among and a move of pointers to the
     routes of one class: a few microseconds for thousands of them.
     """

@@ -7,7 +7,7 @@ The first that is due, and each one on what those before it leave alone:
     3. split, merge    for load; no group that is short of memory is merged for load
     4. restore         where memory is plenty, and short nowhere
 
-Where somebody has pinned a layout, all of it rests, and what leads there comes next.
+Where a user has pinned a layout, the rules above rest, and the next switch is one that leads to that layout.
 
 Every option has a price, in seconds that requests stall, added up over all requests: those whose KV a switch moves, for
 as long as that takes; and those that find no memory after it, for `min_dwell_s` each, as that is when the layout is

@@ -2,7 +2,7 @@
 
 A merge's wave takes as many blocks of each member as its requests have in the group's lane, and frees, at the member
 that each of them comes from, those that it had there. Their KV is read before they free anything, and written once they
-have: a wave may live on what it frees, and no member may be short at its end, whatever it would be in between.
+have. So a wave may use the blocks that it frees: members must have enough blocks at its end, not in between.
 
     free blocks of two members, and what a request of 9 blocks changes that needs 5 of the lane
     (1, 2)  -> from the first: (+9 - 5, -5)  ->  (5, -3)  -> from the second: (-5, +9 - 5)  ->  (0, 1): a wave of both
@@ -28,7 +28,7 @@ class Mover:
     num_tokens: int  # whose KV moves
     num_needed: int  # blocks of the lane: so many at every member
     num_own: int  # blocks of its member that it alone holds
-    shared: tuple[int, ...] = ()  # those that it holds with other movers, and with nobody else (cached prefixes)
+    shared: tuple[int, ...] = ()  # those that it holds with other movers alone (cached prefixes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,10 @@ class _Room:
 
 
 def _longest(coming: Iterable[Mover], room: _Room) -> list[Mover]:
-    """Whoever comes from the member with least room goes next, as that member's blocks decide what fits."""
+    """The movers of the longest wave that fits, in order.
+
+    The next mover comes from the member with least room, as that member's blocks decide what fits.
+    """
     room, fitting = room.copy(), 0
     order: list[Mover] = []
     num_tokens: Counter[int] = Counter()

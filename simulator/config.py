@@ -142,7 +142,7 @@ class Death(_Section):
 
 
 class LayoutChange(_Section):
-    """Somebody asks for a layout, `at_s` after the traffic began: "tp2@(0,1)", "pp2", "dp", or "auto"."""
+    """A user asks for a layout, `at_s` after the traffic began: "tp2@(0,1)", "pp2", "dp", or "auto"."""
 
     at_s: float = Field(ge=0)
     layout: str

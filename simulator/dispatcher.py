@@ -13,7 +13,7 @@ MOST_EXACT = 64  # routes whose loads are those of this moment; of more they are
 
 
 class Dispatcher:
-    """The routes in order. Whoever changes an instance's load says so by `touch`."""
+    """The routes in order. Code that changes an instance's load calls `touch`."""
 
     def __init__(self, cluster: SimCluster) -> None:
         self._cluster = cluster
@@ -46,7 +46,7 @@ class Dispatcher:
         self._dirty.add(key)
 
     def choose(self, num_tokens: int, wish: Wish, avoid: InstanceKey | None) -> InstanceKey | None:
-        """See `planners.dispatch.choose`; never `avoid`."""
+        """The instance that the planner chooses for a request, never `avoid`; None where none can hold the request."""
         self._refresh()
         if avoid is not None:
             self._index.forget(avoid)

@@ -132,15 +132,15 @@ class Ingress:
     # Words of instances -----------------------------------------------------------------------------------------------
 
     def ended(self, requests: Collection[LiveRequest]) -> None:
-        """See `Owner`."""
+        """Records the end of requests that have their last token."""
         for request in requests:
             self._forget(self._records[request])
             self._on_end(request, "")
 
     def moved(self, requests: Sequence[LiveRequest], to: InstanceKey | None, *, carried: bool) -> None:
-        """See `Owner`."""
+        """Follows requests that left their instance: with their KV to `to`, or sent again, to `to` where that fits."""
         if carried:
-            assert to is not None, "a request is carried to somebody"
+            assert to is not None, "a carried request has an instance that it goes to"
             for request in requests:
                 request.num_moves += 1
                 self._put(request, to)
@@ -152,7 +152,7 @@ class Ingress:
             self._send_again(self._records[request], to)
 
     def lost(self, key: InstanceKey, requests: Sequence[LiveRequest]) -> None:
-        """See `Owner`."""
+        """Resumes a lost instance's requests from their tokens. A request that lost too many instances fails."""
         for request in reversed(requests):  # each goes to the head of the queue where none takes it now
             record = self._records[request]
             self._put(request, None)
@@ -166,7 +166,7 @@ class Ingress:
                 self._place_or_wait(record, first=True)
 
     def touched(self, key: InstanceKey) -> None:
-        """See `Owner`: it is up, gone, or of another shape."""
+        """Sends waiting requests anew: `key` is up, gone, or of another shape."""
         self._dispatcher.touch(key)
         self._wake()
 

@@ -29,7 +29,7 @@ class Advance:
         self._progress.update(self._task, completed=min(by_time, by_requests), detail=detail)
 
     def done(self) -> None:
-        """It has ended, whatever is left."""
+        """Fills the bar: the run has ended, also where requests are left."""
         self._progress.update(self._task, completed=1.0)
 
 

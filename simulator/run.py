@@ -53,7 +53,7 @@ class RecordedLog(EventLog):
         self.events: list[Event] = []
 
     def append(self, changes: Any) -> tuple[Event, ...]:
-        """See `EventLog`."""
+        """Logs `changes` in order, keeps them for the report, and returns them as events."""
         found: tuple[Change, ...] = tuple(changes)
         events = super().append(found)
         self.events += events
@@ -269,7 +269,7 @@ class Simulation:
             raise ConfigError(f"layouts: {error}") from None
 
     def _fail(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """An error in a callback, which nobody waits for, ends the run."""
+        """An error in a callback, which no task awaits, ends the run."""
         self._failure = context.get("exception") or PengServeError(str(context.get("message")))
         self._over.set()
 

@@ -21,7 +21,7 @@ class PeerAddress:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSpec:
-    """A group that must be able to run: its communicators are built before anybody needs them."""
+    """A group that must be able to run. Its members build its communicators before a switch needs them."""
 
     group: Group
     members: tuple[InstanceKey, ...]  # in rank order

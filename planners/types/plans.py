@@ -31,7 +31,7 @@ class SwitchStrategy(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutTarget:
-    """A layout that somebody asks for; it stands until it is asked otherwise. Instances in no group are alone (dp)."""
+    """A layout that a user asks for. It stays until the user asks for another. Instances in no group are alone (dp)."""
 
     groups: tuple[Group, ...]
     strategy: SwitchStrategy = SwitchStrategy.CARRY

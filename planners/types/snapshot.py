@@ -135,7 +135,7 @@ class InstanceSnapshot:
     rss_bytes: int = 0
     phase: str = ""  # what a STARTING one does, in a few words for people
     failure: str = ""  # why it is DEAD, or why the slot's life before it ended; one sentence for people
-    # Of one life, answers of one revision differ in `stats` and `rss_bytes` alone. 0: nobody has numbered them.
+    # Of one life, answers of one revision differ in `stats` and `rss_bytes` alone. 0: the instance gave no number.
     revision: int = 0
 
     @property

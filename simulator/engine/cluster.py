@@ -232,12 +232,12 @@ class SimCluster:
             under_way.task.cancel()
 
     def group_lane(self, group: Group, members: tuple[SimInstance, ...], capacity: KvCapacity) -> Driver:
-        """See `Surroundings`."""
+        """A lane for a group, with no requests and all of its blocks."""
         return self._build(group.shape, capacity, members)
 
 
 def _report(task: "asyncio.Task[SwitchReport]") -> None:
-    """A switch has ended; its caller may have left. What nobody foresaw ends the simulation."""
+    """A switch has ended; its caller may have left. An error that is no `PengServeError` ends the simulation."""
     error = None if task.cancelled() else task.exception()
     if error is not None and not isinstance(error, PengServeError):
         task.get_loop().call_exception_handler({"message": f"{task.get_name()} failed", "exception": error})

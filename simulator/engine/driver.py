@@ -1,4 +1,4 @@
-"""What instances and switches ask of a lane that runs in virtual time, and of whoever owns requests."""
+"""What instances and switches ask of a lane that runs in virtual time, and of the owner of requests, the ingress."""
 
 from collections.abc import Collection, Sequence
 from typing import Protocol

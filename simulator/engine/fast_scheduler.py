@@ -38,7 +38,7 @@ class _Mixed(NamedTuple):
 
 
 class FastScheduler:
-    """See the module, and `LaneScheduler` for what each method does."""
+    """A `LaneScheduler` in plain Python, without prefix caching. Equal decode steps are scheduled as one."""
 
     def __init__(self, capacity: KvCapacity, options: SchedulerOptions | None = None) -> None:
         self.capacity = capacity
@@ -61,32 +61,32 @@ class FastScheduler:
 
     @property
     def num_blocks(self) -> int:
-        """See `LaneScheduler`."""
+        """KV blocks that the lane has now."""
         return self._state.num_blocks
 
     @property
     def num_free(self) -> int:
-        """See `LaneScheduler`."""
+        """KV blocks that are free now."""
         return self._state.free
 
     @property
     def running(self) -> Sequence[LiveRequest]:
-        """See `LaneScheduler`."""
+        """Requests that hold KV, in the order in which they are scheduled."""
         return self._state.holders()
 
     @property
     def waiting(self) -> Sequence[LiveRequest]:
-        """See `LaneScheduler`."""
+        """Requests that hold no KV, the next one first."""
         return [entry.live for entry in self._state.waiting]
 
     @property
     def queued_tokens(self) -> int:
-        """See `LaneScheduler`."""
+        """Tokens of all waiting requests."""
         return self._state.waiting.num_tokens
 
     @property
     def totals(self) -> dict[str, int]:
-        """See `LaneScheduler`."""
+        """Counts that only grow, by their names in `InstanceStats`; those of prefix caching are 0."""
         return {
             "step": self._steps,
             "total_prompt_tokens": self._prompted,
@@ -98,18 +98,18 @@ class FastScheduler:
         }
 
     def computed_tokens(self, request: LiveRequest) -> int:
-        """See `LaneScheduler`."""
+        """Tokens of a running request whose KV is there, without those of unfinished steps."""
         entry = self._state.entries[request]
         return entry.computed - entry.in_flight
 
     def blocks_freed(self, requests: Sequence[LiveRequest]) -> list[tuple[int, list[int]]]:
-        """See `LaneScheduler`."""
+        """Of each running request, the number of blocks that it holds; no block is shared, so the lists are empty."""
         return [(self._state.entries[request].blocks, []) for request in requests]
 
     # Requests that come and go ---------------------------------------------------------------------------------------
 
     def add(self, request: LiveRequest) -> None:
-        """See `LaneScheduler`."""
+        """Queues a request, before all others if it has generated tokens. Raises PlanError if it is too long."""
         check_fits(request, self.capacity)
         entry = self._state.entries[request] = Entry(request)
         if request.num_generated:
@@ -119,7 +119,7 @@ class FastScheduler:
             self._state.waiting.append(entry)
 
     def admit(self, request: LiveRequest, computed_tokens: int) -> bool:
-        """See `LaneScheduler`."""
+        """Takes a request with KV of `computed_tokens`; False, and nothing is changed, where blocks are missing."""
         check_fits(request, self.capacity)
         check_admitted(request, computed_tokens)
         # One token more than computed, as in production, so that its next step can never wait for a block.
@@ -133,18 +133,18 @@ class FastScheduler:
         return True
 
     def remove(self, requests: Collection[LiveRequest]) -> None:
-        """See `LaneScheduler`."""
+        """Lets requests go, running or waiting, and frees their blocks; unknown requests are ignored."""
         entries = self._state.entries
         self._let_go([entries[request] for request in requests if request in entries])
 
     def resize(self, num_blocks: int) -> bool:
-        """See `LaneScheduler`."""
+        """Sets the number of KV blocks; False, and nothing is changed, where more are in use."""
         return self._state.resize(num_blocks)
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
     def schedule(self, max_steps: int = 1) -> Step | None:
-        """See `LaneScheduler`."""
+        """The next step, or up to `max_steps` equal ones as one; None where there is nothing to compute now."""
         if len(self._open) >= self.options.most_in_flight:
             raise PlanError(f"{len(self._open)} steps are unfinished: finish one first")
         step = self._schedule_decodes(max_steps) if self.options.num_stages == 1 else None
@@ -154,7 +154,7 @@ class FastScheduler:
         return step
 
     def finish(self, step: Step, num_steps: int = 1) -> list[LiveRequest]:
-        """See `LaneScheduler`."""
+        """Ends `num_steps` of the oldest unfinished step, counts their tokens, and returns the requests that ended."""
         if not self._open or step.handle is not self._open[0]:
             raise PlanError("steps must be finished in the order in which they were scheduled, each once")
         del self._open[0]

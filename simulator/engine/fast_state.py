@@ -1,4 +1,4 @@
-"""What the fast scheduler has: requests in their order, and blocks. Whatever happens, a block is free or held once."""
+"""What the fast scheduler has: requests in their order, and blocks. Each block is free or held by one request."""
 
 from collections.abc import Collection
 from itertools import chain
@@ -38,7 +38,7 @@ class FastState:
     # Who is next -----------------------------------------------------------------------------------------------------
 
     def next_queue(self) -> WaitingQueue | None:
-        """Whose head begins next, if there is room for it; None where nobody waits, or nobody more may run."""
+        """The queue whose head begins next, if blocks are free for it; None where no request waits or may run."""
         queue = self.holding or self.waiting
         return queue if queue and len(self.running) < self.capacity.max_num_seqs else None
 
@@ -122,7 +122,7 @@ class FastState:
         self.free -= blocks
 
     def resize(self, num_blocks: int) -> bool:
-        """See `LaneScheduler`."""
+        """Sets the number of KV blocks; False, and nothing is changed, where more are in use."""
         used = self.num_blocks - self.free
         if num_blocks < used:
             return False

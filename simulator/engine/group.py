@@ -63,7 +63,7 @@ class GroupRun:
 
 
 def end_group(run: GroupRun) -> Sequence[LiveRequest]:
-    """Takes all members out of the group; its requests, which nobody has any more."""
+    """Takes all members out of the group. Returns its requests, which no lane holds any more."""
     requests = run.requests()
     run.close()
     for member in run.members:

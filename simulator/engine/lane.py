@@ -3,8 +3,8 @@
     schedule -- step -- finish | schedule -- step -- finish | ...
                                boundary: requests leave, pauses and stalls begin, the next step is chosen
 
-Where the scheduler says that many equal steps follow each other they are one event. Whatever comes in the middle cuts
-them: steps that have ended are finished, the one under way goes on alone, and after it all is scheduled anew. So a cut
+Where the scheduler says that many equal steps follow each other they are one event. A call in the middle cuts them:
+steps that have ended are finished, the one under way goes on alone, and after it all is scheduled anew. So a cut
 changes nothing but the number of events.
 """
 

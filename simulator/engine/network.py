@@ -15,7 +15,7 @@ class LinkNetwork:
         self._links = Links(gpu, [slot // per_node for slot in range(num_instances)], latencies)
 
     async def send(self, source: SimInstance, target: SimInstance, num_bytes: int, *, is_weights: bool) -> None:
-        """See `Network`."""
+        """Returns when the bytes have come over the links; KV goes before weights."""
         kind = Kind.WEIGHTS if is_weights else Kind.KV
         await self._links.transfer(source.instance_id, target.instance_id, num_bytes, kind)
 

@@ -20,45 +20,45 @@ class SimPort:
         self._cluster = cluster
 
     async def create(self, key: InstanceKey) -> None:
-        """See `ReplicaPort`."""
+        """Starts a simulated instance. One that replaces another is ready after its start in virtual time."""
         self._cluster.create(key)
 
     async def status(self, key: InstanceKey) -> InstanceSnapshot:
-        """See `ReplicaPort`."""
+        """The instance's view of itself, at once. Raises EngineError where it has ended."""
         return self._said(key)
 
     def statuses(self, keys: Sequence[InstanceKey]) -> list[InstanceSnapshot | StatusCall]:
-        """See `ReplicaPort`."""
+        """Answers for all `keys` that live, at once; for the others a call that raises EngineError."""
         return [self._said(key) if self._cluster.lives(key) else self.status(key) for key in keys]
 
     async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
-        """See `ReplicaPort`. Nobody drains a simulation: it ends when its requests have."""
+        """Marks the instance as draining, at once; True where it holds no request. Raises EngineError."""
         instance = self._cluster.find(key)
         instance.state = InstanceState.DRAINING
         return not instance.requests()
 
     async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
-        """See `ReplicaPort`."""
+        """Gives the instance the directory of its peers. Its groups are ready at once. Raises EngineError."""
         self._cluster.connect(key, directory)
 
     async def prepare(self, key: InstanceKey, plan: SwitchPlan) -> None:
-        """See `ReplicaPort`."""
+        """Checks whether a member can take part in `plan`. Raises StepError, FenceError, EngineError."""
         self._cluster.prepare(key, plan)
 
     async def commit(self, key: InstanceKey, plan: SwitchPlan) -> SwitchReport:
-        """See `ReplicaPort`."""
+        """Carries out a prepared plan in virtual time. Raises StepError, EngineError."""
         return await self._cluster.commit(key, plan)
 
     async def abort(self, key: InstanceKey, plan_id: str) -> None:
-        """See `ReplicaPort`."""
+        """Forgets a prepared plan, and calls off one that has moved nothing yet."""
         self._cluster.abort(key, plan_id)
 
     async def kill(self, key: InstanceKey) -> None:
-        """See `ReplicaPort`."""
+        """Ends the instance, if it lives, and frees its place."""
         self._cluster.remove(key)
 
     async def discover(self) -> Discovery:
-        """See `ReplicaPort`. A simulation begins with nothing."""
+        """Nothing: no instance is older than the simulation."""
         return Discovery()
 
     def _said(self, key: InstanceKey) -> InstanceSnapshot:

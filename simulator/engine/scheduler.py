@@ -98,7 +98,7 @@ class LaneScheduler(Protocol):
     def schedule(self, max_steps: int = 1) -> Step | None:
         """The next step, or as many equal ones as fit; None where there is nothing to compute now.
 
-        Counts `num_preemptions` up. Whoever waits may have to wait for ever: a request that needs more than all blocks.
+        Counts `num_preemptions` up. A request that needs more blocks than the lane has waits for ever.
         """
         ...
 

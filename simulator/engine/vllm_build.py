@@ -24,7 +24,7 @@ class _NoGrammars:
     """In place of vLLM's manager of structured output: no request has any."""
 
     def accept_tokens(self, request: object, token_ids: object) -> bool:
-        """See vLLM."""
+        """Accepts all tokens."""
         return True
 
 

@@ -38,7 +38,7 @@ class _Handle(NamedTuple):
 
 
 class VllmScheduler:
-    """See `LaneScheduler` for what each method does."""
+    """A `LaneScheduler` whose decisions are those of vLLM's scheduler and KV cache manager."""
 
     def __init__(self, capacity: KvCapacity, options: SchedulerOptions | None = None, *, is_terse: bool = True) -> None:
         """Builds the scheduler.
@@ -72,33 +72,33 @@ class VllmScheduler:
 
     @property
     def num_blocks(self) -> int:
-        """See `LaneScheduler`."""
+        """KV blocks that the lane has now, without those withheld."""
         return self._num_blocks
 
     @property
     def num_free(self) -> int:
-        """See `LaneScheduler`."""
+        """KV blocks that are free in vLLM's pool now, cached prefixes among them."""
         return int(self._pool.get_num_free_blocks())
 
     @property
     def running(self) -> Sequence[LiveRequest]:
-        """See `LaneScheduler`."""
+        """Requests that hold KV, in the order in which they are scheduled."""
         holding = itertools.chain(self._scheduler.running, self._scheduler.kv_holding_waiting)
         return [self._lives[request.request_id] for request in holding]
 
     @property
     def waiting(self) -> Sequence[LiveRequest]:
-        """See `LaneScheduler`."""
+        """Requests that hold no KV, the next one first."""
         return [self._lives[request.request_id] for request in self._scheduler.waiting]
 
     @property
     def queued_tokens(self) -> int:
-        """See `LaneScheduler`."""
+        """Tokens of all waiting requests."""
         return sum(request.num_tokens for request in self._scheduler.waiting)
 
     @property
     def totals(self) -> dict[str, int]:
-        """See `LaneScheduler`."""
+        """Counts that only grow, by their names in `InstanceStats`."""
         return {
             "step": self._steps,
             "total_prompt_tokens": self._prompted,
@@ -110,19 +110,19 @@ class VllmScheduler:
         }
 
     def computed_tokens(self, request: LiveRequest) -> int:
-        """See `LaneScheduler`."""
+        """Tokens of a running request whose KV is there, without those of unfinished steps."""
         found = self._scheduler.requests[request.request_id]
         return int(found.num_computed_tokens - found.num_in_flight_tokens)
 
     def blocks_freed(self, requests: Sequence[LiveRequest]) -> list[tuple[int, list[int]]]:
-        """See `LaneScheduler`."""
+        """Per request: how many blocks it alone holds, and the ids that are free once all `requests` are gone."""
         ids = [request.request_id for request in requests]
         return list(blocks_freed(self._scheduler.kv_cache_manager, ids).values())
 
     # Requests that come and go ---------------------------------------------------------------------------------------
 
     def add(self, request: LiveRequest) -> None:
-        """See `LaneScheduler`."""
+        """Queues a request, before all others if it has generated tokens. Raises PlanError if it is too long."""
         check_fits(request, self.capacity)
         made = self._request(request)
         self._lives[request.request_id] = request
@@ -133,7 +133,7 @@ class VllmScheduler:
             self._scheduler.waiting.prepend_request(made)
 
     def admit(self, request: LiveRequest, computed_tokens: int) -> bool:
-        """See `LaneScheduler`."""
+        """Takes a request with KV of `computed_tokens`; False, and nothing is changed, where blocks are missing."""
         check_fits(request, self.capacity)
         check_admitted(request, computed_tokens)
         made, manager = self._request(request), self._scheduler.kv_cache_manager
@@ -151,12 +151,15 @@ class VllmScheduler:
         return True
 
     def remove(self, requests: Collection[LiveRequest]) -> None:
-        """See `LaneScheduler`."""
+        """Lets requests go, running or waiting, and frees their blocks; unknown requests are ignored."""
         ids = [request.request_id for request in requests if self._lives.pop(request.request_id, None) is not None]
         self._scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
 
     def resize(self, num_blocks: int) -> bool:
-        """See `LaneScheduler`. Blocks are withheld as a pipeline withholds those without memory."""
+        """Sets how many blocks vLLM's pool may hand out; False, and nothing is changed, where more are in use.
+
+        The rest is withheld, as a pipeline's lane withholds blocks without memory.
+        """
         more = num_blocks - self._num_blocks
         if -more > self.num_free:
             return False
@@ -175,7 +178,7 @@ class VllmScheduler:
     # Steps -----------------------------------------------------------------------------------------------------------
 
     def schedule(self, max_steps: int = 1) -> Step | None:
-        """See `LaneScheduler`. vLLM decides every step by itself: `max_steps` of what it gives is 1."""
+        """vLLM's next step, always a single one; None where there is nothing to compute now."""
         if len(self._in_flight) >= self.options.most_in_flight:
             raise PlanError(f"{len(self._in_flight)} steps are unfinished: finish one first")
         output = self._form()
@@ -240,7 +243,7 @@ class VllmScheduler:
         )
 
     def finish(self, step: Step, num_steps: int = 1) -> list[LiveRequest]:
-        """See `LaneScheduler`."""
+        """Ends the oldest unfinished step, gives vLLM its tokens, and returns the requests that ended."""
         output, sampled = step.handle
         if not self._in_flight or output is not self._in_flight[0]:
             raise PlanError("steps must be finished in the order in which they were scheduled, each once")

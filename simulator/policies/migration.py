@@ -36,7 +36,7 @@ class Migration(Policy):
         return self
 
     def setup(self, facts: Facts) -> Setup:
-        """See `Policy`."""
+        """Every instance alone, and the task that migrates requests between them."""
         return Setup(companion=partial(_balance, self))
 
 
@@ -95,7 +95,7 @@ async def _migrate(cluster: SimCluster, request: LiveRequest, source: SimInstanc
         if source.is_alive:
             source.lane.resume()
     started_s = asyncio.get_running_loop().time()
-    # In nobody's hands while its last blocks are on their way: `moved` puts it back where the target cannot take it.
+    # No lane holds the request while its last blocks are sent. Where the target cannot take it, `moved` sends it again.
     await _send(cluster, source, target, left)
     request.stalls_s += asyncio.get_running_loop().time() - started_s
     if target.is_alive and target.lane.admit(request, computed):

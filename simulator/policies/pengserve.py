@@ -18,7 +18,7 @@ class PengServe(Policy):
     drop: dict[str, Any] = Field(default_factory=dict)
 
     def setup(self, facts: Facts) -> Setup:
-        """See `Policy`."""
+        """The production planners with these options. Raises ConfigError, which names a wrong option."""
         drop = planner_config(DropConfig, self.drop, "policy.options.drop", max_stages=facts.max_stages)
         return Setup(
             degrees=facts.degrees,

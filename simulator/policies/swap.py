@@ -7,5 +7,5 @@ class Swap(Policy):
     """Needs the fast scheduler: vLLM's own has no swapping any more."""
 
     def setup(self, facts: Facts) -> Setup:
-        """See `Policy`."""
+        """Every instance alone, with preemption by swapping KV to the host."""
         return Setup(preemption="swap")

@@ -7,5 +7,5 @@ class VllmDp(Policy):
     """Requests go to the instance with the least virtual KV load; memory that runs out is recomputed."""
 
     def setup(self, facts: Facts) -> Setup:
-        """See `Policy`."""
+        """Every instance alone; the layout never changes."""
         return Setup()

@@ -20,7 +20,7 @@ class VllmPp(Policy):
         return value
 
     def setup(self, facts: Facts) -> Setup:
-        """See `Policy`."""
+        """A static layout of pipelines. Raises ConfigError where instances cannot be grouped so."""
         layout = groups_of(facts, GroupKind.PP, self.stages, "policy.options.stages")
         drop = DropConfig(is_auto=False, max_stages=self.stages)
         return Setup(max_stages=self.stages, drop=drop, layout=layout, is_static=True)

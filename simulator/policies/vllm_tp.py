@@ -12,6 +12,6 @@ class VllmTp(Policy):
     degree: int = Field(default=2, ge=2)
 
     def setup(self, facts: Facts) -> Setup:
-        """See `Policy`."""
+        """A static layout of tensor-parallel groups. Raises ConfigError where instances cannot be grouped so."""
         layout = groups_of(facts, GroupKind.TP, self.degree, "policy.options.degree")
         return Setup(degrees=(self.degree,), layout=layout, is_static=True)

@@ -115,7 +115,7 @@ def _rows(kind: type, columns: Mapping[str, Sequence[Any]], where: str) -> tuple
 
 
 def _sorted(value: Any) -> Any:
-    """Keys of what users wrote, in one order whatever theirs was."""
+    """Keys of what users wrote, sorted, so that the order in which users wrote them does not matter."""
     if isinstance(value, dict):
         return {key: _sorted(value[key]) for key in sorted(value)}
     return [_sorted(item) for item in value] if isinstance(value, list) else value

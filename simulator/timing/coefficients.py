@@ -4,9 +4,9 @@
              +  the sum over prefill chunks of  max(pair * (c^2 + 2 p c), context * (c + p))
              +  the host's part
 
-A step reads the weights once, whatever it computes: `linear` is flat while that takes longest and grows with the tokens
-after it, so that decodes beside a prefill cost next to nothing, as in chunked prefill. A chunk of c new tokens attends
-to the p before it (KunServe Eq. 1), and has to read their KV even if it is but one token.
+Every step reads the weights once: `linear` is flat while that takes longest and grows with the tokens after it, so that
+decodes beside a prefill cost next to nothing, as in chunked prefill. A chunk of c new tokens attends to the p before it
+(KunServe Eq. 1), and has to read their KV even if it is but one token.
 """
 
 import csv

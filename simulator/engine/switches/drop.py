@@ -19,7 +19,7 @@ async def drop(switch: Switch) -> SwitchReport:
     num_left = _expect(switch, run, coming)
     num_reserved = run.num_reserved
     num_first = switch.leader.sizes.first_blocks(switch.parts)
-    assert run.lane.resize(max(0, num_first - num_reserved)), "nobody has a block of it yet"
+    assert run.lane.resize(max(0, num_first - num_reserved)), "no request has a block of the new lane yet"
     left = switch.leave_parts()
     switch.enter_group(run)
     switch.around.owner.moved(left, switch.leader.key, carried=False)

@@ -99,7 +99,7 @@ class Switch:
         return loop.time() - started_s
 
     async def begin_group(self, group: Group | None = None) -> GroupRun:
-        """The group that this switch forms, or a part that it ends in; nobody is in it yet."""
+        """The group that this switch forms, or a part that it ends in; no member has entered it yet."""
         group = group or self.plan.group
         members = tuple(member for member in self.members if member.instance_id in group.members)
         capacity = self.leader.sizes.lane(group.shape)
@@ -141,7 +141,7 @@ class Switch:
                     group.create_task(work)
 
     def undo(self) -> None:
-        """After a failure: whoever lives goes on as before, or alone; what had begun to move is sent again."""
+        """After a failure: living members go on as before, or alone; requests that had begun to move are sent again."""
         runs, self.runs = self.runs, []
         for run in runs:
             requests = run.requests()

@@ -21,7 +21,7 @@ class Format:
     """One format of trace files.
 
     `read` turns each row into its Arrival, or into None for a request that generated nothing: it failed where it was
-    recorded, and nobody knows what it would have cost.
+    recorded, and the trace does not say how many tokens it would have generated.
     """
 
     name: str
