@@ -142,6 +142,39 @@ def deploy(settings: Settings) -> None:
     serve.run(build(settings.to_args()), name=settings.app, route_prefix="/")
 
 
+def forget_start_failure(app: str) -> None:
+    """Forget what an earlier deployment of the same name failed of."""
+    from pengserve.cluster import start_failures
+
+    start_failures.forget(app)
+
+
+def start_failure(app: str) -> str:
+    """What a process of the application said about why it does not start; empty where none did."""
+    from pengserve.cluster import start_failures
+
+    return start_failures.told(app)
+
+
+def serve_failure(app: str) -> str:
+    """What Serve knows about why a deployment of the application failed; may be empty."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    try:
+        status = serve.status().applications.get(app)
+    except (RayError, RuntimeError):
+        return ""  # Serve is gone
+    messages = [deployment.message for deployment in status.deployments.values()] if status else []
+    return "; ".join(dict.fromkeys(last_error(message) for message in messages if message))
+
+
+def last_error(text: str) -> str:
+    """The line of a remote traceback that names the error: its last one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
 def remove_application(app: str) -> int:
     """Delete a Serve application and the instances it left behind; the number of those.
 

