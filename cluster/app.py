@@ -24,6 +24,7 @@ from pengserve.cluster.ingress.logs import SERVE_LOGGER, log_with_serve
 from pengserve.cluster.ingress.security import harden, refuse_unsafe
 from pengserve.cluster.placement import cluster_devices, remarks, settle
 from pengserve.cluster.preflight import setting_mistakes
+from pengserve.cluster.serve_seam import keep_inner_grpc_on_loopback
 from pengserve.cluster.settings import Settings, parse_settings
 from pengserve.controller.ray_shell import channel_token
 from pengserve.planners.types.codec import to_data
@@ -44,6 +45,7 @@ class Ingress:
 
     def __init__(self, config: IngressConfig, app: str) -> None:
         log_with_serve()
+        keep_inner_grpc_on_loopback()
         with start_failures.told_at_once(app):
             harden(config)
         self._config, self._app_name = config, app

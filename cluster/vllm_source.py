@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Union
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -198,7 +198,7 @@ def _generic(name: str, inner: ast.expr, module: _Module, depth: int) -> Any:
     parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
     if name == "Literal":
         values = [_literal_values(part, module, depth) for part in parts]
-        return Any if None in values else Literal[tuple(value for some in values for value in some or ())]  # type: ignore[misc]
+        return Any if None in values else Literal[tuple(value for some in values for value in some or ())]
     if name == "Annotated":
         return _type(parts[0], module, depth + 1)
     types = [_type(part, module, depth + 1) for part in parts]
@@ -253,7 +253,7 @@ def _becomes(name: str, default: ast.expr | None) -> Iterator[tuple[str, str]]:
 
 def _literal_bounds(field: ast.Call) -> Iterator[tuple[str, float]]:
     for keyword in field.keywords:
-        if keyword.arg in _BOUNDS:
+        if keyword.arg is not None and keyword.arg in _BOUNDS:
             try:
                 bound = ast.literal_eval(keyword.value)
             except ValueError:
@@ -268,7 +268,7 @@ def _holds(name: str, value: float, bound: float) -> bool:
 
 def _describe(kind: Any) -> str:
     """A type in words, for a message: `int | None` is "a whole number"."""
-    origin, parts = getattr(kind, "__origin__", None), getattr(kind, "__args__", ())
+    origin, parts = get_origin(kind), get_args(kind)
     if origin is Union:
         return " or ".join(dict.fromkeys(_describe(part) for part in parts if part is not type(None)))
     if origin is Literal:

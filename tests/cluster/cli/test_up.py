@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from pengserve.cluster.cli.main import main
+from pengserve.cluster.cli.ports import PortBlock
 from pengserve.cluster.cli.progress import Steps
 from pengserve.cluster.cli.ray_local import ray_environment
 from pengserve.cluster.cli.up import StopRequest, curl_line, local_url
@@ -127,11 +128,12 @@ def test_the_first_signal_asks_and_the_second_insists():
 
 def test_haproxy_is_asked_for_only_where_it_is_wanted_and_its_sockets_have_short_paths():
     scratch = "/tmp/ps-12345678"
-    with_haproxy = ray_environment(load_settings(None, model="m"), scratch)
+    ports = PortBlock(18400)
+    with_haproxy = ray_environment(load_settings(None, model="m"), scratch, ports)
     assert with_haproxy["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
     # Serve puts a directory named after the node, 56 characters, into the path; Linux takes 107 bytes.
     assert all(len(v) + 57 <= 107 for k, v in with_haproxy.items() if k.endswith("SOCKET_PATH"))
-    without = ray_environment(load_settings(None, model="m", http={"proxy": "serve"}), scratch)
+    without = ray_environment(load_settings(None, model="m", http={"proxy": "serve"}), scratch, ports)
     assert not any("HAPROXY" in name or "HA_PROXY" in name for name in without)
 
 
