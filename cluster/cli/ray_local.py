@@ -18,6 +18,7 @@ from typing import Any
 from pengserve.cluster.cli.haproxy_local import write_launcher
 from pengserve.cluster.cli.ports import PortBlock, http_port, port_block
 from pengserve.cluster.settings import Settings
+from pengserve.planners.types.cluster_id import cluster_id
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.units import MIB
 
@@ -174,6 +175,13 @@ def deploy(settings: Settings) -> None:
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
     )
     serve.run(build(settings.to_args()), name=settings.app, route_prefix="/")
+
+
+def identity(app: str) -> str:
+    """What tells this application from those of other Ray clusters, for `PengServe(cluster_id=...)`."""
+    from pengserve.controller.ray_shell import channel_token
+
+    return cluster_id(channel_token(app))
 
 
 def forget_start_failure(app: str) -> None:

@@ -137,17 +137,17 @@ def _serve_locally(settings: Settings, timeout_s: float, console: Console, stop:
             cluster.push(_stop_serve)
             stop.listen()  # again: Ray took SIGTERM for itself while it started
             steps.done("ray", "local cluster")
-            with _client(settings) as client:
-                try:
-                    _bring_up(settings, client, steps, stop, timeout_s)
-                except PengServeError:
-                    console.print(f"Logs of every process: {logs}", soft_wrap=True, highlight=False)
-                    raise
+            client = cluster.enter_context(_client(settings))
+            try:
+                _bring_up(settings, client, steps, stop, timeout_s)
+            except PengServeError:
+                console.print(f"Logs of every process: {logs}", soft_wrap=True, highlight=False)
+                raise
         if not stop.is_asked:
             _print_hint(settings, console, steps.elapsed_s)
             while not stop.wait(1.0):
                 pass
-        _drain(settings, console)
+        _drain(settings, client, console)
         console.print("Stopping.")
     console.print("Stopped.")
     return 0
@@ -266,29 +266,30 @@ def _snapshot(client: PengServe) -> ClusterSnapshot | None:
     try:
         return client.status()
     except PengServeAPIError as error:
-        if error.status_code in (401, 403):
+        if error.status_code in (401, 403, 421):
             raise
         return None  # a proxy answers before the ingress does
     except PengServeError:
         return None
 
 
-def _drain(settings: Settings, console: Console) -> None:
+def _drain(settings: Settings, client: PengServe, console: Console) -> None:
     timeout_s = settings.controller.drain_timeout_s
     console.print(
         f"Draining: running answers finish, new ones are refused (at most {timeout_s:g} s; Ctrl-C stops at once).",
         soft_wrap=True,
         highlight=False,
     )
-    with _client(settings) as client:
-        try:
-            if not client.drain(timeout_s):
-                console.print(f"Some answers were not finished after {timeout_s:g} s.")
-        except PengServeError as error:
-            console.print(f"Could not drain: {error}", soft_wrap=True, highlight=False)
+    try:
+        if not client.drain(timeout_s):
+            console.print(f"Some answers were not finished after {timeout_s:g} s.")
+    except PengServeError as error:
+        console.print(f"Could not drain: {error}", soft_wrap=True, highlight=False)
 
 
 def _client(settings: Settings) -> PengServe:
+    """A client of this application alone, on the Ray cluster that this process is connected to."""
+
     def reveal(secret: SecretStr | None) -> str | None:
         return secret.get_secret_value() if secret else None
 
@@ -299,6 +300,7 @@ def _client(settings: Settings) -> PengServe:
         api_key=reveal(keys[0] if keys else None),
         admin_key=reveal(settings.security.admin_key),
         verify=settings.http.ssl_certfile is None,
+        cluster_id=ray_local.identity(settings.app),
     )
 
 
