@@ -4,6 +4,7 @@ Ray is imported inside the functions, after the variables it reads at import are
 """
 
 import contextlib
+import getpass
 import io
 import logging
 import math
@@ -17,6 +18,7 @@ from typing import Any
 
 from pengserve.cluster.cli.haproxy_local import write_launcher
 from pengserve.cluster.cli.ports import PortBlock, http_port, port_block
+from pengserve.cluster.cli.scratch import Scratch
 from pengserve.cluster.settings import Settings
 from pengserve.planners.types.cluster_id import cluster_id
 from pengserve.planners.types.errors import ConfigError
@@ -65,23 +67,28 @@ def ray_environment(settings: Settings, scratch: str, ports: PortBlock) -> dict[
 
 
 @contextlib.contextmanager
-def local_ray(settings: Settings) -> Iterator[str]:
+def local_ray(settings: Settings, scratch: Scratch) -> Iterator[str]:
     """A Ray cluster of this machine alone, and its log directory; everything in it ends with the block."""
     with http_port(settings.http.port), port_block() as ports:
-        # Unix sockets have paths of at most 107 bytes and Serve puts a node id of 56 into them: no TMPDIR here.
-        scratch = tempfile.mkdtemp(prefix="ps-", dir="/tmp")
+        environment = ray_environment(settings, scratch.directory, ports)
+        if settings.http.proxy == "haproxy":
+            environment["RAY_SERVE_HAPROXY_BINARY_PATH"] = write_launcher(scratch.directory, haproxy_binary())
+        _keep_outlasting_directories()
+        os.environ.update(environment | {"TMPDIR": scratch.temporary})
         try:
-            environment = ray_environment(settings, scratch, ports)
-            if settings.http.proxy == "haproxy":
-                environment["RAY_SERVE_HAPROXY_BINARY_PATH"] = write_launcher(scratch, haproxy_binary())
-            os.environ.update(environment)
             yield _start_ray(settings)
         finally:
             import ray
 
             with _ray_unheard():
                 ray.shutdown()
-            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _keep_outlasting_directories() -> None:
+    # Ray's logs and what torch has compiled are of use after the cluster; both would be under TMPDIR.
+    directory = tempfile.gettempdir()
+    os.environ.setdefault("RAY_TMPDIR", directory)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{directory}/torchinductor_{getpass.getuser()}")
 
 
 def _start_ray(settings: Settings) -> str:

@@ -3,12 +3,11 @@
 import importlib.util
 import json
 import secrets
-import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from types import FrameType, TracebackType
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
 
 from pydantic import SecretStr
 from rich.console import Console
@@ -16,7 +15,10 @@ from rich.console import Console
 from pengserve.client import PengServe, PengServeAPIError, PengServeError
 from pengserve.cluster.cli import ray_local
 from pengserve.cluster.cli.doctor import is_port_free
+from pengserve.cluster.cli.output import error_console
 from pengserve.cluster.cli.progress import Steps
+from pengserve.cluster.cli.scratch import Scratch, remove_leftovers
+from pengserve.cluster.cli.supervisor import StopRequest, supervise
 from pengserve.cluster.placement import cluster_devices, local_devices, remarks, settle
 from pengserve.cluster.preflight import refuse_mistakes
 from pengserve.cluster.settings import Settings, refuse_unsafe_environment
@@ -27,63 +29,31 @@ from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState
 POLL_PERIOD_S = 0.3
 HOPELESS_STARTS = 3  # failed starts of one slot, with no instance ready, after which waiting on is no use
 INSIST_TIMEOUT_S = 2.0
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class StopRequest:
-    """SIGINT and SIGTERM: the first asks to stop, the second insists (KeyboardInterrupt)."""
-
-    def __init__(self) -> None:
-        self._asked = threading.Event()
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether the first signal came."""
-        return self._asked.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the first signal; whether it came."""
-        return self._asked.wait(timeout_s)
-
-    def listen(self) -> None:
-        """Take over both signals; main thread only."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._on_signal)
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take over both signals inside the block."""
-        kept = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        self.listen()
-        try:
-            yield
-        finally:
-            for number, handler in kept.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked.is_set():
-            raise KeyboardInterrupt
-        self._asked.set()
 
 
 def run_foreground(settings: Settings, timeout_s: float) -> int:
-    """Start a local Ray and the application, stay until a signal, drain and stop. The process's exit code."""
+    """Start a local Ray and the application, stay until a signal, drain and stop. The process's exit code.
+
+    Returns in two processes: this one, and a child that has served.
+    """
     _check_before_start(settings, is_local=True)
     if not is_port_free(settings.http.host, settings.http.port):
         raise ConfigError(
             f"{settings.http.host}:{settings.http.port} is taken: stop what listens there, or choose another --port"
         )
     settings = _with_loopback_channels(_with_admin_key(settle(settings, local_devices)))
-    console = Console(stderr=True)
-    stop = StopRequest()
-    _remark(settings, console)
-    try:
-        with stop.listening():
-            return _serve_locally(settings, timeout_s, console, stop)
-    except KeyboardInterrupt:
-        console.print("Stopped at once.")
-        return 130
+
+    def serve(scratch: Scratch, stop: StopRequest) -> int:
+        console = error_console()
+        try:
+            return _serve_locally(settings, timeout_s, console, scratch, stop)
+        except KeyboardInterrupt:
+            console.print("Stopped at once.")
+            return 130
+
+    _remark(settings, Console(stderr=True))
+    remove_leftovers()
+    return supervise(serve)
 
 
 def run_detached(settings: Settings, timeout_s: float) -> int:
@@ -129,17 +99,17 @@ def local_url(settings: Settings) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.http.port}"
 
 
-def _serve_locally(settings: Settings, timeout_s: float, console: Console, stop: StopRequest) -> int:
+def _serve_locally(settings: Settings, timeout_s: float, console: Console, scratch: Scratch, stop: StopRequest) -> int:
     with ExitStack() as cluster:
         with Steps(console) as steps:
             steps.waiting("ray", "importing and starting a local cluster")
-            logs = cluster.enter_context(ray_local.local_ray(settings))
+            logs = cluster.enter_context(ray_local.local_ray(settings, scratch))
             cluster.push(_stop_serve)
             stop.listen()  # again: Ray took SIGTERM for itself while it started
             steps.done("ray", "local cluster")
             client = cluster.enter_context(_client(settings))
             try:
-                _bring_up(settings, client, steps, stop, timeout_s)
+                is_up = _bring_up(settings, client, steps, stop, timeout_s)
             except PengServeError:
                 console.print(f"Logs of every process: {logs}", soft_wrap=True, highlight=False)
                 raise
@@ -147,42 +117,47 @@ def _serve_locally(settings: Settings, timeout_s: float, console: Console, stop:
             _print_hint(settings, console, steps.elapsed_s)
             while not stop.wait(1.0):
                 pass
-        _drain(settings, client, console)
+        if is_up:
+            _drain(settings, client, console)
         console.print("Stopping.")
     console.print("Stopped.")
     return 0
 
 
 def _stop_serve(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-    # Whoever insists gets no graceful end: Ray's processes are killed right after this.
+    # One who insists gets no graceful end: Ray's processes are killed right after this.
     ray_local.stop_serve(INSIST_TIMEOUT_S if kind is KeyboardInterrupt else ray_local.SHUTDOWN_TIMEOUT_S)
 
 
-def _bring_up(settings: Settings, client: PengServe, steps: Steps, stop: StopRequest, timeout_s: float) -> None:
+def _bring_up(settings: Settings, client: PengServe, steps: Steps, stop: StopRequest, timeout_s: float) -> bool:
     """Deploy, and show what is missing until every instance is ready or a signal asks to stop.
+
+    Whether the application answers: if it does not, there is nothing to drain.
 
     Raises:
         EngineError: the deployment failed, or no instance became ready.
     """
     deadline_s = time.monotonic() + timeout_s
     deployment = _Deployment(settings)
-    ready, failures = 0, dict[str, list[str]]()
+    ready, failures, is_up = 0, dict[str, list[str]](), False
     steps.waiting("ingress", "starting Ray Serve, importing vLLM")
     while not stop.wait(POLL_PERIOD_S):
         if why := deployment.failure():
             raise EngineError(f"the application did not start: {why}") from deployment.error
         snapshot = _snapshot(client)
         if snapshot is not None:
+            is_up = True
             steps.done("ingress", local_url(settings))
             failures = _start_failures(client)
             ready = _show_instances(snapshot, failures, steps)
             if ready == settings.num_instances and deployment.is_over and _is_ready(client):
-                return
+                return True
         if time.monotonic() > deadline_s:
             if ready:
-                return  # answers flow; the slow ones join when they are ready
+                return True  # answers flow; the slow ones join when they are ready
             whys = [why for slot in failures.values() for why in slot]
             raise EngineError(f"no instance was ready after {timeout_s:g} s: {whys[-1] if whys else 'still loading'}")
+    return is_up
 
 
 class _Deployment:

@@ -16,7 +16,8 @@ from pengserve.cluster.cli.main import main
 from pengserve.cluster.cli.ports import PortBlock
 from pengserve.cluster.cli.progress import Steps
 from pengserve.cluster.cli.ray_local import ray_environment
-from pengserve.cluster.cli.up import StopRequest, curl_line, local_url
+from pengserve.cluster.cli.supervisor import StopRequest
+from pengserve.cluster.cli.up import curl_line, local_url
 from pengserve.cluster.settings import load_settings
 
 KEY = "secret-key-of-the-test"
