@@ -257,7 +257,7 @@ def _literal_bounds(field: ast.Call) -> Iterator[tuple[str, float]]:
             try:
                 bound = ast.literal_eval(keyword.value)
             except ValueError:
-                continue  # a name: whatever it stands for, vLLM itself compares with it
+                continue  # a name: vLLM itself compares with what it stands for
             if isinstance(bound, int | float):
                 yield keyword.arg, bound
 

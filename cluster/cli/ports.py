@@ -58,7 +58,7 @@ def port_block() -> Iterator[PortBlock]:
 
 @contextlib.contextmanager
 def http_port(port: int) -> Iterator[None]:
-    """Keeps the HTTP port from other `pengserve up` while nobody listens there yet.
+    """Keeps the HTTP port from other `pengserve up` while no server listens there yet.
 
     Raises:
         ConfigError: another one has it.

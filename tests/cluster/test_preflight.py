@@ -107,7 +107,7 @@ def test_a_name_of_the_hub_is_refused_where_it_is_neither_here_nor_may_be_fetche
     code = (
         "from pengserve.cluster.preflight import mistakes\n"
         "from pengserve.cluster.settings import load_settings\n"
-        "print(*mistakes(load_settings(None, model='nobody/nothing')))"
+        "print(*mistakes(load_settings(None, model='owner/nothing')))"
     )
 
     def told(offline: str, cache: str) -> str:
