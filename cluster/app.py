@@ -17,11 +17,14 @@ import ray
 from ray import serve
 from ray.serve.config import DeploymentActorConfig
 
+from pengserve.cluster import start_failures
 from pengserve.cluster.controller_actor import ControllerActor
 from pengserve.cluster.ingress.config import IngressConfig, LimitConfig, OpenAIConfig
 from pengserve.cluster.ingress.logs import SERVE_LOGGER, log_with_serve
 from pengserve.cluster.ingress.security import harden, refuse_unsafe
 from pengserve.cluster.placement import cluster_devices, remarks, settle
+from pengserve.cluster.preflight import setting_mistakes
+from pengserve.cluster.serve_seam import keep_inner_grpc_on_loopback
 from pengserve.cluster.settings import Settings, parse_settings
 from pengserve.controller.ray_shell import channel_token
 from pengserve.planners.types.codec import to_data
@@ -42,11 +45,17 @@ class Ingress:
 
     def __init__(self, config: IngressConfig, app: str) -> None:
         log_with_serve()
-        harden(config)
+        keep_inner_grpc_on_loopback()
+        with start_failures.told_at_once(app):
+            harden(config)
         self._config, self._app_name = config, app
         self._ingress: Any = None
 
     async def __serve_build_asgi_app__(self) -> Any:
+        with start_failures.told_at_once(self._app_name):
+            return await self._build_asgi_app()
+
+    async def _build_asgi_app(self) -> Any:
         # vLLM reads its environment at import, and `harden` has just set it.
         from pengserve.cluster.ingress.api import Ingress as IngressRuntime
         from pengserve.cluster.ingress.process import settle
@@ -76,6 +85,8 @@ def build(args: dict[str, Any]) -> serve.Application:
             `instances.count` needs.
     """
     settings = parse_settings(args)
+    if found := list(setting_mistakes(settings)):
+        raise ConfigError("; ".join(found))
     settings = settle(settings, cluster_devices, settings.instances.wait_for_devices_s)
     for remark in remarks(settings):
         logging.getLogger(SERVE_LOGGER).warning("%s", remark)

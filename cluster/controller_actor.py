@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from pengserve.cluster import start_failures
 from pengserve.controller import ray_shell
 from pengserve.planners.types.codec import from_data
 from pengserve.planners.types.config import ControllerConfig, InstanceConfig
@@ -19,4 +20,5 @@ class ControllerActor(ray_shell.ControllerActor):
         controller = from_data(ControllerConfig, config)
         instance = from_data(InstanceConfig, instance_config)
         instance = replace(instance, channel_token=ray_shell.channel_token(controller.app))
-        super().__init__(controller, instance, InstanceActor, process_environment(instance))
+        with start_failures.told_at_once(controller.app):
+            super().__init__(controller, instance, InstanceActor, process_environment(instance))

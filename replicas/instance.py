@@ -19,6 +19,7 @@ from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, InstanceStats
 from pengserve.replicas.channel.frames import Buffer, Frame, FrameKind
 from pengserve.replicas.channel.server import ChannelServer
+from pengserve.replicas.failures import describe_failure
 from pengserve.replicas.open_requests import OpenRequests
 from pengserve.replicas.revisions import Revisions
 from pengserve.replicas.step_loop import StepLoop
@@ -230,7 +231,7 @@ class Instance:
         return self._lanes.up_to_date(self._stats) if self._lanes is not None else self._stats
 
     def _failed(self, error: BaseException) -> None:
-        self._failure = self._failure or f"{type(error).__name__}: {error}"  # what comes later follows from the first
+        self._failure = self._failure or describe_failure(error)  # what comes later follows from the first
         self._state = InstanceState.DEAD
         self._server.stop()  # every ingress sees the end at once and resumes elsewhere
 

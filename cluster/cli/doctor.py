@@ -23,6 +23,7 @@ from rich.text import Text
 from pengserve.cluster.devices import has_cuda_driver
 from pengserve.cluster.instance_settings import CPU_INSTANCES
 from pengserve.cluster.placement import local_devices, remarks, settle
+from pengserve.cluster.preflight import check_logs, check_model_files, check_tls_files, setting_mistakes
 from pengserve.cluster.settings import Settings, load_settings, unsafe_environment
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.units import GIB, format_bytes
@@ -91,7 +92,9 @@ def examine(config: Path | None, model: str | None, port: int | None) -> Iterato
         settings.http.host if settings else "127.0.0.1", port or (settings.http.port if settings else 8000)
     )
     if settings is not None:
-        yield from check_model(settings)
+        mistakes = list(check_settings(settings))
+        yield from mistakes
+        yield from check_model(settings, is_readable=not mistakes)
 
 
 def check_python() -> Iterator[Finding]:
@@ -221,8 +224,26 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
         )
 
 
-def check_model(settings: Settings) -> Iterator[Finding]:
-    """Whether the model directory is complete, and fits the device."""
+def check_settings(settings: Settings) -> Iterator[Finding]:
+    """What `pengserve up` would refuse, but for the model's files."""
+    for mistake in (*setting_mistakes(settings), *check_tls_files(settings), *check_logs(settings)):
+        yield Finding(level=Level.FAIL, subject="settings", text=mistake, action="correct it and try again")
+
+
+def check_model(settings: Settings, *, is_readable: bool = True) -> Iterator[Finding]:
+    """Whether the model directory is complete, and fits the device.
+
+    Args:
+        is_readable: the settings have values that can be reckoned with.
+    """
+    findings = list(_check_directory(settings, is_readable))
+    yield from findings
+    if all(finding.level is not Level.FAIL for finding in findings):
+        for mistake in check_model_files(settings):
+            yield Finding(level=Level.FAIL, subject="model", text=mistake, action="correct it and try again")
+
+
+def _check_directory(settings: Settings, is_readable: bool) -> Iterator[Finding]:
     directory = Path(settings.model)
     if not directory.is_dir():
         looks_local = settings.model.startswith((".", "/", "~")) or settings.model.count("/") != 1
@@ -256,7 +277,8 @@ def check_model(settings: Settings) -> Iterator[Finding]:
             action="the download is incomplete, or the format is old",
         )
     yield from _check_tokenizer(directory, settings)
-    yield from _check_shape(config, settings)
+    if is_readable:
+        yield from _check_shape(config, settings)
 
 
 def is_port_free(host: str, port: int) -> bool:
@@ -335,6 +357,7 @@ def _check_shape(config: Mapping[str, Any], settings: Settings) -> Iterator[Find
     length = settings.engine.get("max_model_len") or config.get("max_position_embeddings", 0)
     if not kv_bytes:
         return
+    kv_bytes, length = int(float(kv_bytes)), int(float(length))  # vLLM reads "512" as well
     text = f"{format_bytes(kv_bytes)} holds {kv_bytes // token_bytes:,} tokens; one request may have {length:,}"
     if kv_bytes >= length * token_bytes:
         yield Finding(level=Level.OK, subject="KV cache", text=text)

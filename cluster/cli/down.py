@@ -14,7 +14,7 @@ def run_down(app: str, url: str, admin_key: str | None, timeout_s: float) -> Non
     console = Console(stderr=True)
     ray_local.join_ray()
     console.print(f"Draining {app!r}: running answers finish (at most {timeout_s:g} s).", highlight=False)
-    with PengServe(url, admin_key=admin_key) as client:
+    with PengServe(url, admin_key=admin_key, cluster_id=ray_local.identity(app)) as client:
         try:
             if not client.drain(timeout_s):
                 console.print(f"Some answers were not finished after {timeout_s:g} s.")

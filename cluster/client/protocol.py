@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from pengserve.client.errors import PengServeAPIError, PengServeConnectionError, PengServeTimeoutError
+from pengserve.planners.types.cluster_id import CLUSTER_HEADER
 from pengserve.planners.types.codec import from_data
 from pengserve.planners.types.errors import PengServeError
 from pengserve.planners.types.events import Event
@@ -175,9 +176,12 @@ class Endpoint:
     api_key: str | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
     timeout_s: float = 10.0
+    cluster_id: str | None = None  # another cluster refuses requests that name this one
 
     @classmethod
-    def at(cls, base_url: str, api_key: str | None, admin_key: str | None, timeout_s: float) -> "Endpoint":
+    def at(
+        cls, base_url: str, api_key: str | None, admin_key: str | None, timeout_s: float, cluster_id: str | None = None
+    ) -> "Endpoint":
         """An endpoint for `base_url`, with or without a slash or `/v1` at its end.
 
         Raises:
@@ -187,7 +191,7 @@ class Endpoint:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise PengServeError(f"{base_url!r} is not an address: write it like {DEFAULT_URL}")
-        return cls(url=url, api_key=api_key, admin_key=admin_key, timeout_s=timeout_s)
+        return cls(url=url, api_key=api_key, admin_key=admin_key, timeout_s=timeout_s, cluster_id=cluster_id)
 
     def client_options(self, verify: bool | str) -> dict[str, Any]:
         """Arguments of `httpx.Client` and `httpx.AsyncClient`."""
@@ -199,13 +203,16 @@ class Endpoint:
     def request(self, call: Call[Any]) -> httpx.Request:
         """The request to send."""
         key = (self.admin_key or self.api_key) if call.is_admin else self.api_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        if self.cluster_id:
+            headers[CLUSTER_HEADER] = self.cluster_id
         timeout = httpx.Timeout(call.timeout_s if call.timeout_s is not None else self.timeout_s)
         return httpx.Request(
             call.method,
             self.url + call.path,
             params=dict(call.params) or None,
             json=call.json,
-            headers={"Authorization": f"Bearer {key}"} if key else None,
+            headers=headers,
             extensions={"timeout": timeout.as_dict()},
         )
 
@@ -251,6 +258,8 @@ class Endpoint:
             return f"{self.url}{call.path} wants an {kind}: the one given is missing or wrong"
         if status_code == 404 and call.is_admin:
             return f"there is a server at {self.url}, but no PengServe cluster answers at {call.path}"
+        if status_code == 421:
+            return f"{self.url} belongs to another PengServe cluster: each needs an address of its own"
         error = data.get("error") if isinstance(data, dict) else None
         if isinstance(error, dict) and isinstance(error.get("message"), str):
             return error["message"]

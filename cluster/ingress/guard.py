@@ -22,6 +22,7 @@ from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.errors import RequestRefused, respond
 from pengserve.cluster.ingress.traffic import Ticket, Traffic
 from pengserve.cluster.ingress.wishes import PARALLELISM_HEADER, current_wish, read_wish
+from pengserve.planners.types.cluster_id import CLUSTER_HEADER, cluster_id
 
 logger = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class Guard:
         self._on_rejected = on_rejected
         self._api_keys = Keys(config.api_keys)
         self._admin_keys = Keys([config.admin_key])
+        self._cluster_id = cluster_id(config.instance.channel_token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -108,6 +110,8 @@ class Guard:
 
     async def _serve(self, exchange: _Exchange, receive: Receive, send: Send) -> None:
         path = _path(exchange.scope)
+        if exchange.headers.get(CLUSTER_HEADER, self._cluster_id) != self._cluster_id:
+            raise RequestRefused(421, "Another PengServe cluster answers at this address than the one that is meant.")
         self._authenticate(path, exchange.headers)
         scope = _with_own_headers(exchange)
         if exchange.scope["method"] != "POST" or path not in GENERATION_PATHS | TOKEN_PATHS:

@@ -27,10 +27,9 @@ from pengserve.replicas.engine.vllm_seam import (
     UsageContext,
 )
 from pengserve.replicas.engine.worker import half_decoded, worker_class_name
+from pengserve.replicas.own_arguments import OWN_ARGUMENTS
 
 logger = logging.getLogger(__name__)
-
-OWN_ARGUMENTS = ("model", "worker_cls", "data_parallel_size")
 
 
 def engine_arguments(config: InstanceConfig) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import httpx
 import pytest
 import yaml
 
+from pengserve.cluster.cli.ports import PortBlock, port_block
 from pengserve.cluster.cli.ray_local import ray_environment
 from pengserve.cluster.settings import parse_settings
 
@@ -57,7 +58,14 @@ class Head:
 
 
 @pytest.fixture(scope="module")
-def head() -> Iterator[Head]:
+def block() -> Iterator[PortBlock]:
+    """Ports of this Ray's Serve."""
+    with port_block() as ports:
+        yield ports
+
+
+@pytest.fixture(scope="module")
+def head(block: PortBlock) -> Iterator[Head]:
     scratch = Path(tempfile.mkdtemp(prefix="ps-", dir="/tmp"))  # Unix sockets take paths of 107 bytes at most
     ports = dict(zip(("gcs", "dashboard", "http", "agent", "client", "metrics"), _free_ports(6), strict=True))
     document = yaml.safe_load((ROOT / "deploy" / "serve-cpu.yaml").read_text())
@@ -68,7 +76,7 @@ def head() -> Iterator[Head]:
     mark = secrets.token_hex(8)
     environment = {
         **os.environ,
-        **ray_environment(parse_settings(args), str(scratch)),
+        **ray_environment(parse_settings(args), str(scratch), block),
         MARK: mark,
         "PATH": f"{BIN}:{os.environ['PATH']}",
         "RAY_AUTH_MODE": "token",

@@ -30,15 +30,17 @@ def free_port() -> int:
 class Application:
     """`pengserve up` in a process of its own. Everything it starts are its descendants."""
 
-    def __init__(self, model: Path, *, ingress_replicas: int = 1) -> None:
+    def __init__(
+        self, model: Path, *, ingress_replicas: int = 1, num_instances: int = 2, model_name: str = "tiny"
+    ) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.model_name = "tiny"
+        self.model_name = model_name
         self._files = tempfile.TemporaryDirectory(prefix="pengserve-app-")
         config = {
             "model": str(model),
             "served_model_name": [self.model_name],
-            "instances": {"count": 2, "device": "cpu"},
+            "instances": {"count": num_instances, "device": "cpu"},
             "engine": dict(ENGINE),
             "http": {"port": self.port, "ingress_replicas": ingress_replicas},
             "shape": {"merge_below": 0},  # as deploy/laptop.yaml: load alone never merges

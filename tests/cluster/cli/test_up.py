@@ -13,9 +13,11 @@ import pytest
 from rich.console import Console
 
 from pengserve.cluster.cli.main import main
+from pengserve.cluster.cli.ports import PortBlock
 from pengserve.cluster.cli.progress import Steps
 from pengserve.cluster.cli.ray_local import ray_environment
-from pengserve.cluster.cli.up import StopRequest, curl_line, local_url
+from pengserve.cluster.cli.supervisor import StopRequest
+from pengserve.cluster.cli.up import curl_line, local_url
 from pengserve.cluster.settings import load_settings
 
 KEY = "secret-key-of-the-test"
@@ -41,12 +43,12 @@ def refusal(capsys, *arguments: str) -> str:
     return err
 
 
-def test_a_taken_port_is_refused_before_anything_starts(tmp_path, capsys):
+def test_a_taken_port_is_refused_before_anything_starts(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert f"127.0.0.1:{port} is taken" in refusal(capsys, "--model", str(tmp_path), "--port", port)
+        assert f"127.0.0.1:{port} is taken" in refusal(capsys, "--model", "demo", "--port", port)
 
 
 def test_a_missing_model_directory_is_refused_with_a_model_to_try(tmp_path, capsys):
@@ -65,7 +67,7 @@ def test_an_unknown_key_in_the_file_is_refused_with_file_and_key(tmp_path, capsy
     assert "'http.prot'" in err and "http.port" in err and str(path) in err
 
 
-@pytest.mark.parametrize("command", [["down"], ["up", "--model", ".", "--detach"]])
+@pytest.mark.parametrize("command", [["down"], ["up", "--model", "demo", "--detach"]])
 def test_without_ray_the_cluster_commands_say_so_at_once(command):
     environment = {**os.environ, "RAY_ADDRESS": "127.0.0.1:9"}  # the discard port: nobody listens
     done = subprocess.run(
@@ -127,11 +129,12 @@ def test_the_first_signal_asks_and_the_second_insists():
 
 def test_haproxy_is_asked_for_only_where_it_is_wanted_and_its_sockets_have_short_paths():
     scratch = "/tmp/ps-12345678"
-    with_haproxy = ray_environment(load_settings(None, model="m"), scratch)
+    ports = PortBlock(18400)
+    with_haproxy = ray_environment(load_settings(None, model="m"), scratch, ports)
     assert with_haproxy["RAY_SERVE_ENABLE_HA_PROXY"] == "1"
     # Serve puts a directory named after the node, 56 characters, into the path; Linux takes 107 bytes.
     assert all(len(v) + 57 <= 107 for k, v in with_haproxy.items() if k.endswith("SOCKET_PATH"))
-    without = ray_environment(load_settings(None, model="m", http={"proxy": "serve"}), scratch)
+    without = ray_environment(load_settings(None, model="m", http={"proxy": "serve"}), scratch, ports)
     assert not any("HAPROXY" in name or "HA_PROXY" in name for name in without)
 
 

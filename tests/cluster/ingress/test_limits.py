@@ -11,7 +11,9 @@ import httpx
 import openai
 import pytest
 
+from pengserve.client import PengServe, PengServeAPIError
 from pengserve.cluster.ingress.config import LimitConfig
+from pengserve.planners.types.cluster_id import CLUSTER_HEADER, cluster_id
 from tests.support.ingress import FixedRoutes, ingress_config, serving, wait_ready
 from tests.support.processes import InstanceProcess
 
@@ -53,6 +55,20 @@ def test_without_the_key_nothing_is_served(strict: str, path: str, key: str | No
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
     assert KEY not in answer.text
+
+
+def test_a_request_that_means_another_cluster_is_refused(
+    strict: str, api: httpx.Client, instances: list[InstanceProcess]
+) -> None:
+    own = cluster_id(instances[0].config.channel_token)
+    for path in ("/live", "/ready", "/v1/models"):
+        assert api.get(path, headers={CLUSTER_HEADER: own}).status_code == 200
+        assert api.get(path, headers={CLUSTER_HEADER: "another"}).status_code == 421
+    other = PengServe(strict, admin_key=ADMIN_KEY, cluster_id="another")
+    with other, pytest.raises(PengServeAPIError, match="belongs to another PengServe cluster"):
+        other.drain(1.0)
+    with PengServe(strict, admin_key=ADMIN_KEY, cluster_id=own) as client:
+        assert client.status().app == "tests"
 
 
 def test_the_admin_key_opens_the_cluster_and_the_api_key_does_not(strict: str, api: httpx.Client) -> None:
