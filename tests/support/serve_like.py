@@ -11,7 +11,7 @@ STUCK_HEADER = "x-test-stuck"  # "1": the client reads one piece of its answer, 
 
 
 class ServeLike:
-    """ASGI middleware: the end of a client cancels the application at once, whatever that is waiting for."""
+    """ASGI middleware: the end of a client cancels the application at once, in any await."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
