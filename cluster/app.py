@@ -22,6 +22,7 @@ from pengserve.cluster.controller_actor import ControllerActor
 from pengserve.cluster.ingress.config import IngressConfig, LimitConfig, OpenAIConfig
 from pengserve.cluster.ingress.logs import SERVE_LOGGER, log_with_serve
 from pengserve.cluster.ingress.security import harden, refuse_unsafe
+from pengserve.cluster.ingress.serve_front import IMPORT_PATH, VARIABLE
 from pengserve.cluster.placement import cluster_devices, remarks, settle
 from pengserve.cluster.preflight import setting_mistakes
 from pengserve.cluster.serve_seam import keep_inner_grpc_on_loopback
@@ -109,7 +110,7 @@ def build(args: dict[str, Any]) -> serve.Application:
             "num_cpus": 0 if settings.device == "cpu" else 1,
             # What listens on loopback is of use on the machine that users are on: the head.
             "resources": {"node:__internal_head__": 0.001} if ingress.is_loopback else {},
-            "runtime_env": {"env_vars": {**environment, "OMP_NUM_THREADS": "1"}},
+            "runtime_env": {"env_vars": {**environment, "OMP_NUM_THREADS": "1", VARIABLE: IMPORT_PATH}},
         },
         graceful_shutdown_timeout_s=settings.controller.drain_timeout_s + SHUTDOWN_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,
@@ -148,6 +149,7 @@ def ingress_config(settings: Settings, instance: InstanceConfig) -> IngressConfi
         num_ingresses=settings.http.ingress_replicas,
         served_model_names=tuple(settings.served_model_name),
         host=settings.http.host,
+        allowed_origins=tuple(settings.http.allowed_origins),
         api_keys=tuple(key.get_secret_value() for key in settings.security.api_keys),
         admin_key=admin_key.get_secret_value() if admin_key else "",
         limits=LimitConfig(

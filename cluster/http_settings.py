@@ -3,11 +3,15 @@
 Standard library and pydantic only, as `settings.py`.
 """
 
-from typing import Literal
+import re
+from typing import Any, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 _LOOPBACK_HOSTS = frozenset({"127.0.0.1", "localhost", "::1"})
+
+# As browsers send it: no path, and no slash at the end.
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]*]+)(:\d{1,5})?")
 
 
 class HttpSettings(BaseModel, extra="forbid", validate_default=True, frozen=True):
@@ -19,6 +23,26 @@ class HttpSettings(BaseModel, extra="forbid", validate_default=True, frozen=True
     proxy: Literal["haproxy", "serve"] = "haproxy"
     ssl_keyfile: str | None = None
     ssl_certfile: str | None = None
+    allowed_origins: list[str] = []  # of web pages that may call the API from browsers (CORS); ["*"]: all
+
+    @field_validator("allowed_origins", mode="before")
+    @classmethod
+    def _one_origin_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _origins(cls, value: list[str]) -> list[str]:
+        origins = [origin.strip().lower() for origin in value]
+        for origin in origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is no origin: give the scheme, the host and, where it is not the usual one, the port,"
+                    ' such as "https://chat.example.org" or "http://localhost:3000", or "*" for all'
+                )
+        if "*" in origins and len(origins) > 1:
+            raise ValueError('"*" lets all origins in: give it alone, or leave it out')
+        return origins
 
     @model_validator(mode="after")
     def _both_ssl_files(self) -> "HttpSettings":

@@ -1,4 +1,4 @@
-"""`/live`, `/ready`, `/metrics` and `/cluster/...`: for load balancers, scrapers, people and the SDK."""
+"""`/live`, `/ready`, `/health`, `/metrics`, `/cluster/...`: for load balancers, scrapers, people and the SDK."""
 
 from collections.abc import Callable
 
@@ -7,9 +7,10 @@ from fastapi.responses import JSONResponse
 
 from pengserve.cluster.ingress.asking import CONTROLLER_TIMEOUT_S, asking_controller
 from pengserve.cluster.ingress.body import parse_object
-from pengserve.cluster.ingress.errors import RequestRefused
+from pengserve.cluster.ingress.errors import RequestRefused, error_response
 from pengserve.cluster.ingress.layout_api import layout_router
 from pengserve.cluster.ingress.routes import RoutingSource
+from pengserve.cluster.ingress.vllm_openai_seam import vllm_version
 from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.snapshot import RoutingTable
 
@@ -39,6 +40,18 @@ def cluster_router(
         why = why_not_ready()
         headers = {"Retry-After": "1"} if why else None
         return JSONResponse({"ready": not why, "why": why}, status_code=503 if why else 200, headers=headers)
+
+    # The next three as vLLM's own server has them, with a reason where it says none: load tools ask for them.
+    @router.get("/health")
+    @router.api_route("/ping", methods=["GET", "POST"])
+    async def health() -> Response:
+        if why := why_not_ready():
+            return error_response(503, f"No request can be served now: {why}.", headers={"Retry-After": "1"})
+        return Response()
+
+    @router.get("/version")
+    async def version() -> JSONResponse:
+        return JSONResponse({"version": vllm_version})
 
     @router.get("/metrics")
     async def metrics() -> Response:

@@ -39,6 +39,7 @@ class IngressConfig:
     num_ingresses: int = 1
     served_model_names: tuple[str, ...] = ()  # empty: the model's own name
     host: str = "127.0.0.1"  # where HTTP is bound
+    allowed_origins: tuple[str, ...] = ()  # of web pages that browsers let in (CORS); "*": of all
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_key: str = field(default="", repr=False)
     limits: LimitConfig = field(default_factory=LimitConfig)

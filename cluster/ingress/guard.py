@@ -7,16 +7,16 @@ import asyncio
 import hashlib
 import hmac
 import logging
-import re
-import secrets
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from pengserve.cluster.ingress import request_ids
 from pengserve.cluster.ingress.body import check_common, check_generation, parse_object
 from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.errors import RequestRefused, respond
@@ -33,7 +33,7 @@ ADMIN_PREFIX = "/cluster/"
 
 # Headers by which vLLM lets a trusted router steer it; a client is none.
 _DROPPED_HEADERS = frozenset({b"x-data-parallel-rank", b"x-vllm-priority", b"x-session-id", b"x-request-id"})
-_SANE_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
+_EXPOSED_HEADERS = (request_ids.HEADER, "Retry-After")  # what scripts of another origin may read
 
 current_ticket: ContextVar[Ticket | None] = ContextVar("current_ticket", default=None)
 
@@ -92,15 +92,37 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope = _without_trailing_slash(scope)
         headers = Headers(scope=scope)
-        exchange = _Exchange(scope, headers, _request_id(headers))
-        send = self._noting(exchange, send)
+        exchange = _Exchange(scope, headers, request_ids.accept_or_make(headers.get(request_ids.HEADER, "")))
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await self._answer(exchange, receive, send)
+
+        await self._for_origin(exchange, answer)(scope, receive, self._noting(exchange, send))
+
+    def _for_origin(self, exchange: _Exchange, answer: ASGIApp) -> ASGIApp:
+        """`answer` with CORS where the request's origin may have it. A preflight needs no key then, as it has none."""
+        allowed, origin = self._config.allowed_origins, exchange.headers.get("origin")
+        is_admin = _path(exchange.scope).startswith(ADMIN_PREFIX)
+        if is_admin or origin is None or not ("*" in allowed or origin.lower() in allowed):
+            return answer
+        return CORSMiddleware(
+            answer,
+            allow_origins=["*"] if "*" in allowed else [origin],
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=_EXPOSED_HEADERS,
+        )
+
+    async def _answer(self, exchange: _Exchange, receive: Receive, send: Send) -> None:
+        scope = exchange.scope
         try:
             await self._serve(exchange, receive, send)
         except RequestRefused as refused:
             self._on_rejected(_REASONS.get(refused.status, "invalid"))
             await respond(refused)(scope, receive, send)
-        except Exception as error:  # the last line: whatever came through, the client gets an answer in shape
+        except Exception as error:  # the last line: any failure gives the client an answer in shape
             if exchange.finished:
                 return  # Starlette raises again what it has answered already
             if exchange.started:
@@ -136,7 +158,7 @@ class Guard:
 
     def _noting(self, exchange: _Exchange, send: Send) -> Send:
         """`send` that puts the request id on the answer and notes that it has begun."""
-        is_echoed = self._config.is_id_echoed and exchange.headers.get("x-request-id") == exchange.request_id
+        is_echoed = self._config.is_id_echoed and exchange.headers.get(request_ids.HEADER) == exchange.request_id
 
         async def noting(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -203,9 +225,12 @@ def _path(scope: Scope) -> str:
     return path.removeprefix(root) if root else path
 
 
-def _request_id(headers: Headers) -> str:
-    given = headers.get("x-request-id", "")
-    return given if _SANE_ID.fullmatch(given) else secrets.token_hex(16)
+def _without_trailing_slash(scope: Scope) -> Scope:
+    """`/v1/models/` is `/v1/models`: no route ends in a slash, and some clients put one there."""
+    path, raw_path = scope["path"], scope.get("raw_path") or b""
+    if not path.endswith("/") or _path(scope) == "/":
+        return scope
+    return {**scope, "path": path[:-1], "raw_path": raw_path.removesuffix(b"/")}
 
 
 def _with_own_headers(exchange: _Exchange) -> Scope:

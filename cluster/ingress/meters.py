@@ -63,7 +63,8 @@ class IngressMeters:
     def batch(self, link: InstanceLink, batch: StepBatch, iteration_stats: IterationStats | None) -> None:
         """A batch was handed on."""
         if not batch.outputs.outputs and batch.outputs.scheduler_stats is None:
-            return  # a heartbeat is no step
+            self.cluster.on_heartbeat(link.key, batch.stats)
+            return  # it is no step
         self.cluster.on_batch(link.key, batch.stats)
         self._record(link.key, batch.outputs.scheduler_stats, iteration_stats)
 

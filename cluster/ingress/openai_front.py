@@ -5,11 +5,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 
 from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.engine_client import ClusterEngineClient
-from pengserve.cluster.ingress.errors import guard_serving
+from pengserve.cluster.ingress.errors import RequestRefused, guard_serving
+from pengserve.cluster.ingress.leaving import ends_with_client
 from pengserve.cluster.ingress.vllm_openai_seam import (
     AsyncEngineArgs,
     BaseModelPath,
@@ -29,6 +31,8 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
     tokenize_router,
 )
 from pengserve.replicas.engine.dp_lane import engine_arguments
+
+MAX_NAME_CHARS = 128  # of an unknown model's name in the answer
 
 ROUTES = frozenset(
     {
@@ -91,6 +95,8 @@ async def attach(app: FastAPI, client: ClusterEngineClient, config: IngressConfi
     tokenization = ServingTokenization(models, renderer, **rendering)
     for serving in (renderer, completion, chat, responses, tokenization):
         guard_serving(serving)
+    for serving, param in ((completion, "prompt"), (chat, "messages"), (responses, "input")):
+        _refuse_full_prompts(serving, client, param)
     state = app.state
     state.args = SimpleNamespace(log_error_stack=False)
     state.engine_client, state.vllm_config = client, client.vllm_config
@@ -101,4 +107,47 @@ async def attach(app: FastAPI, client: ClusterEngineClient, config: IngressConfi
         for route in router.routes:
             if isinstance(route, APIRoute) and any((method, route.path) in ROUTES for method in route.methods):
                 assert inspect.iscoroutinefunction(route.endpoint)
-                app.router.routes.append(route)
+                app.router.routes.append(_ending_with_client(route) if "POST" in route.methods else route)
+    _attach_model_route(app, models)
+
+
+def _ending_with_client(route: APIRoute) -> APIRoute:
+    return APIRoute(
+        route.path,
+        ends_with_client(route.endpoint),
+        methods=list(route.methods),
+        dependencies=route.dependencies,
+        response_model=None,
+    )
+
+
+def _attach_model_route(app: FastAPI, models: OpenAIServingModels) -> None:
+    """`GET /v1/models/{id}`, which vLLM does not have. Names may hold slashes."""
+
+    @app.get("/v1/models/{model_id:path}")
+    async def show_model(model_id: str) -> JSONResponse:
+        for card in (await models.show_available_models()).data:
+            if card.id == model_id:
+                return JSONResponse(card.model_dump())
+        raise RequestRefused(404, f"The model `{model_id[:MAX_NAME_CHARS]}` does not exist.", param="model")
+
+
+def _refuse_full_prompts(serving: Any, client: ClusterEngineClient, param: str) -> None:
+    """Makes one of vLLM's serving objects say what is wrong where a prompt leaves no room for a token of output.
+
+    vLLM gives such a request the rest of the context, which is nothing, as `max_tokens`, and then complains about that.
+    """
+    extract = serving._extract_prompt_len
+
+    def extract_prompt_len(prompt: Any) -> int:
+        num_tokens, most = int(extract(prompt)), client.model_config.max_model_len
+        if num_tokens >= most:
+            raise RequestRefused(
+                400,
+                f"The prompt has {num_tokens} tokens, and the model takes at most {most} including at least one token"
+                f" of output: shorten the prompt to at most {most - 1} tokens.",
+                param=param,
+            )
+        return num_tokens
+
+    serving._extract_prompt_len = extract_prompt_len

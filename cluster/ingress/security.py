@@ -35,3 +35,5 @@ def harden(config: IngressConfig) -> None:
     # LoRA adapters loaded on request, and any model name accepted: both would widen what a client can reach.
     os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "0"
     os.environ["VLLM_SKIP_MODEL_NAME_VALIDATION"] = "0"
+    # Stored responses stay in memory for good, no route reads them, and background ones run on without a client.
+    os.environ["VLLM_ENABLE_RESPONSES_API_STORE"] = "0"

@@ -20,6 +20,7 @@ from vllm.entrypoints.serve.engine.protocol import ErrorInfo, ErrorResponse
 from vllm.entrypoints.serve.exception_handling.handlers.validation import clean_loc_for_param
 from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
+from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.envs import enable_envs_cache
 from vllm.exceptions import GenerationError, GracefulHTTPError, RetryableRequestError, VLLMClientError, VLLMError
 from vllm.outputs import STREAM_FINISHED, RequestOutput
@@ -36,6 +37,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+from vllm.version import __version__ as vllm_version
 
 __all__ = [
     "ATTRIBUTES",
@@ -86,6 +88,8 @@ __all__ = [
     "renderer_from_config",
     "responses_router",
     "tokenize_router",
+    "vllm_version",
+    "with_cancellation",
 ]
 
 
@@ -111,10 +115,10 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
     RequestOutputCollector: ("put", "get", "get_nowait", "close"),
     ParentRequest: ("get_child_info",),
     StatLoggerManager: ("record", "log_engine_initialized"),
-    OpenAIServingModels: ("init_static_loras", "is_base_model"),
-    OpenAIServingChat: ("create_error_response", "create_streaming_error_response"),
-    OpenAIServingCompletion: ("create_error_response", "create_streaming_error_response"),
-    OpenAIServingResponses: ("create_error_response", "create_streaming_error_response"),
+    OpenAIServingModels: ("init_static_loras", "is_base_model", "show_available_models"),
+    OpenAIServingChat: ("create_error_response", "create_streaming_error_response", "_extract_prompt_len"),
+    OpenAIServingCompletion: ("create_error_response", "create_streaming_error_response", "_extract_prompt_len"),
+    OpenAIServingResponses: ("create_error_response", "create_streaming_error_response", "_extract_prompt_len"),
     OnlineRenderer: ("warmup", "create_error_response"),
     VLLMClientError: (),
     GracefulHTTPError: (),

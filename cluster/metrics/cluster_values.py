@@ -51,12 +51,16 @@ class ClusterValues:
 
     def on_batch(self, key: InstanceKey, stats: InstanceStats) -> None:
         """A token batch arrived from an instance with these stats."""
-        self._stats[key] = stats
+        self.on_heartbeat(key, stats)
         histogram = self._step_seconds.get(key.instance_id)
         if histogram is None:
             histogram = self._metrics.histogram(catalog.INSTANCE_STEP_SECONDS, instance_id=str(key.instance_id))
             self._step_seconds[key.instance_id] = histogram
         histogram.observe(stats.last_step_s)
+
+    def on_heartbeat(self, key: InstanceKey, stats: InstanceStats) -> None:
+        """These are an instance's stats now, with no step to tell of: it is idle, or works for other ingresses."""
+        self._stats[key] = stats
 
     def on_link_up(self, key: InstanceKey, capacity: KvCapacity) -> None:
         """A request channel to an instance was opened."""

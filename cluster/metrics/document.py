@@ -29,7 +29,8 @@ _VLLM_HEAD = """## vLLM's own
 
 vLLM {version} runs in each instance and reports through the ingress; `engine` is the instance's slot. These are all
 that its Prometheus logger declares; a condition says when one exists (vLLM's own words). Its options (KV connectors,
-offloading, speculative decoding, tool parsers) add more.
+offloading, speculative decoding, tool parsers) add more. As in vLLM's own server, a request with `n: 4` counts as four
+requests with four prompts here, and once in `vllm:request_params_n`.
 """
 
 

@@ -183,6 +183,25 @@ def test_settings_from_data_do_not_read_the_environment(monkeypatch):
     assert Settings.model_validate({"model": "m"}).http.port == 8000
 
 
+@pytest.mark.parametrize(
+    "origin",
+    ["", "example.org", "https://example.org/", "https://example.org/chat", "https://*.org", "https://", "null", "a b"],
+)
+def test_what_is_no_origin_is_refused(origin: str):
+    with pytest.raises(ConfigError, match=r"http\.allowed_origins"):
+        load_settings(None, model="m", http={"allowed_origins": [origin]})
+
+
+def test_origins_are_taken_as_browsers_send_them():
+    given = ["https://Chat.example.org", "http://localhost:3000", "http://[::1]:3000", "tauri://localhost"]
+    settings = load_settings(None, model="m", http={"allowed_origins": given})
+    assert settings.http.allowed_origins == [origin.lower() for origin in given]
+    assert load_settings(None, model="m", http={"allowed_origins": "*"}).http.allowed_origins == ["*"]
+    assert load_settings(None, model="m").http.allowed_origins == []
+    with pytest.raises(ConfigError, match="alone"):
+        load_settings(None, model="m", http={"allowed_origins": ["*", "http://localhost:3000"]})
+
+
 def test_an_open_address_needs_a_key():
     with pytest.raises(ConfigError, match=r"security\.api_keys"):
         load_settings(None, model="m", http={"host": "0.0.0.0"})

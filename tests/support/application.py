@@ -104,7 +104,9 @@ class Application:
         return found[0]
 
     def stop(self) -> int:
-        """Ctrl-C; the exit code of `pengserve up`."""
+        """Ctrl-C; the exit code of `pengserve up`. Where that has ended already, its log tells why."""
+        if self.process.poll() is not None:
+            raise AssertionError(f"pengserve up ended with {self.process.returncode}:\n{self.log()[-4000:]}")
         descendants = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGINT)
         try:

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -97,8 +97,8 @@ def ingress_config(processes: Sequence[InstanceProcess], **changes: Any) -> Ingr
 
 
 @contextlib.contextmanager
-def serving(config: IngressConfig, source: Any) -> Iterator[str]:
-    """Serves an ingress from a thread of its own; yields its URL."""
+def serving(config: IngressConfig, source: Any, wrap: Callable[[Any], Any] = lambda app: app) -> Iterator[str]:
+    """Serves an ingress, with `wrap` around its application, from a thread of its own; yields its URL."""
     # The ingress hardens vLLM's environment, which vLLM reads at import.
     from pengserve.cluster.ingress.security import harden
 
@@ -108,7 +108,7 @@ def serving(config: IngressConfig, source: Any) -> Iterator[str]:
     metrics = Metrics("prometheus", app="tests")
 
     async def application() -> Any:
-        return await Ingress(config, source, metrics, metrics.exposition).build_app()
+        return wrap(await Ingress(config, source, metrics, metrics.exposition).build_app())
 
     box: dict[str, uvicorn.Server] = {}
     failures: list[BaseException] = []

@@ -47,11 +47,13 @@ def api(strict: str) -> Iterator[httpx.Client]:
 
 
 @pytest.mark.parametrize("key", [None, "", KEY[:-1], KEY + "x", "Bearer"])
-@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/v1/models", "/v1/unknown"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/tokenize", "/tokenize/", "/v1/models", "/v1/models/tiny", "/v1/x"]
+)
 def test_without_the_key_nothing_is_served(strict: str, path: str, key: str | None) -> None:
     headers = {} if key is None else {"Authorization": f"Bearer {key}".strip()}
     with httpx.Client(base_url=strict, headers=headers, trust_env=False) as client:
-        answer = client.get(path) if path.endswith("models") else client.post(path, json=BODY)
+        answer = client.get(path) if "models" in path else client.post(path, json=BODY)
     assert answer.status_code == 401
     assert answer.headers["www-authenticate"] == "Bearer"
     assert KEY not in answer.text
@@ -69,6 +71,11 @@ def test_a_request_that_means_another_cluster_is_refused(
         other.drain(1.0)
     with PengServe(strict, admin_key=ADMIN_KEY, cluster_id=own) as client:
         assert client.status().app == "tests"
+
+
+@pytest.mark.parametrize("path", ["/live", "/ready", "/health", "/ping", "/version"])
+def test_probes_need_no_key(strict: str, path: str) -> None:
+    assert httpx.get(f"{strict}{path}", trust_env=False).status_code == 200
 
 
 def test_the_admin_key_opens_the_cluster_and_the_api_key_does_not(strict: str, api: httpx.Client) -> None:
@@ -183,6 +190,9 @@ def test_not_ready_says_why_and_live_is_live(instances: list[InstanceProcess]) -
         assert (answer.status_code, answer.json()["ready"]) == (503, False)
         assert answer.json()["why"]
         assert client.get("/live").status_code == 200
+        for asked in (client.get("/health"), client.get("/ping"), client.post("/ping")):
+            assert asked.status_code == asked.json()["error"]["code"] == 503
+            assert answer.json()["why"] in asked.json()["error"]["message"]
         routes.show(instances)
         wait_ready(url)
 
@@ -204,6 +214,7 @@ def test_draining_refuses_the_new_and_finishes_the_old(instances: list[InstanceP
             assert started.wait(30)
             assert client.post("/cluster/drain", json={"timeout_s": 1}).json() == {"drained": True}
             assert client.get("/ready").json() == {"ready": False, "why": "draining"}
+            assert client.get("/health").status_code == 503
             refused = client.post("/v1/completions", json=BODY)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             thread.join(30)

@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
 
 MODEL = "tiny"
@@ -28,6 +29,111 @@ def no_blanks(model: Path) -> dict[str, int]:
 
 def test_models_lists_the_served_name(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
+
+
+def test_a_model_is_found_by_its_name(client: openai.OpenAI) -> None:
+    assert client.models.retrieve(MODEL).id == MODEL
+    with pytest.raises(openai.NotFoundError) as error:
+        client.models.retrieve("org/unknown")
+    assert error.value.body == {
+        "message": "The model `org/unknown` does not exist.",
+        "type": "NotFoundError",
+        "param": "model",
+        "code": 404,
+    }
+
+
+def test_what_vllm_serves_beside_the_api_is_here(http: httpx.Client) -> None:
+    for answer in (http.get("/health"), http.get("/ping"), http.post("/ping")):
+        assert (answer.status_code, answer.content) == (200, b"")
+    assert set(http.get("/version").json()) == {"version"}
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/live", f"/v1/models/{MODEL}"])
+def test_a_slash_at_the_end_changes_nothing(http: httpx.Client, path: str) -> None:
+    with_slash, without = http.get(f"{path}/"), http.get(path)
+    assert with_slash.status_code == without.status_code == 200
+    if "models" in path:
+        ids = [card["id"] for card in with_slash.json().get("data", [with_slash.json()])]
+        assert ids == [MODEL]
+
+
+@pytest.mark.parametrize("path", ["/", "/nowhere", "/nowhere/", "/v1", "/v1/", "/v1/nowhere", "/docs", "/invocations"])
+def test_an_unknown_path_is_404_in_shape(http: httpx.Client, path: str) -> None:
+    answer = http.get(path)
+    assert answer.status_code == answer.json()["error"]["code"] == 404
+    assert len(answer.headers.get_list("x-request-id")) == 1
+
+
+FULL = 1024  # the model's length
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "body"),
+    [
+        ("/v1/completions", "prompt", {"prompt": [5] * FULL}),
+        ("/v1/completions", "prompt", {"prompt": [5] * FULL, "max_tokens": 8, "stream": True}),
+        ("/v1/completions", "prompt", {"prompt": [[5], [5] * FULL]}),
+        ("/v1/chat/completions", "messages", {}),
+        ("/v1/chat/completions", "messages", {"stream": True}),
+        ("/v1/responses", "input", {}),
+    ],
+)
+def test_a_prompt_that_leaves_no_room_is_named(http: httpx.Client, path: str, field: str, body: dict) -> None:
+    if field == "messages":
+        body = {**body, field: chat_of(http, FULL)}
+    elif field == "input":
+        usage = http.post(path, json={"model": MODEL, "input": "Hi", "max_output_tokens": 1}).json()["usage"]
+        more_than_chat = usage["input_tokens"] - count_tokens(http, [{"role": "user", "content": "Hi"}])
+        body = {**body, field: chat_of(http, FULL - more_than_chat)[0]["content"]}
+    error = http.post(path, json={"model": MODEL, **body}).json()["error"]
+    assert (error["code"], error["param"], error["type"]) == (400, field, "BadRequestError")
+    assert f"has {FULL} tokens" in error["message"]
+    assert f"at most {FULL} including at least one token of output" in error["message"]
+
+
+def count_tokens(http: httpx.Client, messages: list[dict[str, str]]) -> int:
+    """Tokens of `messages`, with the template around them."""
+    return http.post("/tokenize", json={"model": MODEL, "messages": messages}).json()["count"]
+
+
+def chat_of(http: httpx.Client, num_tokens: int) -> list[dict[str, str]]:
+    """Messages of so many tokens, with the template around them."""
+    text = ""
+    for _ in range(50):
+        messages = [{"role": "user", "content": text}]
+        missing = num_tokens - count_tokens(http, messages)
+        if missing == 0:
+            return messages
+        text = text + "a " * max(missing // 2, 1) if missing > 0 else text[:missing]
+    raise AssertionError("no text of this length was found")
+
+
+def test_n_is_counted_as_vllm_counts_it(http: httpx.Client) -> None:
+    """As `AsyncLLM` of vLLM 0.32 does: each sequence is a request with a prompt of its own, and `n` is noted once."""
+
+    def counted() -> dict[str, float]:
+        families = text_string_to_metric_families(http.get("/metrics").text)
+        sums: dict[str, float] = {}
+        for sample in (sample for family in families for sample in family.samples):
+            sums[sample.name] = sums.get(sample.name, 0) + sample.value
+        return sums
+
+    body = {"model": MODEL, "prompt": [5] * 40, "n": 4, "max_tokens": 7, "ignore_eos": True}
+    expected = {
+        "vllm:request_success_total": 4,
+        "vllm:prompt_tokens_total": 160,
+        "vllm:generation_tokens_total": 28,
+        "vllm:time_to_first_token_seconds_count": 4,
+        "vllm:request_params_n_count": 1,
+        "vllm:request_params_n_sum": 4,
+        "vllm:request_max_num_generation_tokens_count": 1,
+        "vllm:request_max_num_generation_tokens_sum": 7,
+    }
+    before = counted()
+    assert http.post("/v1/completions", json=body).status_code == 200
+    after = counted()
+    assert {name: after[name] - before.get(name, 0) for name in expected} == expected
 
 
 def test_chat_streams_what_it_answers_whole(client: openai.OpenAI) -> None:

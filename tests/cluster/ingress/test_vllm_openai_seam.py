@@ -77,3 +77,20 @@ def test_only_allow_listed_routes_are_served() -> None:
     )
     offered = {(m, r.path) for router in routers for r in router.routes if isinstance(r, APIRoute) for m in r.methods}
     assert offered >= ROUTES, f"vLLM no longer offers {ROUTES - offered}"
+
+
+def test_every_handler_of_a_post_is_wrapped_as_it_was() -> None:
+    """`leaving.py` puts its own wrapper in the place of vLLM's, which it must find to do so."""
+    from fastapi.routing import APIRoute
+
+    from pengserve.cluster.ingress import vllm_openai_seam as seam
+    from pengserve.cluster.ingress.leaving import is_wrapped_by_vllm
+    from pengserve.cluster.ingress.openai_front import ROUTES
+
+    routers = (seam.chat_router, seam.completion_router, seam.responses_router, seam.tokenize_router)
+    handlers = [
+        r for router in routers for r in router.routes if isinstance(r, APIRoute) and ("POST", r.path) in ROUTES
+    ]
+    assert len(handlers) == sum(method == "POST" for method, _ in ROUTES)
+    for route in handlers:
+        assert is_wrapped_by_vllm(route.endpoint), f"vLLM no longer wraps {route.path} in with_cancellation"

@@ -75,6 +75,15 @@ def test_memory_is_that_of_the_shape_that_runs(metrics: Metrics) -> None:
         assert sample(metrics, "pengserve_instance_kv_bytes", instance_id=slot) == kv
 
 
+def test_a_heartbeat_tells_the_load_and_is_no_step(metrics: Metrics) -> None:
+    values = ClusterValues(metrics)
+    values.on_link_up(key(0), CAPACITY)
+    values.on_batch(key(0), InstanceStats(num_running=3))
+    values.on_heartbeat(key(0), InstanceStats(num_running=0))
+    assert sample(metrics, "pengserve_instance_requests_running", instance_id="0") == 0
+    assert sample(metrics, "pengserve_instance_step_seconds_count", instance_id="0") == 1
+
+
 @given(
     lives=st.lists(st.lists(st.integers(0, 50), min_size=1, max_size=5), min_size=1, max_size=4), scrape=st.booleans()
 )
