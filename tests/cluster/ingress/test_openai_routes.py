@@ -1,6 +1,7 @@
 """Every OpenAI route, through the official client, over real instances."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -8,6 +9,9 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from transformers import AutoTokenizer
+
+from tests.support.ingress import FixedRoutes, ingress_config, serving, wait_ready
+from tests.support.processes import InstanceProcess
 
 MODEL = "tiny"
 CHAT = [{"role": "user", "content": "What does a dictionary do?"}]
@@ -18,6 +22,15 @@ pytestmark = pytest.mark.slow
 def greedy_text(client: openai.OpenAI, prompt: str, num_tokens: int) -> str:
     answer = client.completions.create(model=MODEL, prompt=prompt, max_tokens=num_tokens, temperature=0)
     return answer.choices[0].text
+
+
+@pytest.fixture(scope="module")
+def newest(instances: list[InstanceProcess]) -> Iterator[httpx.Client]:
+    """A client of an ingress of this module: vLLM's metrics in a process are those of its newest ingress."""
+    with serving(ingress_config(instances), FixedRoutes(instances)) as url:
+        wait_ready(url)
+        with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
+            yield client
 
 
 @pytest.fixture(scope="session")
@@ -109,11 +122,11 @@ def chat_of(http: httpx.Client, num_tokens: int) -> list[dict[str, str]]:
     raise AssertionError("no text of this length was found")
 
 
-def test_n_is_counted_as_vllm_counts_it(http: httpx.Client) -> None:
+def test_n_is_counted_as_vllm_counts_it(newest: httpx.Client) -> None:
     """As `AsyncLLM` of vLLM 0.32 does: each sequence is a request with a prompt of its own, and `n` is noted once."""
 
     def counted() -> dict[str, float]:
-        families = text_string_to_metric_families(http.get("/metrics").text)
+        families = text_string_to_metric_families(newest.get("/metrics").text)
         sums: dict[str, float] = {}
         for sample in (sample for family in families for sample in family.samples):
             sums[sample.name] = sums.get(sample.name, 0) + sample.value
@@ -131,7 +144,7 @@ def test_n_is_counted_as_vllm_counts_it(http: httpx.Client) -> None:
         "vllm:request_max_num_generation_tokens_sum": 7,
     }
     before = counted()
-    assert http.post("/v1/completions", json=body).status_code == 200
+    assert newest.post("/v1/completions", json=body).status_code == 200
     after = counted()
     assert {name: after[name] - before.get(name, 0) for name in expected} == expected
 
@@ -269,11 +282,12 @@ def test_a_client_that_leaves_frees_its_place(client: openai.OpenAI, http: httpx
     pytest.fail(f"still in flight: {running}")
 
 
-def test_metrics_count_tokens_by_instance(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_metrics_count_tokens_by_instance(newest: httpx.Client) -> None:
     def generated() -> float:
-        lines = http.get("/metrics").text.splitlines()
+        lines = newest.get("/metrics").text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:generation_tokens_total{"))
 
     before = generated()
-    greedy_text(client, "hello", 9)
+    body = {"model": MODEL, "prompt": "hello", "max_tokens": 9, "temperature": 0}
+    assert newest.post("/v1/completions", json=body).status_code == 200
     assert generated() == before + 9
