@@ -39,7 +39,7 @@ class PackedLinear:
 def pack_in_place(weight: torch.Tensor) -> PackedLinear | None:
     """Packs `weight` (`[out, in]`, contiguous, on CPU) and gives the product with it.
 
-    What it held in plain order is gone then; whoever reads it otherwise must not be among its users. None, and nothing
+    The packed bytes replace those in plain order, so no other code may read `weight` from then on. None, and nothing
     has changed, where it cannot be packed into its own bytes: an odd size, another type or another PyTorch.
     """
     if weight.dtype not in _C_TYPES or weight.dim() != 2 or not weight.is_contiguous() or weight.is_cuda:
