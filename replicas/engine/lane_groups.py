@@ -39,30 +39,30 @@ class LaneGroup:
 
     @property
     def first_rank(self) -> int:
-        """See vLLM."""
+        """Rank of the group's first member, by the name that vLLM calls it."""
         return 0
 
     @property
     def last_rank(self) -> int:
-        """See vLLM."""
+        """Rank of the group's last member, by the name that vLLM calls it."""
         return self.world_size - 1
 
     @property
     def is_first_rank(self) -> bool:
-        """See vLLM."""
+        """Whether this member is the first: of a pipeline, whether it has the first stage."""
         return self.rank == 0
 
     @property
     def is_last_rank(self) -> bool:
-        """See vLLM."""
+        """Whether this member is the last: of a pipeline, whether it has the last stage."""
         return self.rank == self.last_rank
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        """Sum over the group; vLLM's layers pass a tensor that nobody else reads, so it is reduced in place."""
+        """Sum over the group, in place: only the vLLM layer that passes the tensor reads it."""
         return self._connected().all_reduce(input_)
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """See vLLM."""
+        """The members' tensors, concatenated along `dim` in the order of ranks."""
         return self._connected().all_gather(input_, dim)
 
     def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor:

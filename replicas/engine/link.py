@@ -37,7 +37,7 @@ class InstanceLink:
         """Connects to `endpoint` ("host:port").
 
         Raises:
-            LinkLostError: nobody listens there, the token is wrong, or no answer came in `timeout_s`.
+            LinkLostError: no process listens there, the token is wrong, or no answer came in `timeout_s`.
         """
         host, _, port = endpoint.rpartition(":")
         writer: asyncio.StreamWriter | None = None

@@ -22,7 +22,7 @@ class StageClock:
         self._ended_s: float | None = None  # of the microbatch before, while the pipeline has work
 
     def begin(self, *, is_first: bool) -> None:
-        """A microbatch begins to compute; `is_first`: the pipeline had no work before it, so that nobody was idle."""
+        """A microbatch begins to compute. `is_first`: the pipeline had no work before it, so the gap is not idle."""
         self._begun_s = self._now_s()
         if self._ended_s is not None and not is_first:
             self.idle_s += self._begun_s - self._ended_s

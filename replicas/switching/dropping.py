@@ -30,7 +30,7 @@ class LeaderDrop:
         self._communicator = self._member.pool.get(group_name)
         self.exchange = DropExchange(self._member.lanes, self._lane, parts_of(self._member, self._plan))
         self._wave: list[Traveller] = []
-        self.has_begun = False  # so that a failure costs the members what they ran
+        self.has_begun = False  # from then on a failure costs the members' requests their KV
 
     def run(self, met: dict[InstanceKey, SwitchMessage], own: list[Traveller]) -> SwitchReport:
         """Moves memory and KV, then commits.
