@@ -41,7 +41,7 @@ class RestoreTarget:
     def place(self, wave: list[Traveller]) -> list[Traveller]:
         """Gives the requests that come to this part blocks there, if this member leads it; those that found room.
 
-        From here on no lane uses the blocks of `dp`: the lane that ends has given them back.
+        From here on the blocks of `dp` are free: the lane that ends has given them back.
         """
         running = self._member.lanes.running
         assert running is not None
