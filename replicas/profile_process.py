@@ -1,4 +1,4 @@
-"""An engine in a process of its own, that only times batches: what `pengserve profile` and benchmarks measure with.
+"""An engine in a process of its own that only times batches. `pengserve profile` and benchmarks use it.
 
     python -m pengserve.replicas.profile_process INSTANCE_JSON PLAN_JSON     one JSON line a fact or sample
 

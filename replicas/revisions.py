@@ -10,7 +10,7 @@ from pengserve.planners.types.snapshot import InstanceSnapshot, face_of
 class Revisions:
     """Numbers the answers of one incarnation. Many threads may answer at once.
 
-    The instance compares its answers, so that a controller of a thousand compares two numbers of each.
+    The instance compares its answers, so that a controller of a thousand instances compares only two numbers for each.
     """
 
     def __init__(self) -> None:

@@ -108,8 +108,10 @@ class BaseMemory:
         self._filled.add(layer)
 
     def _leave(self, places: Sequence[Sequence[_Place]], device: torch.device) -> None:
-        """Parameters have memory of their own again, and the arena gives back its own. By way of the host: the device
-        may not hold both."""
+        """Gives parameters memory of their own again, and the arena's memory back to the system.
+
+        The parameters go by way of the host, since the device may not hold both.
+        """
         taken = [place.parameter for layer in places for place in layer]
         for parameter in taken:
             parameter.data = torch.empty_like(parameter.data, device="cpu").copy_(parameter.data)

@@ -24,7 +24,8 @@ class Collectives(Protocol):
 class LaneGroup:
     """Stands where vLLM expects a `GroupCoordinator`, for one group ("tp" or "pp") whose communicator comes later.
 
-    vLLM builds its groups from one world that a death would break; this one has its own, and it can be exchanged.
+    vLLM builds its groups within one world of processes, which the death of one process breaks. This group has a
+    communicator of its own, which can be replaced.
     """
 
     def __init__(self, kind: str, name: str, rank: int, size: int) -> None:
@@ -77,10 +78,10 @@ class LaneGroup:
 
 @contextmanager
 def one_group_for_all() -> Iterator[None]:
-    """While open, each group that vLLM makes of the one member of its world is that world.
+    """While open, vLLM gets its world of one process wherever it makes a group of that one process.
 
-    vLLM makes a dozen. On CPUs each would have a thread of gloo's that wakes a hundred times a second for as long as
-    the process lives, in the middle of steps too. `give_up_shared_group` undoes it.
+    vLLM makes a dozen such groups. On CPUs gloo would give each of them a thread that wakes a hundred times a second
+    until the process ends, also during steps. `give_up_shared_group` undoes it.
     """
     make = dist.new_group
 

@@ -77,7 +77,7 @@ class Lanes:
         self._is_leading = False
         self._step_s = FIRST_STEP_S  # of the newest step of a group
         self._idle_totals: dict[str, int] = {}
-        self._gone: Counter[str] = Counter()  # totals of lanes that could not be built anew
+        self._gone: Counter[str] = Counter()  # totals of lanes that are gone and could not be built anew
         self._dp_view: KvView | None = None
         self._clock = StageClock()  # of all pipelines, one after the other
         self._cost_model = FIRST_MODEL
@@ -243,7 +243,7 @@ class Lanes:
         return lost
 
     def discard(self, lane: GroupLane) -> None:
-        """Takes all blocks from a lane that does not run, and builds it anew: its scheduler may be in the middle.
+        """Takes all blocks from a lane that does not run, and builds it anew: its scheduler may hold requests.
 
         Of a pipeline lane, also brings all memory back to where `dp` needs it, from this member's own copy.
         """

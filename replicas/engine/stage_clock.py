@@ -3,8 +3,8 @@
     begin -- busy --> end -- idle --> begin -- busy --> end        begin (is_first) -- busy --> end
                                                            no work
 
-Idle is what KunServe calls a bubble (section 4.3): all time between microbatches while the pipeline has work. What the
-member does besides is in it: to schedule, to code messages, to send tokens and KV.
+Idle is what KunServe calls a bubble (section 4.3): all time between microbatches while the pipeline has work. It
+includes the member's other work: scheduling, encoding messages, sending tokens and KV.
 """
 
 import time

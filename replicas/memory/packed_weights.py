@@ -1,7 +1,7 @@
 """Linear weights in the order that oneDNN's kernels read, packed where they lie.
 
 A product with some rows takes half to two thirds of the time on a CPU when its weight is packed
-(`benchmarks/results/gemm.md`). vLLM packs into memory of its own, which could not change hands. Here a weight keeps its
+(`benchmarks/results/gemm.md`). vLLM packs into memory of its own, which could not become KV. Here a weight keeps its
 address and its size: only the order of its numbers changes, so that its bytes can be dropped, sent to a member that
 packs alike, and put back.
 

@@ -1,4 +1,4 @@
-"""One instance's part in switches: takes a controller's calls, talks to the other members, and mends what breaks.
+"""One instance's part in switches: takes a controller's calls, talks to the other members, and leaves a broken group.
 
 Calls come from any thread and are carried out in the step thread, between steps. A commit goes to the leader alone:
 

@@ -9,7 +9,7 @@
            <------------------------  MET      free blocks; on a merge, the requests that can be carried
     PLACE  ------------------------>           (restore) give these requests blocks where they go on
            <------------------------  PLACED   those that found room, with their blocks
-    WAVE   ------------------------>           move these requests' KV (zero or more waves); on a merge, let go of
+    WAVE   ------------------------>           move these requests' KV (zero or more waves); on a merge, release
                                                those that are given up
            <------------------------  DONE     free blocks, what was refused
     COMMIT ------------------------>           the new shape holds from the next step on

@@ -157,7 +157,7 @@ class Arena:
     def unmap(self, region: Region, first: int, stop: int) -> None:
         """Takes the memory behind chunks `[first, stop)` of `region` away and gives it to the free list.
 
-        On CUDA all work that uses it has been waited for; so in `move`.
+        On CUDA the caller has waited for all work that uses it, here and in `move`.
 
         Raises:
             StepError: the system refused; nothing changed.
@@ -215,7 +215,7 @@ class Arena:
     def close(self) -> None:
         """Gives all physical memory back. Idempotent. Addresses stay reserved until the last tensor is gone.
 
-        So code that uses a tensor too late fails, and never reads memory that has another owner by now.
+        So code that uses a tensor afterwards fails, and never reads memory that has another owner by then.
         """
         self._is_closed = True
         _give_back(self._backend, self._tables, self.chunk_bytes)

@@ -46,7 +46,7 @@ class CpuBackend:
     granularity = mmap.PAGESIZE
 
     def __init__(self, *, huge_pages: bool = True, populate: bool | None = None) -> None:
-        """`huge_pages` and `populate` are there to be measured.
+        """Benchmarks set `huge_pages` and `populate` to measure what they save.
 
         `populate`: whether `map` fills the page table; else the first access to each page does. None: `map` does so
         where chunks consist of huge pages, since filling their few entries costs little.

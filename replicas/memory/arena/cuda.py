@@ -5,8 +5,8 @@
     unmap     one cuMemUnmap: a range may span handles, if it ends where they end
 
 The caller of `unmap` has waited for the streams that use the memory. Kernels that are launched later, and replays of
-graphs that were captured before, see what is mapped then. So the driver is documented: this file has run over the
-`libcuda` of the tests alone, which keeps the driver's rules, and not on a GPU yet.
+graphs that were captured before, see what is mapped then. The driver's documentation says so. This file has run
+over the tests' `libcuda` alone, which keeps the driver's rules, and not on a GPU yet.
 """
 
 from collections.abc import Sequence
