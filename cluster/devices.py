@@ -44,6 +44,6 @@ def _count_all() -> int:
             )
             return sum(line.startswith("GPU ") for line in found.stdout.splitlines())
         except (OSError, subprocess.SubprocessError):
-            pass  # it belongs to another driver, say; the driver's own files tell as well
+            pass  # nvidia-smi may belong to another driver; the driver's files give the number too
     directory = _DRIVER_FILES / "gpus"
     return sum(1 for _ in directory.iterdir()) if directory.is_dir() else 0

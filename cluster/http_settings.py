@@ -54,5 +54,5 @@ class HttpSettings(BaseModel, extra="forbid", validate_default=True, frozen=True
 
     @property
     def is_loopback(self) -> bool:
-        """Whether nobody outside this machine can connect."""
+        """Whether only processes on this machine can connect."""
         return self.host in _LOOPBACK_HOSTS

@@ -40,16 +40,16 @@ def local_devices() -> Devices:
 
 
 def cluster_devices() -> Devices:
-    """Those of the Ray cluster that this process is connected with.
+    """Devices of the Ray cluster that this process is connected to.
 
     Raises:
-        ConfigError: it is connected with none, or the cluster gives no answer.
+        ConfigError: this process is connected to none, or the cluster gives no answer.
     """
     import ray
 
     try:
         if not ray.is_initialized():
-            raise ConnectionError("this process is connected with none")
+            raise ConnectionError("this process is connected to no Ray cluster")
         nodes = ray.nodes()
     except Exception as error:
         raise _CannotAsk(
@@ -119,7 +119,7 @@ class _TooFewDevices(ConfigError):
 def _count(settings: Settings, devices: Devices) -> int:
     wanted, gpus_each = settings.instances.count, settings.gpus_per_instance
     if not gpus_each and wanted != "auto":
-        return wanted  # Ray counts no device for these instances, and neither is it counted here
+        return wanted  # Ray reserves no device for these instances, so there is nothing to count
     room = devices.num_instances(gpus_each or 1.0)
     seen = f"{_number(devices.total, 'CUDA device')} {_are(devices.total)} visible {devices.where}"
     if devices.total < 1:

@@ -44,7 +44,7 @@ ENV_PREFIX = "PENGSERVE_"
 # Read by the command line (typer) for commands that talk to a running application; no setting of one.
 CLI_VARIABLES = frozenset({"PENGSERVE_URL", "PENGSERVE_API_KEY", "PENGSERVE_ADMIN_KEY"})
 
-# Kubernetes puts these into every pod beside a service called "pengserve..."; nobody wrote them by hand.
+# Kubernetes puts these into every pod beside a service called "pengserve..."; they are no settings of the user's.
 _KUBERNETES_VARIABLE = re.compile(r"(^|_)(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP)(_(PROTO|PORT|ADDR))?)$")
 
 
@@ -75,7 +75,7 @@ class SecuritySettings(_Section):
     def _no_empty_keys(self) -> "SecuritySettings":
         keys = [*self.api_keys, *([self.admin_key] if self.admin_key else [])]
         if any(not key.get_secret_value().strip() for key in keys):
-            raise ValueError("an empty key would let everybody in: leave it out or give it a value")
+            raise ValueError("an empty key would let every client in: leave it out or give it a value")
         return self
 
 
@@ -445,7 +445,7 @@ def _read_environment() -> dict[str, Any]:
 
 
 def _refuse_unknown_variables() -> None:
-    # A misspelt variable would be left out without a word, so it is refused as a misspelt key is. What follows a
+    # A misspelt variable would be ignored silently, so it is refused as a misspelt key is. What follows a
     # section's `__` is checked by the model.
     known = [ENV_PREFIX + path.replace(".", "__").upper() for path in _paths(Settings)]
     for name in sorted(os.environ):

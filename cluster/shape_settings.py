@@ -60,7 +60,7 @@ class ShapeSettings(BaseModel, extra="forbid", validate_default=True, frozen=Tru
     """
 
     degrees: Literal["auto"] | list[int] = "auto"  # auto: all powers of two that fit; []: the shape never changes
-    auto: bool = True  # the cluster chooses its layout from the load, until somebody pins it; false: it stays as it is
+    auto: bool = True  # the cluster chooses its layout from the load, until a user pins one; false: it stays as it is
     min_dwell_s: float = Field(default=5, ge=0)
     merge_below: float = Field(default=0.25, ge=0, le=1)
     split_above: float = Field(default=0.5, ge=0, le=1)

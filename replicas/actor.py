@@ -48,7 +48,7 @@ class InstanceActor:
         return self._instance.drain(timeout_s)
 
     def connect(self, directory: PeerDirectory) -> None:
-        """Takes in who the peers are; what comes of it shows in the status."""
+        """Takes a newer directory of peers. The status shows which groups are ready."""
         self._lease.renew()
         self._instance.connect(directory)
 

@@ -10,7 +10,7 @@ With --control a controller's calls come as JSON lines on standard input from th
     {"id": 7, "call": "prepare", "args": {"plan": {...}}}
     {"id": 7, "result": null}    or    {"id": 7, "error": {"type": "StepError", "message": "..."}}
 
-Answers come in any order. When standard input ends, nobody controls the process any more, and it ends at once.
+Answers come in any order. When standard input ends, the controller is gone, and the process ends at once.
 """
 
 import argparse
@@ -65,8 +65,8 @@ class ControlLines:
         try:
             answer["result"] = to_data(self._call(name, args))
         except Exception as error:
-            # Whatever goes wrong belongs to the caller, who must not wait for an answer that never comes.
-            # A fault of ours leaves its traceback here: the caller gets one sentence.
+            # The caller gets every error: it must not wait for an answer that never comes.
+            # An unexpected error leaves its traceback in this log: the caller gets one sentence.
             if not isinstance(error, PengServeError):
                 logger.exception("the call %s failed", name)
             answer["error"] = {"type": type(error).__name__, "message": str(error)}
@@ -118,7 +118,7 @@ def main() -> int:
     config = from_data(InstanceConfig, json.loads(arguments.config.read_text()))
     begin_with(process_environment(config))
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
-    # vLLM logs to standard output, which here carries one line for whoever started the process.
+    # vLLM logs to standard output, which here carries one line for the parent process.
     announcement = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     key = InstanceKey(instance_id=InstanceId(arguments.instance_id), incarnation=arguments.incarnation)

@@ -1,4 +1,4 @@
-"""One instance: its lanes, step loop, request channel and peers. Knows neither Ray nor why it is asked anything."""
+"""One instance: its lanes, step loop, request channel and peers. Knows neither Ray nor the controller's policies."""
 
 import logging
 import os
@@ -138,15 +138,20 @@ class Instance:
             self._agent.connect(directory)
 
     def prepare(self, plan: SwitchPlan) -> None:
-        """See `Agent.prepare`. Raises StepError where this instance cannot take part."""
+        """Checks whether this instance can take part, and remembers `plan`. Raises StepError where it cannot."""
         self._elastic().prepare(plan)
 
     def commit(self, plan: SwitchPlan) -> SwitchReport:
-        """See `Agent.commit`. Raises StepError or EngineError."""
+        """Carries out a prepared plan that this instance leads. Idempotent.
+
+        Raises:
+            StepError: nothing was changed, and why.
+            EngineError: it failed half-way; all members are in dp, and no request is lost.
+        """
         return self._elastic().commit(plan)
 
     def abort(self, plan_id: str) -> None:
-        """See `Agent.abort`."""
+        """Forgets a prepared plan, and calls off one that is still draining or meeting."""
         if self._agent is not None:
             self._agent.abort(plan_id)
 
@@ -170,7 +175,7 @@ class Instance:
     # The step loop's side -------------------------------------------------------------------------------------
 
     def _build_lanes(self) -> "Lanes":
-        # vLLM takes seconds to import and needs its environment set first; nobody else on this floor pays for it.
+        # vLLM takes seconds to import and needs its environment set first: only a process with an engine imports it.
         from pengserve.replicas.engine.lanes import Lanes
         from pengserve.replicas.engine.wire import Codec
 
@@ -216,7 +221,8 @@ class Instance:
     def _shape_changed(self) -> None:
         assert self._lanes is not None
         self._stats = self._lanes.stats()
-        self._server.beat()  # who was a follower makes no steps until somebody knows that it takes requests again
+        # A former follower makes no steps until an ingress sends it requests. The beat tells them that it takes some.
+        self._server.beat()
         self._note_idle()
 
     def _stepped(self, outputs: Mapping[int, "EngineCoreOutputs"], stats: InstanceStats) -> None:
@@ -288,21 +294,21 @@ class Instance:
         try:
             lanes.prepare(add.request, add.output_token_ids, admit)
         except Exception:
-            # What reaches here passed the ingress's checks; only this request may suffer for it.
+            # The ingress has checked this request already. The error fails this request alone.
             logger.exception("instance %s cannot take request %s", self.key, request_id)
             self._refuse(client_index, request_id)
 
     def _admit(self, request: "Request") -> None:
         assert self._lanes is not None
         if self._lanes.is_following and self._agent is not None:
-            # It was sent before its ingress heard that another instance leads.
+            # The ingress sent it before it learned that another instance leads.
             self._requests.moved([request.request_id], self._agent.leader, carried=False)
             self._note_idle()
             return
         try:
             self._lanes.add(request)
         except Exception:
-            # What comes from another instance, half decoded, may be what no runner here can take.
+            # A half-decoded request of another instance may need what no runner here can do.
             logger.exception("instance %s cannot take request %s over", self.key, request.request_id)
             self._lanes.abort([request.request_id])
             self._refuse(request.client_index, request.request_id)
@@ -336,7 +342,10 @@ class Instance:
             self._server.send(self._addressee(client_index, batch), [head, *codec.encode_outputs(batch)])
 
     def _addressee(self, client_index: int, batch: "EngineCoreOutputs") -> int:
-        """vLLM addresses a step without tokens to client 0; its statistics belong to whoever is there."""
+        """The client that gets `batch`.
+
+        vLLM addresses a step without tokens to client 0. Any connected client may take its statistics.
+        """
         if batch.outputs:
             return client_index
         connected = self._server.client_indices()

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 
 class Lease:
-    """Renewed by every word from a controller. An expired lease alone ends nothing: the application is asked for."""
+    """Every call of a controller renews it. An expired lease alone ends nothing: the application is asked for."""
 
     def __init__(self, lease_s: float, *, now: Callable[[], float], application_exists: Callable[[], bool]) -> None:
         """

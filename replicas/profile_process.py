@@ -1,4 +1,4 @@
-"""An engine in a process of its own, that only times batches: what `pengserve profile` and benchmarks measure with.
+"""An engine in a process of its own that only times batches. `pengserve profile` and benchmarks use it.
 
     python -m pengserve.replicas.profile_process INSTANCE_JSON PLAN_JSON     one JSON line a fact or sample
 
@@ -34,7 +34,7 @@ class ProfilePlan:
     """What is timed."""
 
     num_batches: int
-    rounds: int  # each batch is timed in each, in another order every time
+    rounds: int  # each round times all batches, in an order of its own
     repetitions: int  # steps of a batch in one round
     seed: int
 
@@ -72,12 +72,13 @@ def find_device(wish: str) -> str:
 def profile_engine(
     config: InstanceConfig, plan: ProfilePlan, on_sample: Callable[[], None]
 ) -> tuple[EngineFacts, list[Sample]]:
-    """Times every batch: the median of its steps in a round, and of the rounds the least, as whatever else runs on the
-    machine only ever adds to it.
+    """Times every batch. A round gives the median of a batch's steps; the result is the least of all rounds.
+
+    The least, because other processes on the machine can only make a step longer.
 
     Raises:
         ConfigError: vLLM is not installed.
-        EngineError: the engine failed; with its last words.
+        EngineError: the engine failed; with the last line that it wrote.
     """
     if find_spec("vllm") is None:
         raise ConfigError(f"timing an engine needs vllm, which is not installed: {_INSTALL}")
@@ -99,11 +100,11 @@ def profile_engine(
                     found.setdefault(data["batch"], []).append(from_data(Sample, data["sample"]))
                     on_sample()
         except BaseException:
-            process.kill()  # nobody reads its samples any more
+            process.kill()  # its samples have no reader any more
             raise
         if process.wait() or facts is None:
             words.seek(0)
-            last = next((line.strip() for line in reversed(words.readlines()) if line.strip()), "it said nothing")
+            last = next((line.strip() for line in reversed(words.readlines()) if line.strip()), "it wrote no error")
             raise EngineError(f"the engine ended with status {process.returncode} after {len(found)} batches: {last}")
     return facts, [min(same, key=lambda sample: sample.seconds) for _, same in sorted(found.items())]
 

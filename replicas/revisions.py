@@ -1,4 +1,4 @@
-"""Numbers for what an instance says of itself: two answers of one number differ in their loads alone."""
+"""Revision numbers of an instance's status: two answers with the same number differ in their loads alone."""
 
 import threading
 from dataclasses import replace
@@ -8,9 +8,9 @@ from pengserve.planners.types.snapshot import InstanceSnapshot, face_of
 
 
 class Revisions:
-    """Numbers the answers of one life. Many threads may answer at once.
+    """Numbers the answers of one incarnation. Many threads may answer at once.
 
-    The instance compares its answers, so that a controller of a thousand compares two numbers of each.
+    The instance compares its answers, so that a controller of a thousand instances compares only two numbers for each.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The step loop: one thread that builds a lane, feeds it and steps it, and never waits for whoever reads the tokens."""
+"""The step loop: one thread that builds a lane, feeds it and steps it. It never waits for a client to read tokens."""
 
 import logging
 import queue

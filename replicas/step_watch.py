@@ -9,11 +9,11 @@ from pengserve.replicas.step_loop import StepLoop
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
-TIMES_THE_LONGEST = 20.0  # what was seen lately says what to expect; a machine that others use is several times slower
-LEAST_S = (
-    90.0  # nothing is called stuck before: the commands of a switch have time-outs of their own, which are shorter
-)
-FIRST_STEPS, FIRST_S = 20, 600.0  # kernels are compiled and pages touched in the first ones
+# Of the longest recent step. On a machine with other load a step can take several times as long.
+TIMES_THE_LONGEST = 20.0
+# Even where recent steps were short. Longer than all time-outs of a switch's commands, which run in the same thread.
+LEAST_S = 90.0
+FIRST_STEPS, FIRST_S = 20, 600.0  # the first steps compile kernels and touch pages for the first time
 
 
 class StepWatch:
@@ -42,7 +42,7 @@ class StepWatch:
         while not self._over.wait(self._period_s):
             stalled_s = self._loop.stalled_s
             if stalled_s > self.limit_s():
-                why = f"a step hangs for {stalled_s:.0f} s; the longest of late took {self._loop.longest_s:.2g} s"
+                why = f"a step hangs for {stalled_s:.0f} s; the longest recent step took {self._loop.longest_s:.2g} s"
                 logger.error("%s; the instance gives up", why)
                 self._on_stuck(why)
                 return

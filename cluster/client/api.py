@@ -87,7 +87,7 @@ class PengServe:
         return self._call(protocol.drain(timeout_s))
 
     def layout(self) -> LayoutView:
-        """How the instances are grouped now, what they could form, and who decides about it."""
+        """How the instances are grouped now, what they could form, and whether the cluster or a user decides."""
         return self._call(protocol.layout())
 
     def set_layout(
@@ -186,56 +186,61 @@ class AsyncPengServe:
         self._http = httpx.AsyncClient(**self._endpoint.client_options(verify))
 
     async def status(self) -> ClusterSnapshot:
-        """See `PengServe.status`."""
+        """All that the controller knows of the cluster now."""
         return await self._call(protocol.status())
 
     async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
-        """See `PengServe.events`."""
+        """Events with a sequence number above `after`, oldest first, at most `limit`."""
         return await self._call(protocol.events(after, limit))
 
     async def routing(self) -> RoutingTable:
-        """See `PengServe.routing`."""
+        """Where requests go now."""
         return await self._call(protocol.routing())
 
     async def live(self) -> bool:
-        """See `PengServe.live`."""
+        """Whether a server answers at all. False where none does."""
         try:
             return await self._call(protocol.live())
         except PengServeError:
             return False
 
     async def readiness(self) -> Readiness:
-        """See `PengServe.readiness`."""
+        """Whether new requests are taken, and what is missing if not."""
         return await self._call(protocol.readiness())
 
     async def ready(self) -> bool:
-        """See `PengServe.ready`."""
+        """Whether new requests are taken."""
         return (await self.readiness()).ready
 
     async def wait_ready(self, timeout_s: float = 600.0) -> None:
-        """See `PengServe.wait_ready`."""
+        """Return once new requests are taken. Raises `PengServeTimeoutError` after `timeout_s`."""
         await self._run(protocol.wait_ready(timeout_s, time.monotonic))
 
     async def drain(self, timeout_s: float = 60.0) -> bool:
-        """See `PengServe.drain`."""
+        """Take no new requests and let the running ones finish; True when all did within `timeout_s`."""
         return await self._call(protocol.drain(timeout_s))
 
     async def layout(self) -> LayoutView:
-        """See `PengServe.layout`."""
+        """How the instances are grouped now, what they could form, and whether the cluster or a user decides."""
         return await self._call(protocol.layout())
 
     async def set_layout(
         self, layout: str, strategy: str = SwitchStrategy.CARRY, *, wait: bool = True, timeout_s: float = 60.0
     ) -> LayoutView:
-        """See `PengServe.set_layout`."""
+        """Change how the instances are grouped, and keep it so until `auto_layout`.
+
+        `layout` is text such as "tp2", "dp" or "tp2@(0,1) dp@(2)". `strategy` says what becomes of running requests:
+        "carry", "hard", "sequential" or "soft". With `wait`, returns once the layout stands, and raises
+        `PengServeTimeoutError` if it does not within `timeout_s`; the cluster then goes on trying.
+        """
         return await self._run(protocol.set_layout(layout, strategy, wait, timeout_s, time.monotonic))
 
     async def auto_layout(self) -> LayoutView:
-        """See `PengServe.auto_layout`."""
+        """Let the cluster choose its layout from the load again."""
         return await self._call(protocol.put_layout("auto"))
 
     async def models(self) -> tuple[str, ...]:
-        """See `PengServe.models`."""
+        """Names that requests may put into `model`."""
         return await self._call(protocol.models())
 
     def openai(self, **options: Any) -> "openai.AsyncOpenAI":
@@ -247,7 +252,7 @@ class AsyncPengServe:
         return openai.AsyncOpenAI(**self._endpoint.openai_options(options))
 
     async def close(self) -> None:
-        """See `PengServe.close`."""
+        """Close the connections. The client cannot be used afterwards."""
         await self._http.aclose()
 
     async def __aenter__(self) -> "AsyncPengServe":

@@ -1,9 +1,9 @@
 """What a client call raises, under the project's one tree.
 
 PengServeError
-+-- PengServeAPIError            the server answered, and said no
-+-- PengServeConnectionError     nobody answered at that address, or the connection broke
-+-- PengServeTimeoutError        the cluster did not get where it was expected to be in time
++-- PengServeAPIError            the server refused the request
++-- PengServeConnectionError     no server answered at that address, or the connection broke
++-- PengServeTimeoutError        the cluster did not reach the expected state in time
 """
 
 from pengserve.planners.types.errors import PengServeError
@@ -27,7 +27,7 @@ class PengServeAPIError(PengServeError):
 
 
 class PengServeConnectionError(PengServeError):
-    """Nobody answered at the address, or the connection broke before the answer was complete."""
+    """No server answered at the address, or the connection broke before the answer was complete."""
 
 
 class PengServeTimeoutError(PengServeError):

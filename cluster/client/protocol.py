@@ -95,7 +95,7 @@ def drain(timeout_s: float) -> Call[bool]:
 
 
 def layout() -> Call[LayoutView]:
-    """The shape that the cluster has, and who decides about it."""
+    """The layout that the cluster has, and whether the cluster or a user decides about it."""
     return Call(path="/cluster/layout", is_admin=True, parse=_parse_layout)
 
 
@@ -110,8 +110,8 @@ def set_layout(text: str, strategy: str, wait: bool, timeout_s: float, now: Call
 
     Raises:
         PengServeAPIError: it was refused; nothing changes.
-        PengServeTimeoutError: it does not stand within `timeout_s`, or somebody has asked for another one since.
-            Where nobody has, the cluster goes on trying.
+        PengServeTimeoutError: it does not stand within `timeout_s`, and the cluster goes on trying; or another request
+            has replaced it.
     """
     deadline_s = now() + timeout_s
     view = yield put_layout(text, strategy)
@@ -126,7 +126,7 @@ def set_layout(text: str, strategy: str, wait: bool, timeout_s: float, now: Call
         except PengServeConnectionError:
             continue  # the time-out decides
         if set(view.policy.target) != wanted:
-            raise PengServeTimeoutError(f"nobody waits for the layout {text} any more: another one was asked for since")
+            raise PengServeTimeoutError(f"another request has replaced the layout {text} before it was reached")
     return view
 
 

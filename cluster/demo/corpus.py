@@ -1,6 +1,6 @@
 """Text that any machine with Python has: the documentation strings of the standard library.
 
-Sources are parsed, never imported, so that no module of the standard library can do anything while it is read.
+Sources are parsed, never imported, so that reading a module of the standard library runs none of its code.
 """
 
 import ast

@@ -126,7 +126,7 @@ def _has_bfloat16() -> bool:
 
 @contextmanager
 def _threads() -> Iterator[None]:
-    """All cores this process may use, up to eight, whatever OMP_NUM_THREADS says to a serving process."""
+    """Uses all cores that this process may use, up to eight. OMP_NUM_THREADS, set for serving, does not limit it."""
     import torch
 
     before = torch.get_num_threads()

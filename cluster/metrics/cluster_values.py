@@ -97,7 +97,7 @@ class ClusterValues:
         self._metrics.gauge(catalog.ROUTES).set(len(table.routes))
 
     def on_controller(self, *, up: bool) -> None:
-        """The controller answered, or did not."""
+        """Notes whether the controller answered."""
         self._metrics.gauge(catalog.CONTROLLER_UP).set(up)
 
     def on_snapshot(self, snapshot: ClusterSnapshot) -> None:
@@ -117,7 +117,7 @@ class ClusterValues:
             self._publish_stats(key, stats)
 
     async def publish_forever(self, period_s: float, snapshot: Callable[[], None] | None = None) -> None:
-        """For Ray, which nobody scrapes through `exposition`: refreshes every `period_s` until cancelled."""
+        """For the backend `ray`, which does not use `exposition`: refreshes every `period_s` until cancelled."""
         while True:
             if snapshot is not None:
                 snapshot()

@@ -142,7 +142,7 @@ def resolve_backend(backend: str, *, num_ingresses: int = 1) -> str:
 
 
 def _in_ray_worker() -> bool:
-    """Without importing Ray where nobody did: then this process is no worker."""
+    """Whether Ray runs this process as a worker. Does not import Ray: a process that has not imported it is none."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return False

@@ -51,7 +51,7 @@ class ChannelHandler(Protocol):
         """An ADD or ABORT frame came. A LinkLostError raised here closes that client."""
 
     def on_lost(self, client_index: int) -> None:
-        """That client is gone; whatever it asked for has no reader any more."""
+        """That client is gone: its requests have no reader any more."""
 
     def heartbeat(self) -> Sequence[Buffer]:
         """Parts of an empty BATCH, sent when nothing else was for `HEARTBEAT_S`, and by `beat`."""
@@ -99,7 +99,7 @@ class ChannelServer:
 
     def call(self, function: Callable[[], object]) -> None:
         """Runs `function` in the server's thread soon. From any thread."""
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody is left to hear it
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the server has stopped
             self._loop.call_soon_threadsafe(function)
 
     def send(self, client_index: int, parts: Sequence[Buffer], kind: FrameKind = FrameKind.BATCH) -> None:

@@ -96,7 +96,7 @@ class _Peer:
         return _Flow(self, [self._head_view, *views])
 
     def check(self, tag: int, num_bytes: int) -> None:
-        """Whether what came is what was waited for."""
+        """Raises LinkLostError where the newest transfer is not the expected one."""
         got, want = _HEADER.unpack(self._head), (self.received & 0xFFFFFFFF, tag, num_bytes)
         self.received += 1
         if got != want:
@@ -126,7 +126,7 @@ class DirectCommunicator(Communicator):
         for sock in sockets.values():
             set_receive_timeout(sock, timeout_s)
         self._peers = {peer: _Peer(self.members[peer], peer, sockets[peer]) for peer in sorted(sockets)}
-        self._using = threading.Lock()  # held during a call: who ends the group closes no socket under it
+        self._using = threading.Lock()  # held during a call, so that no other thread closes its sockets
         self._is_broken = False
         self._watches = {rank: self._watch(rank) for rank in self._peers} if self.size > 2 else {}
 
@@ -342,7 +342,7 @@ class DirectCommunicator(Communicator):
                 if wanted:
                     poller.modify(fd, wanted)
                 else:
-                    poller.unregister(fd)  # it may have hung up, which a poller would go on telling
+                    poller.unregister(fd)  # if that peer hangs up, each later poll would return at once
 
 
 def _bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -56,7 +56,7 @@ class Answer(msgspec.Struct):
 def set_options(sock: socket.socket, timeout_s: float) -> None:
     """Makes `sock` blocking without Nagle's delay, and lets no call wait longer than `timeout_s`.
 
-    Kernel time-outs rather than Python's: those cost a `poll` before each call. A host that vanished without a word
+    Kernel time-outs rather than Python's: those cost a `poll` before each call. A host that vanished without an EOF
     counts as dead after `timeout_s` too.
     """
     timeval = _TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6))
@@ -153,7 +153,7 @@ class Link:
 
     def __init__(self, key: InstanceKey, sock: socket.socket, timeout_s: float) -> None:
         self.key = key
-        self.ended = threading.Event()  # its reader has told everybody
+        self.ended = threading.Event()  # its reader has called the handler of losses
         self._sock, self._timeout_s = sock, timeout_s
         self._sending = threading.Lock()
         set_options(sock, timeout_s)
@@ -172,7 +172,7 @@ class Link:
         head = _HEADER.pack(total, len(name), len(sizes)) + name + b"".join(map(_LENGTH.pack, sizes))
         deadline_s = time.monotonic() + self._timeout_s
         if not self._sending.acquire(timeout=self._timeout_s):
-            raise LinkLostError(f"instance {self.key} takes no messages; it counts as lost")
+            raise LinkLostError(f"instance {self.key} took no message for {self._timeout_s:g} s; it counts as lost")
         try:
             sent_bytes = self._sock.sendmsg([head, *parts])
             if sent_bytes < total + 4:
@@ -231,7 +231,7 @@ class Link:
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Gives the socket back. Only the reader calls this, at its end: nobody else receives on it any more."""
+        """Gives the socket back. Only the reader calls this, at its end: no other thread receives on the socket."""
         self.close()
         with self._sending:
             self._sock.close()

@@ -31,7 +31,7 @@ from pengserve.replicas.comm.link import (
 
 logger = logging.getLogger(__name__)
 
-MAX_PARKED_S = 60.0  # a stream that nobody claims for so long belongs to a group that will not be built
+MAX_PARKED_S = 60.0  # a stream that no group claims for so long belongs to a group that will not be built
 
 MessageHandler = Callable[[InstanceKey, str, list[memoryview]], None]
 LostHandler = Callable[[InstanceKey], None]
@@ -47,7 +47,7 @@ class PeerNetwork:
     """Listens on `host`, at a port of the system's choice; `connect` brings the peers.
 
     Handlers are called in reader threads and must not block: `on_message(key, kind, parts)` in the order of sending,
-    with parts that own their memory, and `on_lost(key)` exactly once for each connection that ends, whatever the
+    with parts that own their memory, and `on_lost(key)` exactly once for each connection that ends, for any
     reason, unless this network was closed. A handler that raises ends that connection.
 
     Raises:
@@ -182,7 +182,7 @@ class PeerNetwork:
     def _dial(self, address: PeerAddress, deadline_s: float, failures: dict[InstanceKey, str]) -> None:
         try:
             if address.key.instance_id > self.key.instance_id:
-                # It connects to us. That nobody listens there any more is worth knowing before the time-out.
+                # That peer connects to us. If it no longer listens, this finds out long before the time-out.
                 socket.create_connection(_host_port(address), max(0.001, deadline_s - time.monotonic())).close()
                 return
             sock = self._connect_to(address, "", deadline_s)
@@ -219,12 +219,12 @@ class PeerNetwork:
                 if self._is_closed:
                     return
                 logger.exception("a peer could not be accepted")
-                time.sleep(0.1)  # out of file descriptors, say: those who wait try again
+                time.sleep(0.1)  # out of file descriptors, say: peers that wait try again
                 continue
             self._spawn(self._welcome, "peer-hello", sock)
 
     def _welcome(self, sock: socket.socket) -> None:
-        """Shakes hands with whoever connected, then reads its messages or parks its stream."""
+        """Shakes hands with the peer that connected, then reads its messages or parks its stream."""
         sock.settimeout(HELLO_TIMEOUT_S)
         try:
             hello = hear_hello(sock)

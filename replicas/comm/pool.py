@@ -1,4 +1,4 @@
-"""Communicators of every group this instance may be asked to join, built before anybody needs them.
+"""Communicators of every group this instance may be asked to join, built before a switch needs them.
 
 Flying Serving section 4.3. The groups are independent: one that fails, or loses a member, is built anew under a new
 name while the others go on.

@@ -1,4 +1,4 @@
-"""A rendezvous store without a server, so that none can die: who sets a value sends it to the other members.
+"""A rendezvous store without a server, so that none can die: the member that sets a value sends it to the others.
 
 Seen with torch 2.13: ProcessGroupGloo calls `set`, `wait`, `get` and nothing that would need one owner of a key. The
 source of ProcessGroupNCCL does the same; it has not run over this store, as no CUDA path has run on a GPU yet.
@@ -28,7 +28,7 @@ class StoreBoard:
         network.subscribe(STORE_MESSAGE, self._on_message, self._on_lost)
 
     def put(self, group: str, name: str, sender: InstanceKey, value: bytes) -> None:
-        """Keeps a value and wakes who waits for it."""
+        """Keeps a value and wakes the threads that wait for it."""
         with self.changed:
             self._values.setdefault(group, {})[name] = (sender, value)
             self.changed.notify_all()
@@ -48,7 +48,7 @@ class StoreBoard:
         self.put(str(group, "utf-8"), str(name, "utf-8"), key, bytes(value))
 
     def _on_lost(self, key: InstanceKey) -> None:
-        """A group with a lost member is never built: its values go, and who waits is woken."""
+        """A group with a lost member is never built: its values go, and waiting threads are woken."""
         with self.changed:
             for group, values in list(self._values.items()):
                 self._values[group] = {name: entry for name, entry in values.items() if entry[0] != key}
@@ -60,8 +60,8 @@ class StoreBoard:
 class PeerStore(dist.Store):
     """The store of one group, for the process group's constructor alone. Waiting ends at once when a member is lost.
 
-    All that torch leaves to a store is here. What would need one owner of a key raises in words of ours: torch itself
-    would speak of a pure virtual function.
+    All that torch leaves to a store is here. A call that would need one owner of a key raises a clear error: torch
+    itself would report a pure virtual function.
     """
 
     def __init__(self, board: StoreBoard, group: str, members: Sequence[InstanceKey], timeout_s: float) -> None:
@@ -98,7 +98,7 @@ class PeerStore(dist.Store):
         return False
 
     def num_keys(self) -> int:
-        """Refused: each member knows what it has heard alone, and nobody asks."""
+        """Refused: a member knows only the keys that have reached it, and process groups do not ask for the number."""
         raise NotImplementedError("a PeerStore does not count its keys")
 
     def set_timeout(self, timeout: timedelta) -> None:

@@ -31,7 +31,7 @@ _ALIGNMENT = 64  # bytes; of each tensor within its layer's range
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryOptions:
-    """What an instance may use, and how finely it changes hands."""
+    """The memory that an instance may use, and the unit in which it moves between weights and KV."""
 
     memory_bytes: int
     chunk_bytes: int
@@ -78,7 +78,7 @@ class BaseMemory:
         )
         try:
             arena = open_arena(device, num_chunks * options.chunk_bytes, options.chunk_bytes)
-        except ConfigError as error:  # the device, not the user's numbers: vLLM's own memory serves as well
+        except ConfigError as error:  # the device cannot: vLLM's own memory serves `dp` as well
             raise UnsupportedShapeError(str(error)) from error
         stages = range(1, min(options.max_stages, sizes.num_layers) + 1)
         fewest = min(stop - first for n in stages for first, stop in stage_layers(sizes.num_layers, n))
@@ -86,14 +86,14 @@ class BaseMemory:
         self._arena = arena
         self._spare = tempfile.TemporaryFile(prefix="pengserve-weights-")  # noqa: SIM115
         self._offsets: list[int] = []
-        self._filled: set[int] = set()  # layers whose weights are what they should be
+        self._filled: set[int] = set()  # layers whose mapped weights are valid
         try:
             for layer, parameters in enumerate(places):
                 self._take(layer, parameters)
         except BaseException:
             self._leave(places, device)
             raise
-        # Of the order of numbers within weights: members among which it differs must not exchange them.
+        # A checksum of the order in which weights are packed. Members with different orders must not exchange weights.
         self.weight_order = pack_linears(model) if options.is_packed else 0
         for layer in range(sizes.num_layers):
             self._write_spare(layer)
@@ -108,8 +108,10 @@ class BaseMemory:
         self._filled.add(layer)
 
     def _leave(self, places: Sequence[Sequence[_Place]], device: torch.device) -> None:
-        """Parameters have memory of their own again, and the arena gives back its own. By way of the host: the device
-        may not hold both."""
+        """Gives parameters memory of their own again, and the arena's memory back to the system.
+
+        The parameters go by way of the host, since the device may not hold both.
+        """
         taken = [place.parameter for layer in places for place in layer]
         for parameter in taken:
             parameter.data = torch.empty_like(parameter.data, device="cpu").copy_(parameter.data)
@@ -118,7 +120,7 @@ class BaseMemory:
             parameter.data = parameter.data.to(device)
 
     def drop_weights(self, layer: int) -> None:
-        """Frees the memory of a layer's weights. Whoever runs the base model must not, until they are back."""
+        """Frees the memory of a layer's weights. The base model must not run until they are back."""
         self._filled.discard(layer)
         self.layers.drop_weights(layer)
 
@@ -133,13 +135,13 @@ class BaseMemory:
         self._filled.add(layer)
 
     def note_filled(self, layer: int) -> None:
-        """The mapped weights of a layer are what they should be: somebody else has written them."""
+        """Notes that the caller has written the right weights into a layer's mapped memory."""
         self._filled.add(layer)
 
     def make_whole(self) -> None:
-        """Back to what `dp` needs, from whatever state: all weights, and KV of `base_blocks` in every layer.
+        """Goes back to what `dp` needs, from any state: all weights, and KV of `base_blocks` in every layer.
 
-        KV that stays mapped keeps its bytes, but nobody may rely on their meaning.
+        KV that stays mapped keeps its bytes, but no lane may take them for valid KV.
         """
         layers = self.layers
         everything = range(layers.sizes.num_layers)

@@ -17,6 +17,6 @@ class LaneCPUWorker(LaneWorkerMixin, CPUWorker):
         runner._update_states = replayable(runner._update_states, runner)
 
     def shutdown(self) -> None:
-        """As vLLM does; whoever destroys the process groups afterwards meets each once."""
+        """Ends the worker as vLLM does, so that vLLM then destroys each process group only once."""
         super().shutdown()
         give_up_shared_group()

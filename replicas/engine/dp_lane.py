@@ -53,7 +53,8 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "async_scheduling": False,
         "enable_prefix_caching": True,
-        "mm_processor_cache_gb": 0,  # vLLM's is a pair of mirrors, one engine to one frontend; here are several of both
+        # vLLM keeps this cache twice, in one frontend and in its one engine. Here are several of both.
+        "mm_processor_cache_gb": 0,
     }
     if config.device == "cpu":
         defaults |= {"enforce_eager": True}
@@ -76,7 +77,8 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
         )
         given = dict(config.engine.get("additional_config") or {})
         own_arguments["additional_config"] = given | {OPTIONS: asdict(options)}
-        own_arguments["kv_cache_memory_bytes"] = options.memory_bytes  # the worker knows better with the weights there
+        # Until the worker has loaded the weights, and knows what they leave.
+        own_arguments["kv_cache_memory_bytes"] = options.memory_bytes
     return defaults | dict(config.engine) | own_arguments
 
 
@@ -97,7 +99,7 @@ class DpLane(Lane):
         is_elastic = bool(config.degrees) or config.max_stages > 1
         self.pristine_config: Any = _copied(vllm_config) if is_elastic else None  # before it holds a model
         if is_elastic:
-            # What one instance cannot hold, a group may: the dp lane takes as much context as fits its memory.
+            # A group may hold longer contexts than one instance: the dp lane takes as much context as fits its memory.
             vllm_config.model_config.original_max_model_len = -1
         self.log_stats = not arguments.disable_log_stats
         with plain_weights() if is_elastic or config.memory_bytes else contextlib.nullcontext():
@@ -170,7 +172,7 @@ class DpLane(Lane):
         self._num_lent -= len(block_ids)
 
     def adopt(self, request: Request) -> None:
-        """See `Lane`. Each of vLLM's workers is told, also those in other processes.
+        """Makes each of vLLM's workers, also those in other processes, know a half-decoded request as a preempted one.
 
         Raises:
             EngineError: one of them cannot take the request.
@@ -181,7 +183,7 @@ class DpLane(Lane):
             raise EngineError(f"request {request.request_id} cannot be taken over: {why}")
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """See `Lane`. Each of vLLM's workers is told."""
+        """Makes each of vLLM's workers forget requests now, so that they can come back under the same ids."""
         self.core.model_executor.collective_rpc("forget_requests", args=(list(request_ids),))
 
     def prepare(

@@ -58,7 +58,7 @@ class DropExchange:
         self._goal = self._layers.sizes.num_blocks(lane.layers)
         self._ranges = [lane.stages[stage_of(rank, lane.num_stages)] for rank in range(lane.num_stages)]
         self._source: list[int] = []  # blocks of the requests of this member's part
-        self._targets: dict[int, list[int]] = {}  # by another part: where its requests' blocks are to be here
+        self._targets: dict[int, list[int]] = {}  # by another part: this member's blocks for KV of its requests
         self._copies: list[tuple[int, int]] = []  # (block, the one whose content it needs)
         self._outgoing: deque[_Outgoing] = deque()
         self._num_sent = 0  # rows of the first of these
@@ -102,7 +102,7 @@ class DropExchange:
         return sum(block_id < here for block_id in self._lane.table.physical(order))
 
     def _leave(self, layer: int, owner: int) -> None:
-        """A layer that `owner` keeps, who is in another part: its weights go, and its KV once it is sent."""
+        """Gives up a layer that `owner`, a rank of another part, keeps: its weights now, its KV once it is sent."""
         self._memory.drop_weights(layer)
         if self._source:
             self._outgoing.append(_Outgoing(layer, owner))
@@ -112,8 +112,9 @@ class DropExchange:
     def _place(self, wave: Sequence[Traveller], order: Sequence[int]) -> None:
         """Backs all logical blocks of the lane.
 
-        Own requests stay where they are; a block that two of them share becomes two, since in the lane nobody knows.
-        Memory comes from below: `order` gets the lowest of the other blocks, what is only to come the highest.
+        Own requests keep their physical blocks. A block that two of them share becomes two: the lane's scheduler does
+        not know that it is shared. Of the other physical blocks, `order` gets the lowest; KV that comes later gets the
+        highest.
         """
         table = self._lane.table
         used: set[int] = set()

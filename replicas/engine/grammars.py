@@ -16,7 +16,8 @@ def guide_config(given: Mapping[str, Any]) -> StructuredOutputsConfig:
     """vLLM's configuration of structured output: the user's, with one backend for all requests of all instances.
 
     vLLM's own default, `auto`, checks each request against several backends, but an engine keeps the one that its
-    first guided request asked for. Instances would differ, and a request that is resumed would change its grammar.
+    first guided request asked for. Instances would then differ, and a request that is resumed on another instance would
+    get another backend.
 
     Raises:
         ConfigError: vLLM takes no such configuration.

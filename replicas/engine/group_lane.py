@@ -116,24 +116,24 @@ class GroupLane(Lane):
         self._scheduler.waiting.prepend_request(request)
 
     def longest_tokens(self) -> int:
-        """See `Lane`: while it is more than one instance holds, the group cannot end."""
+        """Tokens of the longest running request. While one instance cannot hold so many, the group cannot end."""
         return max((request.num_tokens for request in self._scheduler.running), default=0)
 
     # Requests that come and go ----------------------------------------------------------------------------------------
 
     def add(self, request: Request) -> None:
-        """See `Lane`. Followers hear of a half-decoded request with the next step."""
+        """Gives a prepared request to the scheduler. Followers get a half-decoded one with the next step."""
         if request.status is RequestStatus.PREEMPTED:
             params, outputs = request.sampling_params, list(request.output_token_ids)
             self._known.append(ResumedRequest(request.request_id, request.prompt_token_ids, params, outputs))
         super().add(request)
 
     def adopt(self, request: Request) -> None:
-        """See `Lane`; on this member's runner."""
+        """Makes this member's runner know a half-decoded request as one that it had preempted itself."""
         adopt_request(self.runner, request, 1)
 
     def forget(self, request_ids: Iterable[str]) -> None:
-        """See `Lane`; on this member's runner."""
+        """Makes this member's runner forget requests now, so that they can come back under the same ids."""
         with set_current_vllm_config(self.config):
             forget_requests(self.runner, request_ids)
 

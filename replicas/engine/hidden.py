@@ -15,7 +15,7 @@ from pengserve.replicas.engine.vllm_seam import IntermediateTensors
 class HiddenInbox:
     """Hidden states that have come and are not used yet, in the order of the microbatches. Any thread puts.
 
-    They are stamped with the group they are for: what a group that failed has left behind is nobody's.
+    They carry the stamp of their group, so that `get` skips those of a group that failed.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class HiddenInbox:
             try:
                 found = self._queue.get(timeout=max(0.0, deadline_s - time.monotonic()))
             except queue.Empty:
-                raise EngineError(f"the stage before sent nothing for {timeout_s:g} s") from None
+                raise EngineError(f"the pipeline stage before this one sent nothing for {timeout_s:g} s") from None
             if found is None:
                 raise EngineError("a member of the pipeline is gone")
             if found[0] == stamp:

@@ -17,7 +17,7 @@ from pengserve.replicas.engine.profiling import choose_batches, profile_steps
 logger = logging.getLogger(__name__)
 
 NUM_BATCHES, NUM_STEPS = 18, 3
-PATIENCE_S = 15.0  # without a request, after which nobody is expected to be waiting for the first answer
+PATIENCE_S = 15.0  # an instance that has served no request waits so long: users may be about to send the first one
 
 
 class IdleProfile:

@@ -264,8 +264,10 @@ def take_back(pool: Any, block_ids: Sequence[int]) -> None:
 
 
 def blocks_freed(manager: Any, request_ids: Sequence[str]) -> dict[str, tuple[int, list[int]]]:
-    """What is free when requests let go of their blocks, by request: how many it alone holds, and the ids of those that
-    are free once all of `request_ids` that have them have gone. What others hold as well is in neither.
+    """The blocks that become free when requests release theirs, by request.
+
+    First the number of blocks that only this request holds. Then the ids of blocks that become free once all of
+    `request_ids` that share them have ended. Blocks that other requests hold too are in neither.
     """
     held = {i: [block for block in manager.get_blocks(i).blocks[0] if not block.is_null] for i in request_ids}
     holders = Counter(block.block_id for blocks in held.values() for block in blocks)

@@ -118,7 +118,7 @@ def _runner_class(base: type) -> type:
         memory: dict[str, torch.Tensor]  # by layer, as another lane sees it
 
         def initialize_kv_cache_tensors(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-            """See vLLM: binds views of what is there instead of allocating, over all blocks that there may ever be."""
+            """Binds views of existing KV memory where vLLM would allocate, over all blocks that there may ever be."""
             group = kv_cache_config.kv_cache_groups[0]
             spec = group.kv_cache_spec
             shape = (-1, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)

@@ -24,7 +24,8 @@ class Collectives(Protocol):
 class LaneGroup:
     """Stands where vLLM expects a `GroupCoordinator`, for one group ("tp" or "pp") whose communicator comes later.
 
-    vLLM builds its groups from one world that a death would break; this one has its own, and it can be exchanged.
+    vLLM builds its groups within one world of processes, which the death of one process breaks. This group has a
+    communicator of its own, which can be replaced.
     """
 
     def __init__(self, kind: str, name: str, rank: int, size: int) -> None:
@@ -39,30 +40,30 @@ class LaneGroup:
 
     @property
     def first_rank(self) -> int:
-        """See vLLM."""
+        """Rank of the group's first member, by the name that vLLM calls it."""
         return 0
 
     @property
     def last_rank(self) -> int:
-        """See vLLM."""
+        """Rank of the group's last member, by the name that vLLM calls it."""
         return self.world_size - 1
 
     @property
     def is_first_rank(self) -> bool:
-        """See vLLM."""
+        """Whether this member is the first: of a pipeline, whether it has the first stage."""
         return self.rank == 0
 
     @property
     def is_last_rank(self) -> bool:
-        """See vLLM."""
+        """Whether this member is the last: of a pipeline, whether it has the last stage."""
         return self.rank == self.last_rank
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        """Sum over the group; vLLM's layers pass a tensor that nobody else reads, so it is reduced in place."""
+        """Sum over the group, in place: only the vLLM layer that passes the tensor reads it."""
         return self._connected().all_reduce(input_)
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """See vLLM."""
+        """The members' tensors, concatenated along `dim` in the order of ranks."""
         return self._connected().all_gather(input_, dim)
 
     def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor:
@@ -77,10 +78,10 @@ class LaneGroup:
 
 @contextmanager
 def one_group_for_all() -> Iterator[None]:
-    """While open, each group that vLLM makes of the one member of its world is that world.
+    """While open, vLLM gets its world of one process wherever it makes a group of that one process.
 
-    vLLM makes a dozen. On CPUs each would have a thread of gloo's that wakes a hundred times a second for as long as
-    the process lives, in the middle of steps too. `give_up_shared_group` undoes it.
+    vLLM makes a dozen such groups. On CPUs gloo would give each of them a thread that wakes a hundred times a second
+    until the process ends, also during steps. `give_up_shared_group` undoes it.
     """
     make = dist.new_group
 

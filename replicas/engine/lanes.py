@@ -77,7 +77,7 @@ class Lanes:
         self._is_leading = False
         self._step_s = FIRST_STEP_S  # of the newest step of a group
         self._idle_totals: dict[str, int] = {}
-        self._gone: Counter[str] = Counter()  # totals of lanes that could not be built anew
+        self._gone: Counter[str] = Counter()  # totals of lanes that are gone and could not be built anew
         self._dp_view: KvView | None = None
         self._clock = StageClock()  # of all pipelines, one after the other
         self._cost_model = FIRST_MODEL
@@ -234,7 +234,7 @@ class Lanes:
         self._count_idle()
 
     def abandon(self) -> list[str]:
-        """Back to `dp` at once, whatever state the group's lane is in; ids of the requests that are lost with it."""
+        """Goes back to `dp` at once, in any state of the group's lane; ids of the requests that are lost with it."""
         lane = self._running
         assert lane is not None
         lost = [request.request_id for request in lane.requests()] if self._is_leading else []
@@ -243,7 +243,7 @@ class Lanes:
         return lost
 
     def discard(self, lane: GroupLane) -> None:
-        """Takes all blocks from a lane that does not run, and builds it anew: its scheduler may be in the middle.
+        """Takes all blocks from a lane that does not run, and builds it anew: its scheduler may hold requests.
 
         Of a pipeline lane, also brings all memory back to where `dp` needs it, from this member's own copy.
         """
@@ -261,13 +261,17 @@ class Lanes:
             self._gone.update(lane.totals())
 
     def _make_whole(self) -> None:
-        """All memory is `dp`'s again. Where it was not, `dp` has cached nothing, and nobody may hold blocks."""
+        """Gives all memory back to `dp`. Where that changes anything, `dp` forgets its cached prefixes.
+
+        Raises:
+            EngineError: a request held blocks of `dp` meanwhile.
+        """
         memory = self.dp.memory
         assert memory is not None
         if not memory.layers.is_whole():
             memory.make_whole()
             if not self.dp.reset_prefix_cache():
-                raise EngineError("requests held blocks of dp while its memory changed hands")
+                raise EngineError("requests held blocks of dp while another lane had its memory")
 
     # Blocks ----------------------------------------------------------------------------------------------------------
 
@@ -290,7 +294,7 @@ class Lanes:
         self.dp.take_back(physical_ids)
 
     def withdraw(self, lane: TpLane, logical_ids: Sequence[int]) -> list[int]:
-        """Ends the backing of logical blocks; the physical ids, which are nobody's until `dp` takes them back."""
+        """Ends the backing of logical blocks; the physical ids, which no lane uses until `dp` takes them back."""
         physical_ids = lane.table.release(logical_ids)
         self.ledger.move(physical_ids, lane.name, "dp")
         return physical_ids
@@ -333,7 +337,7 @@ class Lanes:
     def prepare(
         self, request: EngineCoreRequest, output_token_ids: Sequence[int], then: Callable[[Request], None]
     ) -> None:
-        """See `DpLane.prepare`: the same for all lanes. From one other thread."""
+        """Prepares a request, for all lanes alike, and calls `then` when `add` may be called. From one other thread."""
         self.dp.prepare(request, output_token_ids, then)
 
     def add(self, request: Request) -> None:
@@ -392,7 +396,7 @@ class Lanes:
             self._break(error)
 
     def _break(self, error: Exception) -> None:
-        """Whatever goes wrong in a group's lane, the `dp` lane is whole: the instance must not die of it."""
+        """An error in a group's lane leaves the `dp` lane whole, so the instance does not die of it."""
         if not isinstance(error, PengServeError):
             logger.exception("a step of %s failed", self._running.name if self._running else "dp")
         self.on_broken(error)

@@ -37,7 +37,7 @@ class InstanceLink:
         """Connects to `endpoint` ("host:port").
 
         Raises:
-            LinkLostError: nobody listens there, the token is wrong, or no answer came in `timeout_s`.
+            LinkLostError: no process listens there, the token is wrong, or no answer came in `timeout_s`.
         """
         host, _, port = endpoint.rpartition(":")
         writer: asyncio.StreamWriter | None = None
@@ -92,9 +92,10 @@ class InstanceLink:
             self._writer.transport.abort()
 
     def _watch(self) -> None:
-        """Looks once a heartbeat whether anything came. An event loop that is late looks late: its lag is no silence.
+        """Checks once a heartbeat whether a frame came. After `SILENT_BEATS` checks without one the link is lost.
 
-        What came meanwhile is read before the next look.
+        A late event loop also checks late, so its own lag does not count as silence. Frames that came meanwhile are
+        read before the next check.
         """
         if not self._is_watched:
             return

@@ -1,9 +1,9 @@
-"""Which requests go into the next microbatch of a pipeline (KunServe 4.3): the planner says, vLLM's scheduler does.
+"""Which requests go into the next microbatch of a pipeline (KunServe 4.3): the planner chooses, vLLM's scheduler acts.
 
-vLLM alone puts all that runs into the first microbatch, and nothing is left for the others: a pipeline of s stages
-would work one stage at a time. What the planner wants is put to it in vLLM's own terms: requests that are to wait are
-passed over, as vLLM passes over those whose last token is on its way; the others come first, in the planner's order;
-and the step's token budget is what they need together, so that at most the last one, a prefill, is cut.
+vLLM's scheduler alone puts all running requests into the first microbatch and leaves none for the others: only one
+stage of the pipeline would work at a time. So the planner's choice is expressed in vLLM's own terms. The scheduler
+passes over requests that are to wait, as it does over those whose last token is on its way. The others come first, in
+the planner's order. The step's token budget is what they need together, so at most the last one, a prefill, is cut.
 """
 
 import itertools

@@ -6,8 +6,8 @@ The leader has the LAST stage, so that tokens are where the scheduler is:
     another, stage 0       \\-> run layers of k -> run k+1 ...        /
     another, stage 1             \\-> run k ...   -----hidden------> /
 
-`planners/stages.py` says who has which. Up to s microbatches are in flight. A request is in one of them at a time, but
-for chunks of its prompt; stages run microbatches in the order in which the leader made them.
+`planners/stages.py` says which rank has which stage. Up to s microbatches are in flight. A request is in one of them at
+a time, but for chunks of its prompt; stages run microbatches in the order in which the leader made them.
 """
 
 from collections import deque
@@ -145,7 +145,7 @@ class PpLane(GroupLane):
     # Shape ------------------------------------------------------------------------------------------------------------
 
     def enter(self, seed: int, collectives: Collectives) -> None:
-        """See `GroupLane`."""
+        """Makes this the lane that vLLM's code sees, with an empty pipeline. `seed` is the same on all members."""
         super().enter(seed, collectives)
         self._is_held, self._was_empty = False, True
         self._clock.forget()
@@ -158,7 +158,7 @@ class PpLane(GroupLane):
             )
 
     def leave(self) -> None:
-        """See `GroupLane`. Microbatches in flight are forgotten, and cached prefixes: their bytes go."""
+        """Gives vLLM's code back to `dp`. Forgets microbatches in flight, and cached prefixes: their bytes go."""
         super().leave()
         self._in_flight.clear()
         self._arriving.clear()
@@ -226,20 +226,20 @@ class PpLane(GroupLane):
         self.is_exchanging = False
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """See `Lane`. The scheduler has not heard of those that are on their way."""
+        """Forgets requests, also those whose KV is on its way: the scheduler must first be told of them."""
         ids = list(request_ids)
         for request_id in [i for i in ids if i in self._arriving]:
             self._scheduler._enqueue_waiting_request(self._arriving.pop(request_id))
         super().abort(ids)
 
     def num_requests(self) -> int:
-        """See `Lane`."""
+        """Running and waiting requests, and those whose KV is on its way."""
         return super().num_requests() + len(self._arriving)
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
-        """See `Lane`."""
+        """Whether a microbatch is in flight or another one may begin."""
         return bool(self._in_flight) or (not self._is_held and super().has_work())
 
     def step(self) -> Mapping[int, EngineCoreOutputs]:

@@ -1,7 +1,7 @@
 """How long steps take here: batches of chosen chunks, run on a lane that has nothing else to do (KunServe section 4.3).
 
-A request enters with its prefix taken for computed: blocks are there and hold whatever they held. So every mix of
-prefixes, new tokens and decodes is one step, and nothing has to be computed before it.
+A request enters with its prefix taken for computed: its blocks are allocated, and their bytes are arbitrary. So every
+mix of prefixes, new tokens and decodes is one step, and nothing has to be computed before it.
 """
 
 import random

@@ -2,8 +2,8 @@
 weights that their members need are here by then.
 
 All members go through the same rounds. In round k every member sends, of the k-th layer that it kept, each request's KV
-to who has that layer where the request goes to. What it has beyond the blocks of its own part is freed then, which
-makes room for what the others send. What comes before there is memory for it waits in a buffer.
+to the member that has the layer in the request's new part. Then it frees all KV but that of its own part, which makes
+room for what the others send. KV that comes before there is memory for it waits in a buffer.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,7 +45,7 @@ class LayerRestore:
     def run(self, wave: Sequence[Traveller]) -> None:
         """Moves the KV of `wave` from the pipeline's blocks to `part_ids`, which are physical there.
 
-        A traveller's rank is that of who leads the part that it goes to.
+        A traveller's rank is that of the leader of the part that it goes to.
         """
         by_part: list[list[Traveller]] = [[] for _ in self._parts.sizes]
         for traveller in wave:
@@ -80,7 +80,7 @@ class LayerRestore:
         self._settle()
 
     def _send(self, layer: int, source: Sequence[list[int]]) -> list[Move]:
-        """A layer's KV of the requests that go to other parts, to who has the layer there."""
+        """Sends a layer's KV of the requests that go to other parts to the members that have the layer there."""
         return [
             Move(self._rank, rank, self._layers.read_kv(layer, source[self._parts.of(rank)]))
             for rank in range(len(self._ranges))

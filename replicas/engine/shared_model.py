@@ -109,14 +109,14 @@ class ViewMethod(UnquantizedLinearMethod):
         self.views, self.biases = list(views), list(biases)
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """See vLLM. `bias` only says whether to add one: the parts have their own."""
+        """`x` times each view, side by side. `bias` only says whether to add one: the parts have their own."""
         if len(self.views) == 1:
             return gemm(x, self.views[0], self.biases[0] if bias is not None else None)
         biases = self.biases if bias is not None else [None] * len(self.views)
         return torch.cat([gemm(x, *part) for part in zip(self.views, biases, strict=True)], -1)
 
     def embedding(self, layer: nn.Module, input_: torch.Tensor) -> torch.Tensor:
-        """See vLLM."""
+        """The viewed rows of the embedding, by token id."""
         return nn.functional.embedding(input_, self.views[0])
 
 

@@ -3,8 +3,8 @@
     begin -- busy --> end -- idle --> begin -- busy --> end        begin (is_first) -- busy --> end
                                                            no work
 
-Idle is what KunServe calls a bubble (section 4.3): all time between microbatches while the pipeline has work. What the
-member does besides is in it: to schedule, to code messages, to send tokens and KV.
+Idle is what KunServe calls a bubble (section 4.3): all time between microbatches while the pipeline has work. It
+includes the member's other work: scheduling, encoding messages, sending tokens and KV.
 """
 
 import time
@@ -22,7 +22,7 @@ class StageClock:
         self._ended_s: float | None = None  # of the microbatch before, while the pipeline has work
 
     def begin(self, *, is_first: bool) -> None:
-        """A microbatch begins to compute; `is_first`: the pipeline had no work before it, so that nobody was idle."""
+        """A microbatch begins to compute. `is_first`: the pipeline had no work before it, so the gap is not idle."""
         self._begun_s = self._now_s()
         if self._ended_s is not None and not is_first:
             self.idle_s += self._begun_s - self._ended_s

@@ -18,7 +18,7 @@ class AddRequest(msgspec.Struct, array_like=True):
 
 
 class Welcome(msgspec.Struct):
-    """Answer to a HELLO: who this is and what it holds."""
+    """Answer to a HELLO: which instance this is and what it holds."""
 
     key: InstanceKey
     capacity: KvCapacity
@@ -28,7 +28,7 @@ class Moved(msgspec.Struct, array_like=True):
     """These requests are no longer here; nothing more comes for them over this link. A MOVED frame's only part.
 
     carried: `to` goes on with them where they were, and their next tokens come over the link to `to`.
-    not carried: whoever reads this must send them again, with the tokens received; to `to`, where it is named.
+    not carried: the client must send them again, with the tokens received; to `to`, where it is named.
     """
 
     request_ids: list[str]

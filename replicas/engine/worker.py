@@ -140,7 +140,7 @@ class LaneWorkerMixin:
         """Bytes of parameters, tied ones once."""
         model = self.model_runner.get_model()
         if any(parameter.numel() == 0 for parameter in model.parameters()):
-            # vLLM packs CPU weights into its kernels and deletes the parameters; the same model without storage tells.
+            # vLLM packs CPU weights into its kernels and deletes the parameters. A model without storage has them.
             model = self._model_without_storage()
         return sum(parameter.nbytes for parameter in model.parameters())
 

@@ -1,1 +1,1 @@
-"""What memory an instance has and who uses it: block ledger, weight views, KV views."""
+"""What memory an instance has and which lane uses it: block ledger, weight views, KV views."""

@@ -1,4 +1,4 @@
-"""Who holds which KV block of an instance. One ledger an instance: leased + free = all, always.
+"""Which lane holds which KV block of an instance. One ledger an instance: leased + free = all, always.
 
     (lane, logical block) --table of the lane--> physical block --> bytes in every layer's KV tensor
 
@@ -16,7 +16,7 @@ NULL_BLOCK = 0  # vLLM's: never leased, the same in all lanes
 class BlockLedger:
     """Leases of physical blocks `[1, num_blocks)` to lanes. Block 0 is the null block of every lane.
 
-    Raises ValueError where a block would get two owners, or none: a programmer's mistake, never load.
+    Raises ValueError where a block would get two owners, or none: a programmer's mistake, never an effect of load.
     """
 
     def __init__(self, num_blocks: int, first_lane: str) -> None:

@@ -1,7 +1,7 @@
 """Linear weights in the order that oneDNN's kernels read, packed where they lie.
 
 A product with some rows takes half to two thirds of the time on a CPU when its weight is packed
-(`benchmarks/results/gemm.md`). vLLM packs into memory of its own, which could not change hands. Here a weight keeps its
+(`benchmarks/results/gemm.md`). vLLM packs into memory of its own, which could not become KV. Here a weight keeps its
 address and its size: only the order of its numbers changes, so that its bytes can be dropped, sent to a member that
 packs alike, and put back.
 
@@ -39,7 +39,7 @@ class PackedLinear:
 def pack_in_place(weight: torch.Tensor) -> PackedLinear | None:
     """Packs `weight` (`[out, in]`, contiguous, on CPU) and gives the product with it.
 
-    What it held in plain order is gone then; whoever reads it otherwise must not be among its users. None, and nothing
+    The packed bytes replace those in plain order, so no other code may read `weight` from then on. None, and nothing
     has changed, where it cannot be packed into its own bytes: an odd size, another type or another PyTorch.
     """
     if weight.dtype not in _C_TYPES or weight.dim() != 2 or not weight.is_contiguous() or weight.is_cuda:

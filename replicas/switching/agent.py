@@ -1,4 +1,4 @@
-"""One instance's part in switches: takes a controller's calls, talks to the other members, and mends what breaks.
+"""One instance's part in switches: takes a controller's calls, talks to the other members, and leaves a broken group.
 
 Calls come from any thread and are carried out in the step thread, between steps. A commit goes to the leader alone:
 
@@ -147,7 +147,7 @@ class Agent:
         def abort() -> None:
             self._prepared.forget(plan_id)
             if self._leading.is_about(plan_id):
-                self._leading.fail(StepError("the controller called it off"))
+                self._leading.fail(StepError("the controller called the switch off"))
 
         self._submit(abort)
 
@@ -159,7 +159,7 @@ class Agent:
     # What peers say ---------------------------------------------------------------------------------------------------
 
     def _on_switch(self, key: InstanceKey, kind: str, parts: list[memoryview]) -> None:
-        """In a reader thread. What begins something is done between two steps; the rest goes to who waits for it."""
+        """In a reader thread. Messages that begin a phase wait for a step boundary; others go to the `Conversation`."""
         message = SwitchCodec().decode(parts)
         leading, following = self._leading, self._following
         if message.kind is MessageKind.MEET and message.plan is not None:
@@ -181,9 +181,9 @@ class Agent:
             self._member.inbox.put((key, message))
 
     def _on_cancel(self, key: InstanceKey, message: SwitchMessage) -> None:
-        """A cancel that nobody waited for: a drain is called off, or a follower cannot meet."""
+        """A CANCEL from instance `key`: as a leader it calls off its drain, as a follower it cannot meet."""
         if self._leading.is_about(message.plan_id):
-            self._leading.fail(StepError(f"instance {key} cannot: {message.why}"))
+            self._leading.fail(StepError(f"instance {key} cannot take part: {message.why}"))
         else:
             self._following.call_off(key, message.plan_id)
 
@@ -210,7 +210,7 @@ class Agent:
         self._wiring.lost(key)
 
     def _require_group(self) -> None:
-        """A group that no directory lists any more has no communicators, and no step need come to notice."""
+        """Leaves a group whose communicators the controller has ended. An idle group runs no step that would notice."""
         if self._running_group.name and self._running_group.name not in self._member.pool.ready():
             self._broken(EngineError("the controller has ended the group"))
 

@@ -1,4 +1,4 @@
-"""A commit under way at the leader: who has drained, who has met, and who waits for its end."""
+"""A commit under way at the leader: which members have drained and met, and which call waits for its end."""
 
 import time
 from collections.abc import Iterable

@@ -30,7 +30,7 @@ class LeaderDrop:
         self._communicator = self._member.pool.get(group_name)
         self.exchange = DropExchange(self._member.lanes, self._lane, parts_of(self._member, self._plan))
         self._wave: list[Traveller] = []
-        self.has_begun = False  # so that a failure costs the members what they ran
+        self.has_begun = False  # once true, a failure costs the members' requests their KV
 
     def run(self, met: dict[InstanceKey, SwitchMessage], own: list[Traveller]) -> SwitchReport:
         """Moves memory and KV, then commits.
@@ -119,7 +119,7 @@ def join_drop(conversation: Conversation, group_name: str, own: list[Traveller])
 def take_drop(
     member: Member, lane: PpLane, exchange: DropExchange, plan: SwitchPlan, wave: list[Traveller], order: list[int]
 ) -> int:
-    """One member's part: memory changes hands, and what was this member's own is the leader's from now on.
+    """One member's part: memory of weights becomes room for KV, and the leader takes over this member's requests.
 
     Returns how many of the blocks in `order` have memory here.
     """

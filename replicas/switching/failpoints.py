@@ -10,7 +10,7 @@ PENGSERVE_TEST_FAILPOINT names a file. While it holds "wave:kill", the process e
     meeting     the leader has asked the others to stop; another one is about to
     met         a follower has said what it brings
     wave        KV is about to move
-    waved       KV has moved; nobody has been told
+    waved       KV has moved; no ingress and no scheduler has been told
     committing  the leader is about to say COMMIT
     committed   the leader has said it, or a follower has heard it; the shape has not changed
 """
@@ -24,7 +24,7 @@ _PATH = os.environ.get("PENGSERVE_TEST_FAILPOINT", "")
 
 
 def reached(name: str) -> None:
-    """Does what a test asks for at this place; between switches nobody comes here."""
+    """Does what a test asks for at this place. Only switches call this; ordinary steps do not."""
     if _PATH:
         _obey(name, Path(_PATH))
 

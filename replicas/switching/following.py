@@ -55,10 +55,10 @@ class Following:
     # Before the meeting -----------------------------------------------------------------------------------------------
 
     def drain(self, leader: InstanceKey, plan: SwitchPlan) -> None:
-        """Lets running requests end, and says so."""
+        """Lets running requests end, and then tells the leader."""
         talk = Conversation(self._member, plan)
         if plan.plan_id not in self._prepared:
-            talk.cancel("it has not prepared this")
+            talk.cancel(f"it has not prepared {plan.plan_id}")
             return
 
         def drained() -> None:
@@ -77,15 +77,16 @@ class Following:
         talk, lane = Conversation(self._member, plan), self._member.lanes.running
         try:
             if plan.plan_id not in self._prepared or not isinstance(lane, PpLane):
-                raise StepError("it has not prepared this")
+                raise StepError(f"it has not prepared {plan.plan_id}")
             reached("returning")
             self._running_group.pipeline.begin_return(lane, plan, withheld)
         except PengServeError as error:
             talk.cancel(str(error))
 
     def call_off(self, key: InstanceKey, plan_id: str) -> None:
-        """Somebody will not go on with a plan: a drain ends, a meeting, and where it was the leader, a return of
-        weights.
+        """Instance `key` has cancelled the plan: this member's drain for it ends, and its wait to join.
+
+        Where `key` leads the running pipeline, a return of weights ends too.
         """
         if self._joining is not None and self._joining.plan_id == plan_id:
             self._end_joining()
@@ -143,7 +144,7 @@ class Following:
         lane = self._member.lanes.running
         try:
             if plan.plan_id not in self._prepared:
-                raise StepError("it has not prepared this")
+                raise StepError(f"it has not prepared {plan.plan_id}")
             self._check(plan)
             if plan.is_merge:
                 self._merge(talk, kept)

@@ -243,7 +243,7 @@ class Leading:
     # Split and restore ------------------------------------------------------------------------------------------------
 
     def _split_when_empty(self, commit: Commit) -> None:
-        """A pipeline first finishes what is in it: see `boundary`."""
+        """Begins the split. A pipeline first finishes its microbatches, and `boundary` calls this again."""
         lane = self._member.lanes.running
         if isinstance(lane, PpLane):
             lane.hold(True)

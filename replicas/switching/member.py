@@ -23,7 +23,7 @@ SWITCH = "switch"  # kind of peer messages that are `SwitchMessage`s
 
 
 class RequestOwner(Protocol):
-    """Who knows the ingresses behind requests. Called in the step thread."""
+    """Knows the ingress of each request. Called in the step thread."""
 
     def handoff(self, request: Request) -> Handoff | None:
         """The request as it can travel; None where its ingress is gone."""
@@ -80,13 +80,13 @@ class Conversation:
             self.say(key, kind, **fields)
 
     def cancel(self, why: str) -> None:
-        """Tells everybody else that nothing comes of it. Never raises."""
+        """Tells all other members that the plan is cancelled, and why. Never raises."""
         for key in self.plan.members:
             if key != self.member.key:
                 try:
                     self.say(key, MessageKind.CANCEL, why=why)
                 except LinkLostError:
-                    logger.debug("instance %s is gone and hears of no cancel", key)
+                    logger.debug("instance %s is gone and gets no CANCEL", key)
 
     def hear(self, *kinds: MessageKind) -> tuple[InstanceKey, SwitchMessage]:
         """The next message of this plan.
@@ -100,7 +100,7 @@ class Conversation:
             try:
                 key, message = self.member.inbox.get(timeout=max(0.0, deadline_s - time.monotonic()))
             except queue.Empty:
-                raise StepError(f"no {' or '.join(kinds)} came within {self.member.timeout_s:g} s") from None
+                raise StepError(f"no {' or '.join(kinds)} message came within {self.member.timeout_s:g} s") from None
             if message is None:
                 if key in self.plan.members:
                     raise EngineError(f"instance {key} was lost during the switch")
@@ -108,7 +108,7 @@ class Conversation:
                 if message.kind is MessageKind.CANCEL:
                     raise StepError(message.why)
                 if message.kind not in kinds:
-                    raise EngineError(f"instance {key} said {message.kind} where {' or '.join(kinds)} was due")
+                    raise EngineError(f"instance {key} sent {message.kind} where {' or '.join(kinds)} was due")
                 return key, message
 
     def gather(self, kind: MessageKind) -> dict[InstanceKey, SwitchMessage]:

@@ -174,7 +174,7 @@ def join_merge(conversation: Conversation, group_name: str, own: list[Traveller]
 def take_wave(
     member: Member, lane: TpLane, resharder: Resharder, wave: list[Traveller], lease: list[int], given_up: list[str]
 ) -> None:
-    """One member's part in a wave: KV moves, and what was this member's own is the leader's from now on.
+    """One member's part in a wave: KV moves, and the leader takes over this member's requests.
 
     Blocks are leased only when those of the wave, and of the requests that go on from their tokens, have been freed.
     """
@@ -217,7 +217,7 @@ def paused(member: Member, plan: SwitchPlan) -> set[str]:
 def pauses(plan: SwitchPlan, request: Request) -> bool:
     """Whether a running request waits in its `dp` lane until the group is split (hard preemption).
 
-    Never on a drop: the memory it is in changes hands.
+    Never on a drop: memory of `dp` is remapped then.
     """
     is_merge = plan.group.kind is GroupKind.TP
     return is_merge and plan.strategy is SwitchStrategy.HARD and request.priority >= 0

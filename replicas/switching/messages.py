@@ -9,7 +9,7 @@
            <------------------------  MET      free blocks; on a merge, the requests that can be carried
     PLACE  ------------------------>           (restore) give these requests blocks where they go on
            <------------------------  PLACED   those that found room, with their blocks
-    WAVE   ------------------------>           move these requests' KV (zero or more waves); on a merge, let go of
+    WAVE   ------------------------>           move these requests' KV (zero or more waves); on a merge, release
                                                those that are given up
            <------------------------  DONE     free blocks, what was refused
     COMMIT ------------------------>           the new shape holds from the next step on
@@ -52,10 +52,10 @@ class SwitchMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     plan: SwitchPlan | None = None  # DRAIN, MEET
     num_free: int = 0  # MET, DONE: blocks of `dp` that are free; of a drop, blocks of `lease` that have memory
     num_lendable: int = 0  # MET, of a merge: blocks of `dp` that no paused request keeps
-    travellers: list[Traveller] = []  # MET: who can be carried; PLACE, PLACED, WAVE: who moves
+    travellers: list[Traveller] = []  # MET: requests that can be carried; PLACE, PLACED, WAVE: requests that move
     lease: list[int] = []  # WAVE: logical blocks that join the lane with it; of a drop, in the order they get memory
     release: list[int] = []  # WAVE: logical blocks that leave the tp lane before it
-    refused: list[str] = []  # requests that found no room. Merge, WAVE: who has them lets them go; split: DONE
+    refused: list[str] = []  # requests that found no room. Merge, WAVE: their members release them; split: DONE
     why: str = ""  # CANCEL
 
 

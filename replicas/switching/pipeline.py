@@ -22,9 +22,9 @@ OnBroken = Callable[[BaseException], None]
 
 
 class PipelineTraffic:
-    """One member's side. All messages are stamped with the group's name: what a failed group left behind is nobody's.
+    """One member's side. All messages carry the group's name, so that messages of a failed group are ignored.
 
-    `begin` and `end` belong to the step thread; `interrupt` may be called from any.
+    `begin` and `end` belong to the step thread; any thread may call `interrupt`.
     """
 
     def __init__(self, member: Member, wiring: Wiring, submit: Submit, on_broken: OnBroken) -> None:

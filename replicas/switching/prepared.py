@@ -1,4 +1,4 @@
-"""Plans that this member has said yes to, for as long as they hold."""
+"""Plans that this member has prepared and that are not committed, called off or forgotten yet."""
 
 import time
 
@@ -11,7 +11,7 @@ from pengserve.replicas.switching.merging import check_merge
 from pengserve.replicas.switching.splitting import check_split
 from pengserve.replicas.switching.wiring import Wiring
 
-PREPARED_S = 60.0  # a prepared plan that nobody commits is forgotten after so long
+PREPARED_S = 60.0  # a member forgets a prepared plan that its leader has not committed by then
 
 
 class Prepared:

@@ -28,7 +28,7 @@ class RestoreTarget:
         self._member, self._plan = member, plan
         part = plan.part_of(member.key)
         self._keys = plan.keys(part)
-        self._rank = plan.members.index(self._keys[0])  # of who leads the part, in the group that ends
+        self._rank = plan.members.index(self._keys[0])  # of the part's leader, in the group that ends
         self._lane: DpLane | PpLane = member.lanes.dp
         self._name, self._communicator = "", None
         if part.kind is GroupKind.PP:
@@ -41,7 +41,7 @@ class RestoreTarget:
     def place(self, wave: list[Traveller]) -> list[Traveller]:
         """Gives the requests that come to this part blocks there, if this member leads it; those that found room.
 
-        From here on the blocks of `dp` are nobody's.
+        From here on the blocks of `dp` are free: the lane that ends has given them back.
         """
         running = self._member.lanes.running
         assert running is not None
@@ -107,6 +107,6 @@ class RestoreTarget:
             running_group.end()
 
     def tell_broken(self) -> None:
-        """Nothing came of it here: the others of the part may have gone on without this one."""
+        """The restore failed on this member. The others of its part may have entered the part, and must leave it."""
         if self._name:
             tell_broken(self._member, self._name, self._keys)

@@ -48,7 +48,7 @@ class RunningGroup:
         self.pipeline.end()
 
     def end_if_gone(self) -> None:
-        """Where a switch has failed half-way the lane of the group that stood is gone: so must the others leave it."""
+        """Where a switch failed half-way and ended this member's lane, the other members must leave the group too."""
         if self.name and self._member.lanes.running is None:
             end_group(self._member, self.name, self.mates)
             self.end()

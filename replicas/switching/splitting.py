@@ -142,7 +142,7 @@ def take_split_wave(
     try:
         refused = resharder.split(wave, admit)
     except Exception:
-        # Their KV has not come, and nobody but the scheduler knows them.
+        # Their KV has not come. Only the scheduler of `dp` knows these requests: its workers have not adopted them.
         ids = [request.request_id for request in taken]
         lanes.dp.release(ids)
         member.owner.moved(ids, None, carried=False)

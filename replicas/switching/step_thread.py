@@ -36,7 +36,7 @@ class StepThread:
         try:
             return done.result(self._timeout_s)
         except FutureTimeoutError:
-            raise StepError(f"it came to no step boundary within {self._timeout_s:g} s") from None
+            raise StepError(f"the step thread reached no step boundary within {self._timeout_s:g} s") from None
 
     def after(self, delay_s: float, work: Callable[[], object]) -> None:
         """Submits `work` once `delay_s` have passed."""

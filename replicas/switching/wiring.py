@@ -37,7 +37,7 @@ class Wiring:
         return self.spec_of(plan.group, plan.members)
 
     def spec_of(self, group: Group, members: tuple[InstanceKey, ...]) -> GroupSpec:
-        """The group of these lives.
+        """The group of exactly these instances, each with its incarnation.
 
         Raises:
             StepError: the directory lists none.
@@ -45,15 +45,16 @@ class Wiring:
         for spec in self._directory.groups:
             if spec.members == members and spec.group == group:
                 return spec
-        raise StepError(f"instance {self._member.key} knows no group {group} of these lives")
+        raise StepError(f"instance {self._member.key} knows no group {group} of the instances in the plan")
 
     def group_named(self, name: str) -> Group | None:
         """The group whose communicators have this name; None where the directory lists none. From any thread."""
         return next((spec.group for spec in self._directory.groups if spec.name == name), None)
 
     def lost(self, key: InstanceKey) -> None:
-        """Groups with that peer cannot be formed. Its communicators may be whole, but nobody can ask for a switch:
-        the next round connects again.
+        """Marks the groups with that peer as failed: without its connection no member can ask the others for a switch.
+
+        Their communicators may be whole. The next round connects again.
         """
         for spec in self._directory.groups:
             if key in spec.members:

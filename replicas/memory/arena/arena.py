@@ -157,7 +157,7 @@ class Arena:
     def unmap(self, region: Region, first: int, stop: int) -> None:
         """Takes the memory behind chunks `[first, stop)` of `region` away and gives it to the free list.
 
-        On CUDA all work that uses it has been waited for; so in `move`.
+        On CUDA the caller has waited for all work that uses it, here and in `move`.
 
         Raises:
             StepError: the system refused; nothing changed.
@@ -185,7 +185,10 @@ class Arena:
             try:
                 self._unmap(target, target_first, target_stop)
             except StepError as second:
-                raise EngineError(f"the arena of {source.name} is in two minds: {error}; {second}") from error
+                raise EngineError(
+                    f"chunks [{first}, {stop}) of {source.name} did not move to {target.name}: unmapping failed"
+                    f" ({error}) and the rollback failed too ({second}); restart this instance"
+                ) from error
             raise
 
     def check(self) -> tuple[str, ...]:
@@ -198,7 +201,8 @@ class Arena:
                 if backing is not None:
                     owners.setdefault(backing, []).append(f"chunk {index} of {region.name}")
         wrong = [
-            f"physical chunk {chunk} belongs to {' and '.join(names) or 'nobody'}"
+            f"physical chunk {chunk} "
+            + (f"belongs to {' and '.join(names)}" if names else "is neither free nor mapped")
             for chunk, names in owners.items()
             if len(names) != 1
         ]
@@ -211,7 +215,7 @@ class Arena:
     def close(self) -> None:
         """Gives all physical memory back. Idempotent. Addresses stay reserved until the last tensor is gone.
 
-        So what uses a tensor too late fails, and never meets memory that is somebody else's by now.
+        So code that uses a tensor afterwards fails, and never reads memory that has another owner by then.
         """
         self._is_closed = True
         _give_back(self._backend, self._tables, self.chunk_bytes)

@@ -2,7 +2,7 @@
 
     reserve   mmap(PROT_NONE, private, no reserve)      an access kills the process by SIGSEGV: no silent zeros
     map       mmap(MAP_FIXED, shared) of the file       one call per run of neighbouring chunks
-    unmap     mmap(MAP_FIXED, PROT_NONE) over it        one call; the addresses never become anybody else's
+    unmap     mmap(MAP_FIXED, PROT_NONE) over it        one call; the addresses stay reserved for the arena
 
 The file's pages are made when the arena is opened, and as huge pages. That decides what a remap costs: to unmap memory
 that was used is to take down its page table entries, one for each page (docs/decisions/0008-arena.md).
@@ -25,7 +25,7 @@ from pengserve.replicas.memory.arena.free_chunks import runs
 # What Python's `mmap` has no name for; Linux on x86-64 and arm64 agree.
 _PROT_NONE = 0
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
-_MADV_COLLAPSE = 25  # since Linux 6.1; whatever the system is set to, save "deny"
+_MADV_COLLAPSE = 25  # since Linux 6.1; works under every system setting for huge pages of shared memory but "deny"
 _HUGE_PAGE_BYTES = 2 * MIB
 _NUM_TRIES = 3
 
@@ -46,10 +46,10 @@ class CpuBackend:
     granularity = mmap.PAGESIZE
 
     def __init__(self, *, huge_pages: bool = True, populate: bool | None = None) -> None:
-        """`huge_pages` and `populate` are there to be measured.
+        """Benchmarks set `huge_pages` and `populate` to measure what they save.
 
-        `populate`: whether `map` fills the page table; else whoever touches a page first does. None: where a chunk is
-        huge pages, and its entries so few that nobody notices.
+        `populate`: whether `map` fills the page table; else the first access to each page does. None: `map` does so
+        where chunks consist of huge pages, since filling their few entries costs little.
         """
         self.page_bytes = self.granularity  # of the memory, once there is some
         self.populates = False  # likewise
@@ -58,7 +58,7 @@ class CpuBackend:
         self._chunk_bytes = 0
 
     def create(self, num_chunks: int, chunk_bytes: int) -> None:
-        """See `Backend.create`."""
+        """Takes all memory as one memfd, in huge pages where it can. Raises ConfigError where the system has less."""
         num_bytes = num_chunks * chunk_bytes
         available = _available_bytes()
         if num_bytes > available:  # or the system would kill processes until it has it
@@ -77,7 +77,7 @@ class CpuBackend:
             raise ConfigError(f"the arena cannot have {format_bytes(num_bytes)}: {error.strerror}") from error
 
     def reserve(self, num_bytes: int) -> int:
-        """See `Backend.reserve`. Aligned so that a huge page can be one entry of the page table."""
+        """The address of a new empty range, aligned so that a huge page can be one entry of the page table."""
         unit = _HUGE_PAGE_BYTES if self._huge_pages else self.granularity
         wide = num_bytes + unit - self.granularity
         start = _mmap(None, wide, _PROT_NONE, _RESERVED)
@@ -89,7 +89,12 @@ class CpuBackend:
         return address
 
     def map(self, address: int, chunks: Sequence[int]) -> int:
-        """See `Backend.map`."""
+        """Maps `chunks`, in order, from `address` on; the number of calls.
+
+        Raises:
+            StepError: the system refused; nothing changed.
+            EngineError: the system refused, and then refused to unmap what was mapped.
+        """
         assert self._fd is not None
         size, num_calls = self._chunk_bytes, 0
         flags = mmap.MAP_SHARED | _MAP_FIXED | (mmap.MAP_POPULATE if self.populates else 0)
@@ -101,29 +106,32 @@ class CpuBackend:
             try:
                 self.unmap(address, len(chunks))
             except StepError as second:
-                raise EngineError(f"half-mapped memory cannot be unmapped again: {error}; {second}") from error
+                raise EngineError(
+                    f"mapping {len(chunks)} chunks failed ({error}) and the rollback failed too ({second});"
+                    " restart this instance"
+                ) from error
             raise
         return num_calls
 
     def unmap(self, address: int, num_chunks: int) -> int:
-        """See `Backend.unmap`."""
+        """Takes away what is behind the range, which stays reserved; one call. Raises StepError as `map` does."""
         _mmap(address, num_chunks * self._chunk_bytes, _PROT_NONE, _RESERVED | _MAP_FIXED)
         return 1
 
     def tensor(self, address: int, num_bytes: int, owner: object) -> torch.Tensor:
-        """See `Backend.tensor`."""
+        """The range as bytes, `[num_bytes]`, without touching them. The tensor keeps `owner` alive."""
         buffer = (ctypes.c_uint8 * num_bytes).from_address(address)
         vars(buffer)["owner"] = owner  # the tensor's storage holds the buffer
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
     def release(self) -> None:
-        """See `Backend.release`."""
+        """Closes the memfd. The system frees the memory once nothing is mapped. Idempotent."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
 
     def free(self, address: int, num_bytes: int) -> None:
-        """See `Backend.free`."""
+        """Gives an address range of `reserve` back; nothing is mapped in it."""
         _libc.munmap(address, num_bytes)
 
     def _make_huge_pages(self, num_bytes: int) -> bool:

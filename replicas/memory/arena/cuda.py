@@ -4,9 +4,9 @@
     map       cuMemMap for each chunk, then one cuMemSetAccess for all
     unmap     one cuMemUnmap: a range may span handles, if it ends where they end
 
-Who unmaps or moves has waited for the streams that use the memory. Kernels that are launched later, and replays of
-graphs that were captured before, see what is mapped then. So the driver is documented: this file has run over the
-`libcuda` of the tests alone, which keeps the driver's rules, and not on a GPU yet.
+The caller of `unmap` has waited for the streams that use the memory. Kernels that are launched later, and replays of
+graphs that were captured before, see what is mapped then. The driver's documentation says so. This file has run
+over the tests' `libcuda` alone, which keeps the driver's rules, and not on a GPU yet.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class CudaBackend:
             raise ConfigError(f"{self._device} cannot have an arena: {error}") from error
 
     def create(self, num_chunks: int, chunk_bytes: int) -> None:
-        """See `Backend.create`."""
+        """Creates one handle per chunk. Raises ConfigError, and keeps none, where the GPU has too little memory."""
         self._enter()
         self._chunk_bytes = chunk_bytes
         try:
@@ -55,12 +55,17 @@ class CudaBackend:
             raise ConfigError(f"the arena wants {wanted} of {self._device} and got {got}: {error}") from error
 
     def reserve(self, num_bytes: int) -> int:
-        """See `Backend.reserve`."""
+        """The address of a new empty range. Raises StepError where the driver refuses."""
         self._enter()
         return int(self._call("cuMemAddressReserve", num_bytes, 0, 0, 0))
 
     def map(self, address: int, chunks: Sequence[int]) -> int:
-        """See `Backend.map`."""
+        """Maps `chunks`, in order, from `address` on; the number of calls.
+
+        Raises:
+            StepError: the driver refused; nothing changed.
+            EngineError: the driver refused, and then refused to unmap what was mapped.
+        """
         self._enter()
         size, num_mapped = self._chunk_bytes, 0
         try:
@@ -73,28 +78,34 @@ class CudaBackend:
                 if num_mapped:
                     self.unmap(address, num_mapped)
             except StepError as second:
-                raise EngineError(f"half-mapped memory cannot be unmapped again: {error}; {second}") from error
+                raise EngineError(
+                    f"mapping {len(chunks)} chunks failed ({error}) and the rollback failed too ({second});"
+                    " restart this instance"
+                ) from error
             raise
         return len(chunks) + 1
 
     def unmap(self, address: int, num_chunks: int) -> int:
-        """See `Backend.unmap`. All work that uses the range has been waited for."""
+        """Takes away what is behind the range, which stays reserved; one call. Raises StepError as `map` does.
+
+        The caller has waited for all work that uses the range.
+        """
         self._enter()
         self._call("cuMemUnmap", address, num_chunks * self._chunk_bytes)
         return 1
 
     def tensor(self, address: int, num_bytes: int, owner: object) -> torch.Tensor:
-        """See `Backend.tensor`."""
+        """The range as bytes on the device, `[num_bytes]`, without touching them. The tensor keeps `owner` alive."""
         return torch.as_tensor(_DeviceBytes(address, num_bytes, owner), device=self._device)
 
     def release(self) -> None:
-        """See `Backend.release`."""
+        """Gives all handles back to the driver. Idempotent; nothing is mapped any more."""
         self._enter()
         while self._handles:
             self._call("cuMemRelease", self._handles.pop())
 
     def free(self, address: int, num_bytes: int) -> None:
-        """See `Backend.free`."""
+        """Gives an address range of `reserve` back; nothing is mapped in it."""
         self._enter()
         self._call("cuMemAddressFree", address, num_bytes)
 
@@ -105,7 +116,7 @@ class CudaBackend:
             raise StepError(f"NVIDIA's driver does not load: {error}") from error
 
     def _describe(self, ordinal: Any, index: int) -> tuple[Any, Any]:
-        """What kind of memory is wanted, and who may do what with it."""
+        """The kind of memory to allocate, and the access rights of this device to it."""
         driver = self._driver
         can = driver.CUdevice_attribute
         if not self._call("cuDeviceGetAttribute", can.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, ordinal):

@@ -118,7 +118,7 @@ async def test_a_layout_that_does_not_come_says_why(connect, state):
 @pytest.mark.parametrize("since", [layout_view(ALONE), layout_view(ALONE, ALONE)], ids=["auto", "another"])
 async def test_nobody_waits_for_a_layout_that_somebody_else_has_replaced(connect, state, since):
     state.layouts = [layout_view(ALONE, "tp2@(0,1)"), since]
-    with pytest.raises(PengServeTimeoutError, match="another one was asked for since"):
+    with pytest.raises(PengServeTimeoutError, match="another request has replaced the layout"):
         await connect(state.url, admin_key=ADMIN_KEY).set_layout("tp2", timeout_s=10)
 
 

@@ -106,7 +106,7 @@ def test_a_move_that_can_neither_go_on_nor_back_says_so() -> None:
     arena = Arena(backend, 8 * CHUNK, CHUNK)
     a, _, c = three_regions(arena)
     backend.answers = [True, False, False]
-    with pytest.raises(EngineError, match="two minds"):
+    with pytest.raises(EngineError, match="the rollback failed too"):
         arena.move(a, (0, 3), c, 0)
 
 
@@ -213,7 +213,7 @@ def test_check_names_a_chunk_with_two_owners(arena: Arena) -> None:
 def test_check_names_a_chunk_without_an_owner(arena: Arena) -> None:
     a, _, _ = three_regions(arena)
     lost, a._table[1] = a._table[1], None
-    assert arena.check() == (f"physical chunk {lost} belongs to nobody",)
+    assert arena.check() == (f"physical chunk {lost} is neither free nor mapped",)
 
 
 def test_check_names_a_chunk_that_is_free_and_used(arena: Arena) -> None:
