@@ -66,7 +66,7 @@ def _wait_until_ready(serve: subprocess.Popen, port: int, deadline_s: float) -> 
             if connection.getresponse().status == 200:
                 return
         except (OSError, http.client.HTTPException):
-            pass  # nobody listens yet
+            pass  # the port is not open yet
         finally:
             connection.close()
         time.sleep(0.2)
@@ -132,7 +132,7 @@ def _marked_processes(mark: str) -> dict[int, str]:
             if wanted in (entry / "environ").read_bytes().split(b"\0"):
                 found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:100]
         except OSError:
-            continue  # it ended, or it is somebody else's
+            continue  # it ended, or it belongs to another user
     return found
 
 

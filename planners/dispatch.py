@@ -10,7 +10,7 @@ FULL = 1.0  # virtual load from which requests wait
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
+class DispatchOptions:
     """What one request asks of the route that it is sent to."""
 
     degree: int | None = None  # 1 is dp, 2 and more tensor-parallel; None: any
@@ -18,8 +18,8 @@ class Wish:
     is_priority: bool = False  # above normal priority: latency counts most
 
     @classmethod
-    def parse(cls, text: str, degrees: Iterable[int]) -> "Wish":
-        """The wish for a shape: "auto", "dp", "tp" (the widest of `degrees`) or "tp<degree>".
+    def parse(cls, text: str, degrees: Iterable[int]) -> "DispatchOptions":
+        """The options of a request for a shape: "auto", "dp", "tp" (the widest of `degrees`) or "tp<degree>".
 
         `degrees` are those that this cluster can form, above 1.
 
@@ -36,7 +36,7 @@ class Wish:
         return cls(degree=accepted[word])
 
 
-ANY = Wish()  # what a request asks that asks for nothing
+ANY = DispatchOptions()  # what a request asks that asks for nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Candidate:
         return num_tokens <= self.most_tokens
 
 
-def choose(candidates: Sequence[Candidate], num_tokens: int, wish: Wish = ANY) -> InstanceKey | None:
+def choose(candidates: Sequence[Candidate], num_tokens: int, options: DispatchOptions = ANY) -> InstanceKey | None:
     """The best candidate that can ever hold the request, with `num_tokens` now (prompt and what it generated).
 
     A wished degree is kept exactly. A priority request goes to the widest shape that is not full. Any other goes where
@@ -81,11 +81,11 @@ def choose(candidates: Sequence[Candidate], num_tokens: int, wish: Wish = ANY) -
     Ties go to the fewest requests, then to the lowest key, so that the same view gives the same answer.
     None where no candidate holds it, or none has the wished degree.
     """
-    needed = max(num_tokens, wish.total_tokens)
-    able = [c for c in candidates if c.holds(needed) and (wish.degree is None or c.degree == wish.degree)]
+    needed = max(num_tokens, options.total_tokens)
+    able = [c for c in candidates if c.holds(needed) and (options.degree is None or c.degree == options.degree)]
     if not able:
         return None
-    if wish.is_priority:
+    if options.is_priority:
         return min(able, key=lambda c: (c.virtual_load >= FULL, -c.degree, c.virtual_load, c.num_requests, c.key)).key
     return min(able, key=lambda c: (c.virtual_load + reserve(c), c.num_requests, c.key)).key
 

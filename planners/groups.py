@@ -67,16 +67,16 @@ def expand(text: str, groups: Sequence[Group], ranks: Sequence[InstanceId] = ())
     possible: dict[str, list[Group]] = {}
     for group in groups:
         possible.setdefault(group.shape, []).append(group)
-    wish = text.strip().lower()
-    of_kind = [shape for shape, same in possible.items() if same[0].kind == wish]
+    wanted_shape = text.strip().lower()
+    of_kind = [shape for shape, same in possible.items() if same[0].kind == wanted_shape]
     if of_kind:
-        wish = max(of_kind, key=lambda shape: possible[shape][0].degree)
-    if wish == GroupKind.DP:
+        wanted_shape = max(of_kind, key=lambda shape: possible[shape][0].degree)
+    if wanted_shape == GroupKind.DP:
         wanted: tuple[Group, ...] = ()
-    elif wish in possible:
-        wanted = tuple(possible[wish])
-    elif "@" in wish:
-        wanted = parse_groups(wish)
+    elif wanted_shape in possible:
+        wanted = tuple(possible[wanted_shape])
+    elif "@" in wanted_shape:
+        wanted = parse_groups(wanted_shape)
     else:
         raise ValueError(f'"{text}" is not possible here: {_choices(possible)}')
     for group in wanted:

@@ -250,10 +250,10 @@ def _narrowest(look: _Look, num_tokens: int) -> Group | None:
 
 
 def _for_wishes(look: _Look) -> _Step | None:
-    wishes = sorted(look.history.wanted_s)
+    wanted_degrees = sorted(look.history.wanted_s)
     # Groups that run come first: two wishes that exclude each other must not take turns.
-    unmet = [degree for degree in wishes if not _claim_running(look, {degree})]
-    is_any_tp_wanted = look.history.priority_s is not None and not any(degree > 1 for degree in wishes)
+    unmet = [degree for degree in wanted_degrees if not _claim_running(look, {degree})]
+    is_any_tp_wanted = look.history.priority_s is not None and not any(degree > 1 for degree in wanted_degrees)
     if is_any_tp_wanted and not _claim_running(look, {g.degree for g in look.tp_groups()}):
         unmet += _priority_degrees(look)
     for degree in unmet:

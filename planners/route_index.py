@@ -12,7 +12,7 @@ all of them: no worse than `choose`.
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 
-from pengserve.planners.dispatch import ANY, FULL, Candidate, Wish, reserve
+from pengserve.planners.dispatch import ANY, FULL, Candidate, DispatchOptions, reserve
 from pengserve.planners.types.ids import InstanceKey
 
 _Entry = tuple[float, int, int, int, int, InstanceKey]  # load, requests, instance id, incarnation, most tokens, key
@@ -64,12 +64,12 @@ class RouteIndex:
             _remove(self._by_load, class_id, by_load)
             _remove(self._by_rank, class_id, by_rank)
 
-    def choose(self, num_tokens: int, wish: Wish = ANY) -> InstanceKey | None:
+    def choose(self, num_tokens: int, options: DispatchOptions = ANY) -> InstanceKey | None:
         """What `dispatch.choose` answers for all candidates."""
-        needed = max(num_tokens, wish.total_tokens)
-        if wish.is_priority:
-            return self._choose_urgent(needed, wish.degree)
-        best = min(_firsts(self._by_rank, needed, wish.degree), key=lambda found: found[1], default=None)
+        needed = max(num_tokens, options.total_tokens)
+        if options.is_priority:
+            return self._choose_urgent(needed, options.degree)
+        best = min(_firsts(self._by_rank, needed, options.degree), key=lambda found: found[1], default=None)
         return None if best is None else best[1][-1]
 
     def _choose_urgent(self, needed: int, degree: int | None) -> InstanceKey | None:

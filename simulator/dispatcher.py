@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from pengserve.planners.dispatch import Candidate, Wish
+from pengserve.planners.dispatch import Candidate, DispatchOptions
 from pengserve.planners.route_index import RouteIndex
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.simulator.engine.cluster import SimCluster
@@ -45,13 +45,13 @@ class Dispatcher:
         self._num_urgent[key] += change
         self._dirty.add(key)
 
-    def choose(self, num_tokens: int, wish: Wish, avoid: InstanceKey | None) -> InstanceKey | None:
+    def choose(self, num_tokens: int, options: DispatchOptions, avoid: InstanceKey | None) -> InstanceKey | None:
         """The instance that the planner chooses for a request, never `avoid`; None where none can hold the request."""
         self._refresh()
         if avoid is not None:
             self._index.forget(avoid)
             self._dirty.add(avoid)
-        return self._index.choose(num_tokens, wish)
+        return self._index.choose(num_tokens, options)
 
     def _refresh(self) -> None:
         """Takes in what has changed since the last choice."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from pengserve.planners.admission import IngressLoad, admit
-from pengserve.planners.dispatch import Wish
+from pengserve.planners.dispatch import DispatchOptions
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import Demand, RoutingTable
 from pengserve.simulator.dispatcher import Dispatcher
@@ -238,12 +238,14 @@ class Ingress:
         named = self._cluster.instances.get(to) if to is not None else None
         if named is not None and named.is_alive and named.max_tokens >= total_tokens:
             return named
-        wish = Wish(degree=request.arrival.degree, total_tokens=total_tokens, is_priority=request.arrival.priority < 0)
-        key = self._dispatcher.choose(request.num_tokens, wish, avoid)
+        options = DispatchOptions(
+            degree=request.arrival.degree, total_tokens=total_tokens, is_priority=request.arrival.priority < 0
+        )
+        key = self._dispatcher.choose(request.num_tokens, options, avoid)
         # A wish is worth a wait, for the controller to form the group; but it never fails a request.
         is_patient = _now_s() - record.created_s < self._limits.parallelism_wait_s
-        if key is None and wish.degree is not None and not is_patient:
-            key = self._dispatcher.choose(request.num_tokens, replace(wish, degree=None), avoid)
+        if key is None and options.degree is not None and not is_patient:
+            key = self._dispatcher.choose(request.num_tokens, replace(options, degree=None), avoid)
         return self._cluster.instances[key] if key is not None else None
 
     def _total_tokens(self, request: LiveRequest) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("planners", "controller", "simulator", "replicas", "cluster/client", "cluster/demo", "cluster/metrics")
+FOLDERS = ("planners", "controller", "replicas", "cluster", "simulator", "deploy")
 FORBIDDEN = ("whoever", "somebody", "nobody", "whatever", "anybody", "of its own accord", "in two minds")
 # Between two words of a phrase: also the end of a comment's line, or of a literal that the next one continues.
 _GAP = r"""(?:[\s#"']|[rf](?=["']))+"""

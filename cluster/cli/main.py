@@ -191,7 +191,7 @@ def layout_set(
 
     What becomes of running requests:
 
-    - `carry`: their KV moves along and they go on in the new shape; nobody waits longer than the switch
+    - `carry`: their KV moves along and they go on in the new shape; no request waits longer than the switch
     - `hard`: on a merge they pause where they are and go on after the next split; on a split they are carried
     - `sequential`: they finish first, new ones wait for the new shape
     - `soft`: they finish first, idle members run new ones meanwhile
@@ -270,7 +270,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         typer.echo(f"pengserve: {error}", err=True)
         sys.exit(1)
     except BrokenPipeError:
-        # `pengserve events | head`: nobody reads on. Python would complain again when it flushes at exit.
+        # `pengserve events | head`: the pipe is closed. Python would complain again when it flushes at exit.
         sys.stderr.close()
         sys.exit(0)
 

@@ -296,7 +296,7 @@ def _check_before_start(settings: Settings, *, is_local: bool) -> None:
 
 
 def _with_loopback_channels(settings: Settings) -> Settings:
-    """A local cluster has one node: nobody outside needs to reach its instances."""
+    """A local cluster has one node: no other machine needs to reach its instances."""
     instances = settings.instances
     local = instances.model_copy(update={"channel_host": instances.channel_host or "127.0.0.1"})
     return settings.model_copy(update={"instances": local})

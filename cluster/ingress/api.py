@@ -165,7 +165,7 @@ class Ingress:
         self.meters.cluster.on_routing(table)
 
     async def _publish(self) -> None:
-        """Brings in what only the controller knows, and pushes where nobody scrapes."""
+        """Brings in what only the controller knows, and pushes metrics where no scraper comes."""
         running = self._metrics.gauge(catalog.REQUESTS_RUNNING)
         self._metrics.on_refresh(lambda: running.set(self.traffic.num_in_flight))
         while True:

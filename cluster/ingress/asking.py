@@ -1,4 +1,4 @@
-"""Asking the controller on behalf of somebody who waits for an HTTP answer."""
+"""Asking the controller on behalf of a client that waits for an HTTP answer."""
 
 import asyncio
 

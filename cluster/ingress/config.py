@@ -55,5 +55,5 @@ class IngressConfig:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether nobody outside this machine can connect."""
+        """Whether only processes of this machine can connect."""
         return self.host in ("127.0.0.1", "localhost", "::1")

@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 PERIOD_S = 0.2  # between two reports of a demand that changes
 REPEAT_S = 2.0  # ... and of one that stays
 REPORT_TIMEOUT_S = 5.0
-PAUSE_S = 1.0  # after a report that reached nobody
+PAUSE_S = 1.0  # after a report that did not reach the controller
 
 NOTHING = Demand()
 

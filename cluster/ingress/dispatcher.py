@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
-from pengserve.planners.dispatch import Candidate, Wish, choose
+from pengserve.planners.dispatch import Candidate, DispatchOptions, choose
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.link import InstanceLink
 
@@ -40,7 +40,7 @@ class Dispatcher:
         self,
         links: Sequence[InstanceLink],
         num_tokens: int,
-        wish: Wish,
+        options: DispatchOptions,
         num_priority: Mapping[InstanceKey, int],
     ) -> InstanceLink | None:
         """The link for a request that holds `num_tokens` already; None where none can ever hold it as wished.
@@ -51,7 +51,7 @@ class Dispatcher:
         candidates = [
             self._candidate(link, now_s, num_priority.get(link.key, 0)) for link in links if not link.stats.is_follower
         ]
-        key = choose(candidates, num_tokens, wish)
+        key = choose(candidates, num_tokens, options)
         return next((link for link in links if link.key == key), None)
 
     def max_tokens(self, link: InstanceLink) -> int:

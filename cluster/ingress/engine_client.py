@@ -12,6 +12,7 @@ from pengserve.cluster.ingress.meters import IngressMeters
 from pengserve.cluster.ingress.record import RequestRecord
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
+from pengserve.cluster.ingress.request_options import current_options
 from pengserve.cluster.ingress.vllm_openai_seam import (
     STREAM_FINISHED,
     EngineClient,
@@ -32,7 +33,6 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
     extract_prompt_components,
     renderer_from_config,
 )
-from pengserve.cluster.ingress.wishes import current_wish
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.grammars import DEAD_END
 from pengserve.replicas.engine.link import InstanceLink, Moved, StepBatch
@@ -212,7 +212,7 @@ class ClusterEngineClient(EngineClient):
     def on_down(self, link: InstanceLink, *, lost: bool) -> None:
         """A link is gone: its requests go on elsewhere."""
         self._shapes.pop(link.key, None)
-        self.book.lose(link)  # before the figures: whatever goes wrong with them costs no request
+        self.book.lose(link)  # before the figures: a fault in them must cost no request
         self._meters.link_down(link, lost=lost)
 
     def is_busy(self, link: InstanceLink) -> bool:
@@ -293,11 +293,11 @@ class ClusterEngineClient(EngineClient):
         """Registers the request, as `n` sequences, and sends them off."""
         params = request.sampling_params
         assert params is not None, "only generation is supported"
-        wish = current_wish.get()
+        options = current_options.get()
         collector = RequestOutputCollector(params.output_kind, request.request_id)
         if params.n == 1:
             self._output_processor.add_request(request, prompt_text, None, 0, collector)
-            self.book.add(request, wish)
+            self.book.add(request, options)
             return collector
         parent = ParentRequest(request)
         children = []
@@ -307,7 +307,7 @@ class ClusterEngineClient(EngineClient):
             self._output_processor.add_request(child, prompt_text, parent, index, collector)
             children.append(child)
         for child in children:
-            self.book.add(child, wish)
+            self.book.add(child, options)
         return collector
 
     def _process(

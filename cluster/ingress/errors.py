@@ -1,4 +1,4 @@
-"""Errors as clients see them: always OpenAI's shape, never the text of an exception nobody wrote for them.
+"""Errors as clients see them: always OpenAI's shape, never the text of an exception that was not written for them.
 
 What may be said: messages of vLLM's deliberate client errors, of pydantic's checks, and our own. Everything else
 becomes a fixed sentence, with the request id to find the log line by.

@@ -20,8 +20,8 @@ from pengserve.cluster.ingress import request_ids
 from pengserve.cluster.ingress.body import check_common, check_generation, parse_object
 from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.errors import RequestRefused, respond
+from pengserve.cluster.ingress.request_options import PARALLELISM_HEADER, current_options, read_options
 from pengserve.cluster.ingress.traffic import Ticket, Traffic
-from pengserve.cluster.ingress.wishes import PARALLELISM_HEADER, current_wish, read_wish
 from pengserve.planners.types.cluster_id import CLUSTER_HEADER, cluster_id
 
 logger = logging.getLogger(__name__)
@@ -147,14 +147,14 @@ class Guard:
             await self._app(scope, replayed, send)
             return
         num_sequences = check_generation(data, self._config.limits, self._vocab_size)
-        wish = read_wish(exchange.headers.get(PARALLELISM_HEADER), data, self._config.degrees)
+        options = read_options(exchange.headers.get(PARALLELISM_HEADER), data, self._config.degrees)
         with self._traffic.ticket(num_sequences) as ticket:
-            tokens = current_ticket.set(ticket), current_wish.set(wish)
+            tokens = current_ticket.set(ticket), current_options.set(options)
             try:
                 await self._app(scope, replayed, send)
             finally:
                 current_ticket.reset(tokens[0])
-                current_wish.reset(tokens[1])
+                current_options.reset(tokens[1])
 
     def _noting(self, exchange: _Exchange, send: Send) -> Send:
         """`send` that puts the request id on the answer and notes that it has begun."""

@@ -75,10 +75,10 @@ def _target(text: str, strategy: SwitchStrategy, snapshot: ClusterSnapshot) -> L
         raise _refused(error) from None
 
 
-def _possible(wish: str, snapshot: ClusterSnapshot) -> tuple[Group, ...]:
+def _possible(options: str, snapshot: ClusterSnapshot) -> tuple[Group, ...]:
     """The groups that a short name stands for. One whose member is being replaced counts: it forms when it is back."""
     lanes = [lane for instance in snapshot.instances for lane in instance.lanes if lane.shape != GroupKind.DP]
-    cannot = {lane.shape for lane in lanes if lane.capacity is None} if wish in WIDEST else set()
+    cannot = {lane.shape for lane in lanes if lane.capacity is None} if options in WIDEST else set()
     shapes = {lane.shape for lane in lanes} - cannot
     degrees = {degree_of(shape) for shape in shapes if shape.startswith(GroupKind.TP)}
     stages = [degree_of(shape) for shape in shapes if shape.startswith(GroupKind.PP)]

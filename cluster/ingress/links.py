@@ -82,7 +82,7 @@ class LinkPool:
             del self._links[key]
 
     async def sweep(self) -> None:
-        """Closes links that nobody needs any more. Runs until cancelled."""
+        """Closes links that neither a route nor a request needs any more. Runs until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
             for key, link in list(self._links.items()):

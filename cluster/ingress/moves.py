@@ -1,4 +1,4 @@
-"""Requests on their way between instances: outputs that came before the word that they moved, and copies nobody wants.
+"""Requests on their way between instances: outputs that came before the MOVED message, and copies without a record.
 
 A request is known to instances by its wire id, and each time it is sent again it gets a new one. So a wire id names
 one copy, which is on one instance at a time; what comes for it over two links is one sequence, cut by MOVED frames.

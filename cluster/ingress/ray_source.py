@@ -11,7 +11,7 @@ from pengserve.planners.types.errors import EngineError, PengServeError
 
 
 class RayRoutingSource(CalledSource):
-    """Calls a controller through whatever handle `resolve` finds. A failed call forgets the handle."""
+    """Calls a controller through the handle that `resolve` finds. A failed call forgets the handle."""
 
     def __init__(self, resolve: Callable[[], Any]) -> None:
         """`resolve` may block, and raises ValueError while there is no controller."""

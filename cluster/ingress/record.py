@@ -8,8 +8,8 @@ from typing import Protocol
 import msgspec
 
 from pengserve.cluster.ingress.moves import Stash
+from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput, EngineCoreRequest
-from pengserve.cluster.ingress.wishes import NO_WISH, RequestWish
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.link import InstanceLink
 
@@ -22,7 +22,7 @@ class RequestRecord:
     """One sequence that an instance generates, or will."""
 
     request: EngineCoreRequest
-    wish: RequestWish = NO_WISH
+    options: RequestOptions = NO_OPTIONS
     output_token_ids: list[int] = field(default_factory=list)
     link: InstanceLink | None = None  # None: waits for an instance
     wire_id: str = ""  # of the newest copy
@@ -60,7 +60,7 @@ class RequestRecord:
         """Tokens it may grow to, of which a cluster of this length can promise `max_model_len`."""
         params = self.request.sampling_params
         total = self.num_tokens + 1
-        if self.wish.has_length and params is not None and params.max_tokens is not None:
+        if self.options.has_length and params is not None and params.max_tokens is not None:
             total = self.num_prompt_tokens + params.max_tokens
         return max(self.num_tokens, min(total, max_model_len))
 
@@ -103,7 +103,7 @@ class RecordEvents(Protocol):
         """The request is given up."""
 
     def on_ended(self, record: RequestRecord, finish: str) -> None:
-        """The book forgets `record`, whatever its end was: "stop", "length", "abort", "error", ..."""
+        """The book forgets `record`, after any end: "stop", "length", "abort", "error", ..."""
 
     def on_finished(self, output: EngineCoreOutput) -> None:
         """The request turned out to be complete when its instance died; `output` says so."""

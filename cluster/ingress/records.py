@@ -6,12 +6,12 @@
        +-- link lost ----+
        +-- MOVED, not carried
 
-Whoever goes back to waiting is sent again with the output tokens received so far: they are never sampled again.
+A request that goes back to waiting is sent again with the output tokens received so far: they are never sampled again.
 
 Each time a record is sent it gets a new wire id, which names one copy of the request. A copy is on one instance at a
 time and makes one sequence of tokens, which may reach us over several links. These rules keep that sequence whole:
 
-| comes for wire id w | w is the record's, over its link | w is the record's, over another link | w is nobody's |
+| comes for wire id w | w is the record's, over its link | w is the record's, over another link | w is no record's |
 |---|---|---|---|
 | tokens | they count | stashed, until a MOVED leads there | an orphan: abort it there |
 | MOVED, carried to L | the record is on L now, and L's stash counts | stashed behind the tokens | abort it at L |
@@ -21,10 +21,10 @@ time and makes one sequence of tokens, which may reach us over several links. Th
 A copy that was carried to L can be followed only over the link on which L began to answer for it. If that link is not
 up, or ended since w was sent, tokens may be missing: the record counts as lost, and the copy as an orphan.
 
-Of the requests on an instance when it dies, any may have killed it. Whoever sees several deaths in a row without a
-token between them is a suspect; an instance gets a few suspects at a time, the fewer the more deaths they have seen and
-in the end one, the least suspected first. So those that only kept bad company soon have a token and are cleared, and
-one that kills whatever computes it is given up alone.
+Of the requests on an instance when it dies, any may have killed it. A request that sees several deaths in a row without
+a token between them is a suspect; an instance gets a few suspects at a time, the fewer the more deaths they have seen
+and in the end one, the least suspected first. So those that only kept bad company soon have a token and are cleared,
+and one that kills every instance that computes it is given up alone.
 """
 
 import asyncio
@@ -40,6 +40,7 @@ from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.dispatcher import Dispatcher
 from pengserve.cluster.ingress.moves import Move, Orphans, Stash
 from pengserve.cluster.ingress.record import Links, RecordEvents, RequestRecord
+from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.ingress.vllm_openai_seam import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -47,8 +48,7 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
     GenerationError,
     RetryableRequestError,
 )
-from pengserve.cluster.ingress.wishes import NO_WISH, RequestWish
-from pengserve.planners.dispatch import Wish
+from pengserve.planners.dispatch import DispatchOptions
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import Demand
@@ -79,7 +79,7 @@ class RequestBook:
         self._num_losses = 0
         self._lost_at: dict[InstanceKey, int] = {}  # the value of `_num_losses` after that link's last end
         self._wake = asyncio.Event()
-        self.used = asyncio.Event()  # a request came; whoever waits for it clears it
+        self.used = asyncio.Event()  # a request came; the task that waits for it clears it
 
     def __len__(self) -> int:
         return len(self._records)
@@ -89,9 +89,9 @@ class RequestBook:
         """Requests without an instance."""
         return len(self._waiting)
 
-    def add(self, request: EngineCoreRequest, wish: RequestWish = NO_WISH) -> None:
+    def add(self, request: EngineCoreRequest, options: RequestOptions = NO_OPTIONS) -> None:
         """Takes a request and sends it to an instance, now or as soon as there is one."""
-        record = RequestRecord(request, wish)
+        record = RequestRecord(request, options)
         self._records[request.request_id] = record
         if record.is_urgent:
             self._urgent.add(record)
@@ -196,7 +196,7 @@ class RequestBook:
         held = max((self._dispatcher.max_tokens(link) for link in self._links.ready()), default=0)
         waiting = [record for record in records if record.link is None]
         longest = max((record.total_tokens(limit) for record in waiting), default=0)
-        wanted = Counter(record.wish.degree for record in records if record.wish.degree is not None)
+        wanted = Counter(record.options.degree for record in records if record.options.degree is not None)
         return Demand(
             num_running=len(records) - len(waiting),
             num_waiting=len(waiting),
@@ -261,7 +261,7 @@ class RequestBook:
         while True:
             if not move.carried:
                 return move
-            assert move.to is not None, "a request is carried to somebody"
+            assert move.to is not None, "a request is carried to an instance"
             link = self._links.find(move.to)
             if link is None or self._lost_at.get(move.to, 0) > record.num_losses_seen:
                 if link is not None:
@@ -329,7 +329,7 @@ class RequestBook:
         """`output` is the last of this copy, and of the request, if the copy did not end for want of room."""
         cut_short = (
             output.finish_reason is FinishReason.LENGTH
-            and record.wish.has_length
+            and record.options.has_length
             and not record.is_at_limit
             and record.num_tokens < self._max_model_len()
             and record.num_redirects_in_place <= MAX_REDIRECTS_IN_PLACE
@@ -386,14 +386,14 @@ class RequestBook:
         links = [link for link in self._links.ready() if link is not avoid]
         if record.suspicion:
             links = self._with_room_for(record, links)
-        wish = Wish(degree=record.wish.degree, total_tokens=total_tokens, is_priority=record.is_urgent)
+        options = DispatchOptions(degree=record.options.degree, total_tokens=total_tokens, is_priority=record.is_urgent)
         num_priority = Counter(urgent.link.key for urgent in self._urgent if urgent.link is not None)
-        link = self._dispatcher.choose(links, record.num_tokens, wish, num_priority)
+        link = self._dispatcher.choose(links, record.num_tokens, options, num_priority)
         # A wish is worth a wait, for the controller to form the group; but it never fails a request.
         is_patient = monotonic() - record.created_s < self._limits.parallelism_wait_s
-        if link is None and wish.degree is not None and not is_patient:
-            wish = replace(wish, degree=None)
-            link = self._dispatcher.choose(links, record.num_tokens, wish, num_priority)
+        if link is None and options.degree is not None and not is_patient:
+            options = replace(options, degree=None)
+            link = self._dispatcher.choose(links, record.num_tokens, options, num_priority)
         return link
 
     def _with_room_for(self, suspect: RequestRecord, links: Iterable[InstanceLink]) -> list[InstanceLink]:

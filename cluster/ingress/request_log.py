@@ -61,7 +61,7 @@ class RequestLog:
                 "prompt_tokens": record.num_prompt_tokens,
                 "output_tokens": len(record.output_token_ids),
                 "priority": record.request.priority,
-                "degree": record.wish.degree,
+                "degree": record.options.degree,
                 "ttft_s": None if first_s is None else round(first_s - record.created_s, DIGITS),
                 "e2e_s": round(e2e_s, DIGITS),
                 "finish": finish,

@@ -57,38 +57,38 @@ class CalledSource(ABC):
         """What this method of the controller returns or raises; EngineError while it cannot be reached."""
 
     async def routing(self, known_version: int, timeout_s: float) -> RoutingTable:
-        """See `RoutingSource`."""
+        """Asks the controller for the table, as soon as it is newer than `known_version` or after `timeout_s`."""
         table: RoutingTable = await self._call("routing", known_version, timeout_s)
         return table
 
     async def snapshot(self) -> ClusterSnapshot:
-        """See `RoutingSource`."""
+        """Asks the controller for all that is known of the cluster."""
         snapshot: ClusterSnapshot = await self._call("snapshot")
         return snapshot
 
     async def events(self, after: int, limit: int) -> tuple[Event, ...]:
-        """See `RoutingSource`."""
+        """Asks the controller for events with a sequence number above `after`."""
         events: tuple[Event, ...] = await self._call("events", after, limit)
         return events
 
     async def report_lost(self, key: InstanceKey, why: str) -> None:
-        """See `RoutingSource`."""
+        """Tells the controller that this ingress lost its channel to an instance."""
         await self._call("report_lost", key, why)
 
     async def report_demand(self, client_id: str, demand: Demand) -> None:
-        """See `RoutingSource`."""
+        """Tells the controller what the requests of the ingress `client_id` want now."""
         await self._call("report_demand", client_id, demand)
 
     async def set_layout(self, target: LayoutTarget) -> None:
-        """See `RoutingSource`."""
+        """Asks the controller to change the layout and keep it so."""
         await self._call("set_layout", target)
 
     async def auto_layout(self) -> None:
-        """See `RoutingSource`."""
+        """Asks the controller to decide about the layout again."""
         await self._call("auto_layout")
 
     async def drain(self, timeout_s: float) -> bool:
-        """See `RoutingSource`."""
+        """Asks the controller to drain and stop all instances; True when nothing was left running."""
         return bool(await self._call("drain", timeout_s))
 
 

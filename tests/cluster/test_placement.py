@@ -133,7 +133,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("VLLM_SERVER_DEV_MODE", "VLLM_ALLOW_INSECURE_SERIALIZATION"):
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "config.yaml"
-    path.write_text(yaml.safe_dump({**serve_args(TWO), "http": {"port": 18999}}))
+    # A local model: `up` would first refuse a hub name where no hub is reached.
+    path.write_text(yaml.safe_dump({**serve_args(TWO), "model": "demo", "http": {"port": 18999}}))
     return path
 
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pengserve.planners.admission import MAX_RETRY_S, MIN_RETRY_S, IngressLoad, Refusal, admit
-from pengserve.planners.dispatch import Candidate, Wish, choose
+from pengserve.planners.dispatch import Candidate, DispatchOptions, choose
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 
 tokens = st.integers(0, 100_000)
@@ -83,8 +83,8 @@ shaped = st.builds(
     num_priority=st.integers(0, 2),
 )
 routes = st.lists(shaped, max_size=8, unique_by=lambda c: c.key)
-wishes = st.builds(
-    Wish,
+request_options = st.builds(
+    DispatchOptions,
     degree=st.sampled_from([None, None, 1, 2, 4]),
     total_tokens=st.integers(0, 5000),
     is_priority=st.booleans(),
@@ -95,11 +95,11 @@ def find(given_: list[Candidate], key: InstanceKey | None) -> Candidate | None:
     return next((c for c in given_ if c.key == key), None)
 
 
-@given(routes, st.integers(0, 5000), wishes)
-def test_a_wish_is_kept_or_nobody_is_chosen(given_: list[Candidate], num_tokens: int, wish: Wish) -> None:
-    needed = max(num_tokens, wish.total_tokens)
-    able = [c for c in given_ if wish.degree in (None, c.degree) and c.holds(needed)]
-    chosen = find(given_, choose(given_, num_tokens, wish))
+@given(routes, st.integers(0, 5000), request_options)
+def test_a_wish_is_kept_or_nobody_is_chosen(given_: list[Candidate], num_tokens: int, options: DispatchOptions) -> None:
+    needed = max(num_tokens, options.total_tokens)
+    able = [c for c in given_ if options.degree in (None, c.degree) and c.holds(needed)]
+    chosen = find(given_, choose(given_, num_tokens, options))
     assert (chosen is None) == (not able)
     if chosen is not None:
         assert chosen in able
@@ -107,12 +107,14 @@ def test_a_wish_is_kept_or_nobody_is_chosen(given_: list[Candidate], num_tokens:
         assert chosen.max_tokens is None or needed <= chosen.max_tokens
 
 
-@given(routes, wishes)
-def test_a_priority_request_gets_the_widest_shape_that_is_not_full(given_: list[Candidate], wish: Wish) -> None:
-    wish = Wish(degree=wish.degree, total_tokens=wish.total_tokens, is_priority=True)
-    chosen = find(given_, choose(given_, 0, wish))
+@given(routes, request_options)
+def test_a_priority_request_gets_the_widest_shape_that_is_not_full(
+    given_: list[Candidate], options: DispatchOptions
+) -> None:
+    options = DispatchOptions(degree=options.degree, total_tokens=options.total_tokens, is_priority=True)
+    chosen = find(given_, choose(given_, 0, options))
     if chosen is not None:
-        able = [c for c in given_ if wish.degree in (None, c.degree) and c.holds(wish.total_tokens)]
+        able = [c for c in given_ if options.degree in (None, c.degree) and c.holds(options.total_tokens)]
         free = [c for c in able if c.virtual_load < 1] or able
         assert chosen.degree == max(c.degree for c in free)
         assert chosen.virtual_load == min(c.virtual_load for c in free if c.degree == chosen.degree)
@@ -128,16 +130,16 @@ def test_best_effort_leaves_a_priority_group_alone_while_others_have_room(given_
 
 
 def test_parallelism_is_read_by_name() -> None:
-    read = {text: Wish.parse(text, (2, 4)).degree for text in ("auto", "dp", "tp", "tp2", " TP4 ")}
+    read = {text: DispatchOptions.parse(text, (2, 4)).degree for text in ("auto", "dp", "tp", "tp2", " TP4 ")}
     assert read == {"auto": None, "dp": 1, "tp": 4, "tp2": 2, " TP4 ": 4}
 
 
 @pytest.mark.parametrize("text", ["tp8", "tp1", "tp0", "tp-2", "", "pp2", "dp2", "tp 2", "2", "tp²"])
 def test_what_cannot_be_is_refused_with_what_can(text: str) -> None:
     with pytest.raises(ValueError, match=r"choose auto, dp, tp, tp2, tp4$"):
-        Wish.parse(text, (1, 2, 4))
+        DispatchOptions.parse(text, (1, 2, 4))
     with pytest.raises(ValueError, match=r"choose auto, dp$"):
-        Wish.parse("tp", ())
+        DispatchOptions.parse("tp", ())
 
 
 loads = st.builds(
@@ -181,13 +183,15 @@ def at(shape: str, instance_id: int, load: int = 0) -> Candidate:
 
 def test_a_pipeline_serves_who_asks_for_dp_and_nobody_who_asks_for_tp() -> None:
     pp, tp = at("pp2", 0), at("tp2", 1)
-    assert choose([pp, tp], 1, Wish(degree=1)) == pp.key
-    assert choose([pp, tp], 1, Wish(degree=2)) == tp.key
-    assert choose([pp], 1, Wish(degree=2)) is None
+    assert choose([pp, tp], 1, DispatchOptions(degree=1)) == pp.key
+    assert choose([pp, tp], 1, DispatchOptions(degree=2)) == tp.key
+    assert choose([pp], 1, DispatchOptions(degree=2)) is None
 
 
 def test_an_urgent_request_prefers_a_tp_group_to_a_wider_pipeline() -> None:
-    assert choose([at("pp4", 0), at("tp2", 1, 50), at("dp", 2)], 1, Wish(is_priority=True)) == at("tp2", 1).key
+    assert (
+        choose([at("pp4", 0), at("tp2", 1, 50), at("dp", 2)], 1, DispatchOptions(is_priority=True)) == at("tp2", 1).key
+    )
 
 
 def test_a_pipeline_with_urgent_requests_is_left_to_nobody() -> None:

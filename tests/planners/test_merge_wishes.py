@@ -196,6 +196,6 @@ def test_a_long_request_goes_around_a_pipeline() -> None:
 
 
 def test_a_wish_for_dp_is_met_by_a_pipeline() -> None:
-    wish = [Demand(wanted_degrees=((1, 1),))]
-    assert plan(snapshot(4, "tp2@(0,1) pp2@(2,3)", demands=wish, max_stages=2)) is None
-    assert what(plan(snapshot(4, "tp2@(0,1) tp2@(2,3)", demands=wish, max_stages=2))) == "split tp2@(0,1)"
+    options = [Demand(wanted_degrees=((1, 1),))]
+    assert plan(snapshot(4, "tp2@(0,1) pp2@(2,3)", demands=options, max_stages=2)) is None
+    assert what(plan(snapshot(4, "tp2@(0,1) tp2@(2,3)", demands=options, max_stages=2))) == "split tp2@(0,1)"

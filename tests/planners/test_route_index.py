@@ -6,7 +6,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pengserve.planners.dispatch import Candidate, Wish, choose
+from pengserve.planners.dispatch import Candidate, DispatchOptions, choose
 from pengserve.planners.route_index import RouteIndex
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from tests.support.effort import examples
@@ -28,13 +28,18 @@ CANDIDATES = st.builds(
 CALLS = st.lists(st.one_of(CANDIDATES, KEYS), max_size=40)  # a key is forgotten
 TOKENS = st.sampled_from([0, 1, 511, 512, 700, 1000, 1001, 1023, 1024, 4000, 5000])
 WISHES = st.builds(
-    Wish, degree=st.sampled_from([None, None, None, 1, 2, 4, 8]), total_tokens=TOKENS, is_priority=st.booleans()
+    DispatchOptions,
+    degree=st.sampled_from([None, None, None, 1, 2, 4, 8]),
+    total_tokens=TOKENS,
+    is_priority=st.booleans(),
 )
 
 
 @settings(max_examples=examples(1000))
 @given(CALLS, st.lists(st.tuples(TOKENS, WISHES), min_size=1, max_size=6))
-def test_it_answers_as_choose_does(calls: list[Candidate | InstanceKey], asked: list[tuple[int, Wish]]) -> None:
+def test_it_answers_as_choose_does(
+    calls: list[Candidate | InstanceKey], asked: list[tuple[int, DispatchOptions]]
+) -> None:
     index, known = RouteIndex(), {}
     for call in calls:
         if isinstance(call, Candidate):
@@ -44,8 +49,8 @@ def test_it_answers_as_choose_does(calls: list[Candidate | InstanceKey], asked: 
             index.forget(call)
             known.pop(call, None)
         assert len(index) == len(known) and (call in index) == (call in known)
-        for num_tokens, wish in asked:
-            assert index.choose(num_tokens, wish) == choose(tuple(known.values()), num_tokens, wish)
+        for num_tokens, options in asked:
+            assert index.choose(num_tokens, options) == choose(tuple(known.values()), num_tokens, options)
 
 
 def test_an_empty_index_has_no_choice() -> None:

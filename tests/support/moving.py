@@ -15,8 +15,8 @@ from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.record import RequestRecord
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
+from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput, EngineCoreRequest, FinishReason
-from pengserve.cluster.ingress.wishes import NO_WISH, RequestWish
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
@@ -236,10 +236,10 @@ class Cluster:
         self.book.tend()
         return link
 
-    def request(self, number: int, length: int, wish: RequestWish = NO_WISH, **options: Any) -> None:
+    def request(self, number: int, length: int, wanted: RequestOptions = NO_OPTIONS, **options: Any) -> None:
         """A client asks."""
         self.lengths[number], self.seen[number] = length, []
-        self.book.add(a_request(number, length, **options), wish)
+        self.book.add(a_request(number, length, **options), wanted)
 
     def abort(self, number: int) -> None:
         """A client goes away."""

@@ -9,12 +9,12 @@ import pytest
 
 from pengserve.cluster.ingress import demand as demand_module
 from pengserve.cluster.ingress.demand import NOTHING, DemandReporter
-from pengserve.cluster.ingress.wishes import RequestWish
+from pengserve.cluster.ingress.request_options import RequestOptions
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.snapshot import Demand
 from tests.support.moving import Cluster
 
-WISH = RequestWish(degree=2)
+WISH = RequestOptions(degree=2)
 WANTED = Demand(num_waiting=1, longest_waiting_tokens=10, wanted_degrees=((2, 1),))  # 3 of prompt, and no route at all
 
 

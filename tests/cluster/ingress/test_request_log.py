@@ -11,7 +11,7 @@ from pengserve.cluster import app
 from pengserve.cluster.ingress import request_log, vllm_openai_seam
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.request_log import RequestLog
-from pengserve.cluster.ingress.wishes import RequestWish
+from pengserve.cluster.ingress.request_options import RequestOptions
 from pengserve.cluster.settings import load_settings
 from tests.support.moving import PROMPT, Cluster
 
@@ -36,7 +36,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 async def test_an_ended_request_is_one_line_of_figures(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "requests.jsonl"
     served = cluster(path)
-    served.request(0, 5, RequestWish(degree=1), priority=-1)
+    served.request(0, 5, RequestOptions(degree=1), priority=-1)
     served.request(1, 7)
     served.settle()
     await served.request_log.flush()

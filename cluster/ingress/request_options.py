@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pengserve.cluster.ingress.errors import RequestRefused
-from pengserve.planners.dispatch import Wish
+from pengserve.planners.dispatch import DispatchOptions
 
 PARALLELISM_HEADER = "x-pengserve-parallelism"
 MAX_HEADER_CHARS = 32
@@ -15,7 +15,7 @@ LENGTH_FIELDS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestWish:
+class RequestOptions:
     """How a request wants to be served.
 
     `has_length` tells whether the client bounded the answer. If it did, the request goes only where all of it fits.
@@ -27,12 +27,12 @@ class RequestWish:
     has_length: bool = True
 
 
-NO_WISH = RequestWish()
+NO_OPTIONS = RequestOptions()
 
-current_wish: ContextVar[RequestWish] = ContextVar("current_wish", default=NO_WISH)
+current_options: ContextVar[RequestOptions] = ContextVar("current_wish", default=NO_OPTIONS)
 
 
-def read_wish(header: str | None, body: Mapping[str, Any], degrees: Iterable[int]) -> RequestWish:
+def read_options(header: str | None, body: Mapping[str, Any], degrees: Iterable[int]) -> RequestOptions:
     """The wish of a request with this `x-pengserve-parallelism` header, in a cluster that can form `degrees`.
 
     Raises:
@@ -40,8 +40,10 @@ def read_wish(header: str | None, body: Mapping[str, Any], degrees: Iterable[int
     """
     has_length = any(body.get(name) is not None for name in LENGTH_FIELDS)
     if header is None:
-        return RequestWish(has_length=has_length)
+        return RequestOptions(has_length=has_length)
     try:
-        return RequestWish(degree=Wish.parse(header[:MAX_HEADER_CHARS], degrees).degree, has_length=has_length)
+        return RequestOptions(
+            degree=DispatchOptions.parse(header[:MAX_HEADER_CHARS], degrees).degree, has_length=has_length
+        )
     except ValueError as error:
         raise RequestRefused(400, f"{PARALLELISM_HEADER}: {error}", param=PARALLELISM_HEADER) from None

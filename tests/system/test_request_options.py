@@ -55,9 +55,9 @@ def test_a_wish_that_no_cluster_of_this_size_can_grant_is_a_clear_400(
     served: tuple[ElasticCluster, str, Traffic],
 ) -> None:
     _, url, _ = served
-    for wish in ("tp4", "pp2", "wide"):
+    for options in ("tp4", "pp2", "wide"):
         body = {"model": "tiny", "prompt": [5, 6, 7], "max_tokens": 2}
-        headers = {"x-pengserve-parallelism": wish}
+        headers = {"x-pengserve-parallelism": options}
         answer = httpx.post(f"{url}/v1/completions", json=body, headers=headers, timeout=30, trust_env=False)
         assert answer.status_code == 400
         assert "x-pengserve-parallelism" in answer.json()["error"]["message"]

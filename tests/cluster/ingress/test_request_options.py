@@ -7,11 +7,11 @@ import pytest
 from pengserve.cluster.ingress import records
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.errors import RequestRefused
-from pengserve.cluster.ingress.wishes import PARALLELISM_HEADER, RequestWish, read_wish
+from pengserve.cluster.ingress.request_options import PARALLELISM_HEADER, RequestOptions, read_options
 from pengserve.planners.types.snapshot import Demand, InstanceStats
 from tests.support.moving import PROMPT, Cluster, FakeLink
 
-TP2 = RequestWish(degree=2)
+TP2 = RequestOptions(degree=2)
 
 
 def stats(shape: str = "dp", *, max_model_len: int = 0, **more: Any) -> InstanceStats:
@@ -38,7 +38,7 @@ def later(monkeypatch: pytest.MonkeyPatch) -> Any:
     [(None, None), ("auto", None), ("dp", 1), (" TP2 ", 2), ("tp4", 4), ("tp", 4)],
 )
 def test_a_header_names_a_degree(header: str | None, degree: int | None) -> None:
-    assert read_wish(header, {}, (2, 4)).degree == degree
+    assert read_options(header, {}, (2, 4)).degree == degree
 
 
 @pytest.mark.parametrize(
@@ -46,7 +46,7 @@ def test_a_header_names_a_degree(header: str | None, degree: int | None) -> None
 )
 def test_what_cannot_be_formed_is_refused_by_name(header: str, degrees: tuple[int, ...]) -> None:
     with pytest.raises(RequestRefused) as caught:
-        read_wish(header, {}, degrees)
+        read_options(header, {}, degrees)
     assert (caught.value.status, caught.value.param) == (400, PARALLELISM_HEADER)
     assert "dp" in caught.value.message and len(caught.value.message) < 300
 
@@ -57,7 +57,7 @@ def test_what_cannot_be_formed_is_refused_by_name(header: str, degrees: tuple[in
      ({"max_output_tokens": 5}, True)],
 )  # fmt: skip
 def test_a_length_is_one_that_the_client_gave(body: dict[str, Any], has_length: bool) -> None:
-    assert read_wish("dp", body, ()).has_length is has_length
+    assert read_options("dp", body, ()).has_length is has_length
 
 
 def two_shapes() -> tuple[Cluster, FakeLink, FakeLink]:
@@ -69,7 +69,7 @@ def two_shapes() -> tuple[Cluster, FakeLink, FakeLink]:
 def test_a_wished_shape_is_kept() -> None:
     cluster, dp, tp2 = two_shapes()
     for number in range(4):
-        cluster.request(number, 5, RequestWish(degree=1 + number % 2))
+        cluster.request(number, 5, RequestOptions(degree=1 + number % 2))
     assert (len(dp.to_instance), len(tp2.to_instance)) == (2, 2)
 
 
@@ -160,7 +160,7 @@ def test_a_request_without_a_length_needs_room_for_its_prompt_alone() -> None:
     cluster = Cluster(1)
     cluster.max_model_len = 2048
     dp = cluster.connect(cluster.instances[0], stats(max_model_len=1024))
-    cluster.request(2, 5, RequestWish(has_length=False), max_tokens=2048 - len(PROMPT))
+    cluster.request(2, 5, RequestOptions(has_length=False), max_tokens=2048 - len(PROMPT))
     assert len(dp.to_instance) == 1
 
 
@@ -181,7 +181,7 @@ def test_what_a_narrow_lane_cuts_short_goes_on_in_a_wide_one(has_length: bool) -
     narrow = cluster.connect(cluster.instances[0], stats(max_model_len=narrow_limit))
     wide = cluster.connect(cluster.instances[1], stats("tp2", max_model_len=64))
     cluster.pool.routes.discard(narrow.key)
-    cluster.request(2, length, RequestWish(has_length=has_length))
+    cluster.request(2, length, RequestOptions(has_length=has_length))
     wide.read()
     cluster.instances[1].carry(cluster.instances[0], ["r2"])
     cluster.deliver(wide)
