@@ -29,6 +29,7 @@ from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState
 POLL_PERIOD_S = 0.3
 HOPELESS_STARTS = 3  # failed starts of one slot, with no instance ready, after which waiting on is no use
 INSIST_TIMEOUT_S = 2.0
+JOIN_TIMEOUT_S = 10.0  # Serve's call asks once a second
 
 
 def run_foreground(settings: Settings, timeout_s: float) -> int:
@@ -68,7 +69,7 @@ def run_detached(settings: Settings, timeout_s: float) -> int:
         settings = settle(settings, cluster_devices, settings.instances.wait_for_devices_s)
         _remark(settings, console)
         with stop.listening(), _client(settings) as client:
-            _bring_up(settings, client, steps, stop, timeout_s)
+            _bring_up(settings, _Deployment(settings), client, steps, stop, timeout_s)
     if stop.is_asked:
         console.print(f"Deploying goes on in the cluster; remove it with `pengserve down --app {settings.app}`.")
         return 130
@@ -104,12 +105,14 @@ def _serve_locally(settings: Settings, timeout_s: float, console: Console, scrat
         with Steps(console) as steps:
             steps.waiting("ray", "importing and starting a local cluster")
             logs = cluster.enter_context(ray_local.local_ray(settings, scratch))
+            deployment = _Deployment(settings)
+            cluster.callback(deployment.join)
             cluster.push(_stop_serve)
             stop.listen()  # again: Ray took SIGTERM for itself while it started
             steps.done("ray", "local cluster")
             client = cluster.enter_context(_client(settings))
             try:
-                is_up = _bring_up(settings, client, steps, stop, timeout_s)
+                is_up = _bring_up(settings, deployment, client, steps, stop, timeout_s)
             except PengServeError:
                 console.print(f"Logs of every process: {logs}", soft_wrap=True, highlight=False)
                 raise
@@ -129,7 +132,14 @@ def _stop_serve(kind: type[BaseException] | None, error: BaseException | None, t
     ray_local.stop_serve(INSIST_TIMEOUT_S if kind is KeyboardInterrupt else ray_local.SHUTDOWN_TIMEOUT_S)
 
 
-def _bring_up(settings: Settings, client: PengServe, steps: Steps, stop: StopRequest, timeout_s: float) -> bool:
+def _bring_up(
+    settings: Settings,
+    deployment: "_Deployment",
+    client: PengServe,
+    steps: Steps,
+    stop: StopRequest,
+    timeout_s: float,
+) -> bool:
     """Deploy, and show what is missing until every instance is ready or a signal asks to stop.
 
     Whether the application answers: if it does not, there is nothing to drain.
@@ -138,7 +148,7 @@ def _bring_up(settings: Settings, client: PengServe, steps: Steps, stop: StopReq
         EngineError: the deployment failed, or no instance became ready.
     """
     deadline_s = time.monotonic() + timeout_s
-    deployment = _Deployment(settings)
+    deployment.start()
     ready, failures, is_up = 0, dict[str, list[str]](), False
     steps.waiting("ingress", "starting Ray Serve, importing vLLM")
     while not stop.wait(POLL_PERIOD_S):
@@ -166,9 +176,20 @@ class _Deployment:
     def __init__(self, settings: Settings) -> None:
         self.error: Exception | None = None
         self._app = settings.app
-        ray_local.forget_start_failure(settings.app)
         self._thread = threading.Thread(target=self._run, args=(settings,), name="pengserve-deploy", daemon=True)
+
+    def start(self) -> None:
+        """Begin to deploy."""
+        ray_local.forget_start_failure(self._app)
         self._thread.start()
+
+    def join(self) -> None:
+        """Wait until Serve's call has returned, as it does when Serve is gone; call before Ray is shut down.
+
+        Ray ends the process of a thread that calls it afterwards, and nothing more would be told.
+        """
+        if self._thread.ident is not None:
+            self._thread.join(JOIN_TIMEOUT_S)
 
     @property
     def is_over(self) -> bool:

@@ -111,13 +111,13 @@ def up(model: Path) -> Iterator[Up]:
 
 MOMENTS = ("before Ray", "deploying", "ready", "draining")
 # What the others differ in is told apart by the tests of the supervisor, without a cluster.
-USUAL = {("before Ray", True), ("deploying", True), ("draining", True)}
+USUAL = {("before Ray", signal.SIGTERM), ("deploying", signal.SIGHUP), ("draining", signal.SIGTERM)}
 CASES = [
     pytest.param(moment, number, to_group, marks=() if is_usual else pytest.mark.faults)
     for moment in MOMENTS
     for to_group in (False, True)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    for is_usual in [(moment, to_group) in USUAL and number == signal.SIGTERM]
+    for is_usual in [to_group and (moment, number) in USUAL]
 ]
 
 
