@@ -35,7 +35,10 @@ logger = logging.getLogger(__name__)
 
 def ray_environment(settings: Settings, scratch: str, ports: PortBlock) -> dict[str, str]:
     """Variables of a local cluster's processes. `scratch` is a private directory with a short path."""
+    from pengserve.cluster.ingress import serve_front  # it needs starlette, which the base install lacks
+
     environment = {
+        serve_front.VARIABLE: serve_front.IMPORT_PATH,  # Serve's own proxies read its headers as ingresses do
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray of one machine: all its servers listen on loopback, as they do on macOS and Windows.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",

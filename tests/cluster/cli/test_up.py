@@ -18,6 +18,7 @@ from pengserve.cluster.cli.progress import Steps
 from pengserve.cluster.cli.ray_local import ray_environment
 from pengserve.cluster.cli.supervisor import StopRequest
 from pengserve.cluster.cli.up import curl_line, local_url
+from pengserve.cluster.ingress import serve_front
 from pengserve.cluster.settings import load_settings
 
 KEY = "secret-key-of-the-test"
@@ -136,6 +137,7 @@ def test_haproxy_is_asked_for_only_where_it_is_wanted_and_its_sockets_have_short
     assert all(len(v) + 57 <= 107 for k, v in with_haproxy.items() if k.endswith("SOCKET_PATH"))
     without = ray_environment(load_settings(None, model="m", http={"proxy": "serve"}), scratch, ports)
     assert not any("HAPROXY" in name or "HA_PROXY" in name for name in without)
+    assert without[serve_front.VARIABLE] == serve_front.IMPORT_PATH, "the proxies themselves read Serve's headers"
 
 
 def test_into_a_pipe_each_change_is_one_line():
