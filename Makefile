@@ -82,7 +82,7 @@ engine-tests: setup ## Tests with real engines, and one real application under R
 
 test: fast-tests engine-tests ## What each landing passes beside `make check`: both of the above
 
-test-shapes: setup ## Whole clusters that change their shape: exactness, faults, overload, precision
+test-shapes: setup ## Whole clusters: changes of shape, faults, overload, precision; starts, signals, two clusters on one machine
 	@$(PYTEST) -m "$(SHAPES)"
 
 test-faults: setup ## SIGKILL of each member in every phase of a switch: the full matrix; twenty kills under Ray

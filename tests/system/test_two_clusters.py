@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.application import Application
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
 
 @pytest.fixture

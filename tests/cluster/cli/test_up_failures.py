@@ -48,12 +48,14 @@ def _ends(tmp_path: Path, model: Path, engine: dict[str, object]) -> str:
 
 
 @pytest.mark.slow
+@pytest.mark.shapes
 def test_an_argument_that_the_model_forbids_is_told_with_its_cause(tmp_path, model):
     line = _ends(tmp_path, model, {"max_model_len": 1 << 20})
     assert "did not start" in line and "engine: User-specified max_model_len (1048576) is greater" in line
 
 
 @pytest.mark.slow
+@pytest.mark.shapes
 def test_broken_weights_are_told_with_their_cause(tmp_path, model):
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)

@@ -21,7 +21,7 @@ from tests.support.application import free_port
 from tests.support.processes import ENGINE, OFFLINE
 from tests.support.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
 MARK = "UP_SIGNALS_RUN"  # in the environment of every process that the command starts
 START_TIMEOUT_S, STOP_TIMEOUT_S = 400.0, 200.0
