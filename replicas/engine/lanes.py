@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
-import torch
-
 from pengserve.planners.stages import microbatches_in_flight
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import (
@@ -62,10 +60,6 @@ class Lanes:
         self._config, self._cores = config, num_cores()
         self._processors = 1.0  # of each instance here
         self.dp = DpLane(config)
-        if (config.degrees or config.max_stages > 1) and self.dp.core.vllm_config.model_config.enforce_eager:
-            # vLLM compiles the masking of a sharded embedding, also where eager execution is asked for: that would be
-            # seconds within the first steps of a group.
-            torch.compiler.set_stance("force_eager")
         self.capacity = self.dp.capacity
         self.ledger = BlockLedger(self.capacity.num_blocks + 1, "dp")
         self.on_broken: Callable[[BaseException], None] = lambda error: None  # the group that runs cannot go on

@@ -81,6 +81,10 @@ class LaneWorkerMixin:
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         """As vLLM does; then weights move into the arena, where memory may change hands."""
+        if self.vllm_config.model_config.enforce_eager:
+            # vLLM compiles the masking of a sharded embedding, also where eager execution is asked for. That takes
+            # seconds, and on processors with AVX2 alone what the compiler makes of it looks up rows that are not there.
+            torch.compiler.set_stance("force_eager")
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         options = self.vllm_config.additional_config.get(OPTIONS)
         if options is not None:

@@ -19,7 +19,7 @@ from tests.support.ingress import MODEL_NAME, FixedRoutes, ingress_config, servi
 from tests.support.processes import CHANNEL_TOKEN, InstanceProcess, start_instances
 from tests.support.streams import Stream, make_prompts, stream_completion
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.shapes, pytest.mark.timeout(1200)]
 
 NUM_TOKENS = 120
 PROMPTS = make_prompts(4, longest=150)  # the longest is prefilled in two chunks
