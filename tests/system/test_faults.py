@@ -33,6 +33,7 @@ async def undisturbed_streams(application: Application, prompts: list[list[int]]
     return streams
 
 
+@pytest.mark.shapes
 async def test_streams_survive_kills_of_instances(application: Application) -> None:
     prompts = make_prompts(NUM_STREAMS, seed=1)
     application.wait_ready()
