@@ -61,8 +61,8 @@ def test_a_burst_is_taken_in_and_the_layout_comes_back(cluster: ElasticCluster) 
         assert drops, cluster.events(EventKind.PLAN_DECIDED)
         cluster.wait(lambda s: all(group.shape == "dp" for group in s.layout.groups), BACK_WITHIN_S)
         print(f"\n  back in dp {time.monotonic() - ended_s:.1f} s after the last token")
-        # A fast machine fills the memory within two or three ticks of the controller: vLLM may have preempted one or two
-        # requests before the drop (seen: 0 to 2), never a large part of them.
+        # A fast machine fills the memory within two or three ticks of the controller: vLLM may have preempted
+        # one or two requests before the drop (seen: 0 to 2), never a large part of them.
         assert cluster.snapshot().instances[0].stats.total_preemptions <= len(requests) // 7
         cluster.require_memory()
 
