@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.words import FORBIDDEN
+
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("planners", "controller", "replicas", "cluster", "simulator", "deploy")
-FORBIDDEN = ("whoever", "somebody", "nobody", "whatever", "anybody", "of its own accord", "in two minds")
 # Between two words of a phrase: also the end of a comment's line, or of a literal that the next one continues.
 _GAP = r"""(?:[\s#"']|[rf](?=["']))+"""
 _FORBIDDEN = re.compile(rf"\b({'|'.join(word.replace(' ', _GAP) for word in FORBIDDEN)})\b", re.IGNORECASE)

@@ -14,6 +14,7 @@ from pengserve.cluster.metrics.catalog import CATALOG
 from pengserve.cluster.settings import LimitSettings
 from pengserve.planners.types import errors as library_errors
 from pengserve.planners.types.events import EventKind
+from tests.support.words import FORBIDDEN
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
@@ -23,7 +24,6 @@ DOCUMENTS = [
     *sorted((ROOT / "benchmarks" / "notes").glob("*.md")),
 ]
 MOST_WORDS = {"README.md": 1250} | {path.name: 1000 for path in (ROOT / "docs" / "decisions").glob("*.md")}
-UNCLEAR = ("whoever", "whatever", "somebody", "nobody", "of its own accord", "in two minds")
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
@@ -39,7 +39,7 @@ def test_links_lead_somewhere(document: Path) -> None:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_sentences_name_their_subject(document: Path) -> None:
     text = document.read_text().lower()
-    assert [word for word in UNCLEAR if re.search(rf"\b{word}\b", text)] == []
+    assert [word for word in FORBIDDEN if re.search(rf"\b{word}\b", text)] == []
 
 
 @pytest.mark.parametrize(("name", "most"), MOST_WORDS.items())
