@@ -18,6 +18,8 @@ class LimitConfig:
     parallelism_wait_s: float = 2.0  # ... and so long for a group of the parallelism it wishes; then any will do
     max_losses: int = 32  # instances that may die under one request before it is given up
     max_losses_in_place: int = 8  # the same, in a row without one new token
+    max_deaths_alone: int = 2  # instances that may die of one request and, for all we know, of nothing else
+    verdict_wait_s: float = 2.0  # before it is given up then: further deaths may show another cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

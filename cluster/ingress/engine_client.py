@@ -212,7 +212,7 @@ class ClusterEngineClient(EngineClient):
     def on_down(self, link: InstanceLink, *, lost: bool) -> None:
         """A link is gone: its requests go on elsewhere."""
         self._shapes.pop(link.key, None)
-        self.book.lose(link)  # before the figures: a fault in them must cost no request
+        self.book.lose(link, is_death=lost)  # before the figures: a fault in them must cost no request
         self._meters.link_down(link, lost=lost)
 
     def is_busy(self, link: InstanceLink) -> bool:
@@ -294,6 +294,7 @@ class ClusterEngineClient(EngineClient):
         params = request.sampling_params
         assert params is not None, "only generation is supported"
         options = current_options.get()
+        self.book.check(request, options)
         collector = RequestOutputCollector(params.output_kind, request.request_id)
         if params.n == 1:
             self._output_processor.add_request(request, prompt_text, None, 0, collector)

@@ -120,6 +120,8 @@ def respond(error: BaseException) -> JSONResponse:
     if retry_after_s is None and status in (429, 503):
         retry_after_s = 1
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    if not getattr(error, "is_retryable", True):
+        headers["x-should-retry"] = "false"  # OpenAI's clients heed it
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if isinstance(error, StarletteHTTPException) and error.headers and "Allow" in error.headers:

@@ -9,7 +9,7 @@ import hmac
 import logging
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -42,14 +42,14 @@ class Keys:
     """A set of keys that is compared in constant time."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [hashlib.sha256(key.encode()).digest() for key in keys if key]
+        self._digests = [_digest(key) for key in keys if key]
 
     def __bool__(self) -> bool:
         return bool(self._digests)
 
     def accept(self, key: str) -> bool:
         """Whether `key` is one of them."""
-        digest = hashlib.sha256(key.encode("utf-8", "replace")).digest()
+        digest = _digest(key)
         found = False
         for known in self._digests:
             found |= hmac.compare_digest(digest, known)
@@ -148,6 +148,8 @@ class Guard:
             return
         num_sequences = check_generation(data, self._config.limits, self._vocab_size)
         options = read_options(exchange.headers.get(PARALLELISM_HEADER), data, self._config.degrees)
+        if self._api_keys:
+            options = replace(options, key_id=_digest(_bearer(exchange.headers)).hex()[:16])
         with self._traffic.ticket(num_sequences) as ticket:
             tokens = current_ticket.set(ticket), current_options.set(options)
             try:
@@ -173,8 +175,7 @@ class Guard:
         return noting
 
     def _authenticate(self, path: str, headers: Headers) -> None:
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        bearer = key.strip() if scheme.lower() == "bearer" else ""
+        bearer = _bearer(headers)
         if path.startswith(ADMIN_PREFIX):
             self._authenticate_admin(headers.get("x-pengserve-admin-key") or bearer)
             return
@@ -214,6 +215,16 @@ class Guard:
                         return b"".join(chunks)
         except TimeoutError:
             raise RequestRefused(408, f"The body did not arrive within {BODY_TIMEOUT_S:g} s.") from None
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "replace")).digest()
+
+
+def _bearer(headers: Headers) -> str:
+    """The bearer key of a request; "" where it has none."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 _REASONS = {401: "auth", 403: "auth", 413: "body_size"}

@@ -9,12 +9,10 @@ import msgspec
 
 from pengserve.cluster.ingress.moves import Stash
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
+from pengserve.cluster.ingress.suspicion import PROVEN_TOKENS, Suspicion
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput, EngineCoreRequest
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.link import InstanceLink
-
-SUSPECT_AFTER = 2  # losses in place: one instance dies under requests that have nothing to do with it
-_TOGETHER = (16, 4)  # suspects that an instance may have at once: after so many losses, after one more; then one alone
 
 
 @dataclass(slots=True, eq=False)
@@ -31,6 +29,11 @@ class RequestRecord:
     stash: Stash | None = None
     num_losses: int = 0
     num_losses_in_place: int = 0  # in a row without a new token
+    suspicion: Suspicion | None = None  # None: no instance died of it, for all we know
+    trial_ends_at: int | None = None  # output tokens with which a suspect on an instance is acquitted
+    verdict_at_s: float | None = None  # when it is given up, unless something else turns out to kill instances
+    sent_s: float = 0.0  # when the newest copy was sent,
+    num_tokens_when_sent: int = 0  # ... and how many output tokens it brought
     num_redirects_in_place: int = 0  # the same
     created_s: float = field(default_factory=monotonic)
     waiting_since_s: float = 0.0
@@ -65,15 +68,32 @@ class RequestRecord:
         return max(self.num_tokens, min(total, max_model_len))
 
     @property
-    def suspicion(self) -> int:
-        """How many instances died of it, for all we know: 0, or so many in a row that it may be no chance."""
-        return self.num_losses_in_place if self.num_losses_in_place >= SUSPECT_AFTER else 0
+    def has_tokens_here(self) -> bool:
+        """Whether the newest copy has computed a token."""
+        return len(self.output_token_ids) > self.num_tokens_when_sent
 
     @property
-    def most_together(self) -> int:
-        """A suspect's: how many of them, itself among them, may be on one instance."""
-        seen = self.suspicion - SUSPECT_AFTER
-        return _TOGETHER[seen] if seen < len(_TOGETHER) else 1
+    def is_proven(self) -> bool:
+        """Whether the newest copy has run for long enough to count as harmless."""
+        return len(self.output_token_ids) - self.num_tokens_when_sent >= PROVEN_TOKENS
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may go only where a further death tells whether it was the cause."""
+        if self.suspicion is None:
+            return False
+        self.suspicion.decay(len(self.output_token_ids))
+        return self.suspicion.needs_trial
+
+    @property
+    def num_suspected_deaths(self) -> int:
+        """Deaths of instances that it may have caused."""
+        return self.suspicion.num_deaths if self.suspicion is not None else 0
+
+    @property
+    def is_first_trial(self) -> bool:
+        """Whether it is a suspect of one death only."""
+        return self.suspicion is not None and self.suspicion.num_deaths == 1
 
     @property
     def is_urgent(self) -> bool:

@@ -21,15 +21,13 @@ time and makes one sequence of tokens, which may reach us over several links. Th
 A copy that was carried to L can be followed only over the link on which L began to answer for it. If that link is not
 up, or ended since w was sent, tokens may be missing: the record counts as lost, and the copy as an orphan.
 
-Of the requests on an instance when it dies, any may have killed it. A request that sees several deaths in a row without
-a token between them is a suspect; an instance gets a few suspects at a time, the fewer the more deaths they have seen
-and in the end one, the least suspected first. So those that only kept bad company soon have a token and are cleared,
-and one that kills every instance that computes it is given up alone.
+Of the requests on an instance when it dies, any may have killed it: `trials.py` finds out which, and the book gives
+that one up.
 """
 
 import asyncio
 import logging
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from time import monotonic
@@ -39,8 +37,10 @@ import msgspec
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.dispatcher import Dispatcher
 from pengserve.cluster.ingress.moves import Move, Orphans, Stash
+from pengserve.cluster.ingress.quarantine import PoisonousRequestError, Quarantine
 from pengserve.cluster.ingress.record import Links, RecordEvents, RequestRecord
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
+from pengserve.cluster.ingress.trials import Trials
 from pengserve.cluster.ingress.vllm_openai_seam import (
     EngineCoreOutput,
     EngineCoreRequest,
@@ -73,7 +73,8 @@ class RequestBook:
         self._records: dict[str, RequestRecord] = {}  # by request id
         self._copies: dict[str, RequestRecord] = {}  # by wire id; only those on a link
         self._urgent: set[RequestRecord] = set()
-        self._on_trial: set[RequestRecord] = set()  # suspects on a link
+        self._trials = Trials(limits.max_deaths_alone)
+        self._quarantine = Quarantine()
         self._waiting: deque[RequestRecord] = deque()
         self._orphans = Orphans()
         self._num_losses = 0
@@ -98,6 +99,14 @@ class RequestBook:
         self.used.set()
         self._place_or_wait(record, first=False)
 
+    def check(self, request: EngineCoreRequest, options: RequestOptions = NO_OPTIONS) -> None:
+        """Refuses what is known to kill instances.
+
+        Raises:
+            PoisonousRequestError, KeyClosedError: for the client; another try is of no use.
+        """
+        self._quarantine.check(request, options.key_id)
+
     def accept(self, link: InstanceLink, outputs: Iterable[EngineCoreOutput]) -> list[EngineCoreOutput]:
         """Notes the new tokens of a batch; returns the outputs that count, in order, under their request ids."""
         accepted, copies, now_s = [], self._copies, monotonic()
@@ -110,6 +119,8 @@ class RequestBook:
                 record.output_token_ids.extend(output.new_token_ids)
                 if record.is_unsettled:
                     self._settle(record, now_s)
+                if record.trial_ends_at is not None and len(record.output_token_ids) >= record.trial_ends_at:
+                    self._acquit(record)
                 if record.last_token_s is None:
                     record.first_token_s = now_s
                 record.last_token_s = now_s
@@ -155,15 +166,18 @@ class RequestBook:
             self._events.on_ended(record, finish)
             if record.link is None:
                 continue
-            self._on_trial.discard(record)
+            self._trials.leave(record)
             del self._copies[record.wire_id]
             for link in (record.link, *(record.stash or ())):
                 by_link.setdefault(link, []).append(record.wire_id)
         for link, ids in by_link.items():
             self._orphans.abort(link, ids)
 
-    def lose(self, link: InstanceLink) -> None:
-        """`link` is gone: everything that ran over it is resumed elsewhere, the oldest first."""
+    def lose(self, link: InstanceLink, *, is_death: bool = True) -> None:
+        """`link` is gone: everything that ran over it is resumed elsewhere, the oldest first.
+
+        `is_death` is False where the instance left as it was told to.
+        """
         self._dispatcher.forget(link.key)
         self._orphans.forget(link)
         self._num_losses += 1
@@ -177,6 +191,8 @@ class RequestBook:
                 lost.append(record)
             elif record.stash is not None:
                 record.stash.drop(link)
+        if is_death:
+            self._trials.instance_died(link, lost)
         for record in reversed(lost):  # each goes to the head of the queue where none takes it now
             self._resume(record)
         if lost:
@@ -229,11 +245,19 @@ class RequestBook:
             self._orphans.abort(record.link, [record.wire_id])
             self._resume(record)
         # The more urgent first, then the less suspected; the order stays otherwise.
-        waiting = sorted(self._waiting, key=lambda record: (record.request.priority, record.suspicion))
+        waiting = sorted(self._waiting, key=lambda record: (record.request.priority, record.num_suspected_deaths))
         self._waiting = deque()
         for record in waiting:
             if self._records.get(record.request.request_id) is not record:
                 continue  # aborted while it waited
+            if record.verdict_at_s is not None:
+                if now_s < record.verdict_at_s:
+                    self._waiting.append(record)
+                    continue
+                record.verdict_at_s = None
+                if self._trials.is_guilty(record):
+                    self._condemn(record)
+                    continue
             if self._place(record):
                 continue
             if now_s - record.waiting_since_s > self._limits.no_instance_timeout_s:
@@ -299,14 +323,18 @@ class RequestBook:
         record.is_unsettled = record.is_resumed = True
         if record.lost_since_s is None:
             record.lost_since_s = monotonic()
-        if not self._finish_if_complete(record) and not self._give_up_if_poisonous(record):
-            self._place_or_wait(record, first=True, is_patient=bool(record.suspicion))
-            if record.suspicion:
-                self._wake.set()  # `tend` knows whose turn it is
+        if self._finish_if_complete(record) or self._give_up_if_hopeless(record):
+            return
+        if self._trials.is_guilty(record):
+            record.verdict_at_s = monotonic() + self._limits.verdict_wait_s
+        is_patient = record.num_suspected_deaths > 1  # `tend` knows whose turn it is
+        self._place_or_wait(record, first=True, is_patient=is_patient)
+        if is_patient:
+            self._wake.set()
 
     def _drop_copy(self, record: RequestRecord) -> None:
         """Nothing that still comes of this copy counts."""
-        self._on_trial.discard(record)
+        self._trials.leave(record)
         del self._copies[record.wire_id]
         for link in record.stash or ():
             self._orphans.abort(link, [record.wire_id])
@@ -315,15 +343,19 @@ class RequestBook:
     def _settle(self, record: RequestRecord, now_s: float) -> None:
         """The first token after a switch or a loss is there."""
         record.is_unsettled = False
-        if record in self._on_trial:
-            self._on_trial.remove(record)
-            self._wake.set()  # the next suspect's turn
+        if record in self._trials:
+            self._wake.set()  # it may be the next suspect's turn
         record.num_losses_in_place = record.num_redirects_in_place = 0
         if record.lost_since_s is not None:
             self._events.on_resumed(now_s - record.lost_since_s)
             record.lost_since_s = None
         elif record.last_token_s is not None:
             self._events.on_switched(now_s - record.last_token_s)
+
+    def _acquit(self, record: RequestRecord) -> None:
+        """A suspect ran for long enough, or to its end."""
+        self._trials.acquit(record)
+        self._wake.set()  # the next suspect's turn
 
     def _end(self, record: RequestRecord, output: EngineCoreOutput) -> None:
         """`output` is the last of this copy, and of the request, if the copy did not end for want of room."""
@@ -338,6 +370,8 @@ class RequestBook:
             output.finish_reason = None
             self._send_again(record, to=None, avoid=None)
         else:
+            if record in self._trials:
+                self._acquit(record)
             self._forget(record, str(output.finish_reason))
 
     # Placing ---------------------------------------------------------------------------------------------------
@@ -381,11 +415,9 @@ class RequestBook:
     def _choose(self, record: RequestRecord, to: InstanceKey | None, avoid: InstanceLink | None) -> InstanceLink | None:
         total_tokens = record.total_tokens(self._max_model_len())
         named = self._links.find(to) if to is not None else None
-        if named is not None and self._dispatcher.max_tokens(named) >= total_tokens:
+        if named is not None and not record.is_suspect and self._dispatcher.max_tokens(named) >= total_tokens:
             return named
-        links = [link for link in self._links.ready() if link is not avoid]
-        if record.suspicion:
-            links = self._with_room_for(record, links)
+        links = self._trials.open_links(record, [link for link in self._links.ready() if link is not avoid])
         options = DispatchOptions(degree=record.options.degree, total_tokens=total_tokens, is_priority=record.is_urgent)
         num_priority = Counter(urgent.link.key for urgent in self._urgent if urgent.link is not None)
         link = self._dispatcher.choose(links, record.num_tokens, options, num_priority)
@@ -396,13 +428,6 @@ class RequestBook:
             link = self._dispatcher.choose(links, record.num_tokens, options, num_priority)
         return link
 
-    def _with_room_for(self, suspect: RequestRecord, links: Iterable[InstanceLink]) -> list[InstanceLink]:
-        """Those whose suspects may all be in the company of one more, and it in theirs."""
-        limits: defaultdict[InstanceLink | None, list[int]] = defaultdict(list)
-        for other in self._on_trial:
-            limits[other.link].append(other.most_together)
-        return [link for link in links if min([suspect.most_together, *limits[link]]) > len(limits[link])]
-
     def _send(self, record: RequestRecord, link: InstanceLink) -> None:
         """Sends a new copy.
 
@@ -412,9 +437,9 @@ class RequestBook:
         request = record.next_copy()
         link.add(request, record.output_token_ids)
         record.wire_id, record.link, record.num_losses_seen = request.request_id, link, self._num_losses
+        record.sent_s, record.num_tokens_when_sent = monotonic(), len(record.output_token_ids)
         self._copies[record.wire_id] = record
-        if record.suspicion:
-            self._on_trial.add(record)
+        self._trials.begin(record)
         self._dispatcher.sent(link, record.num_tokens)
         self._events.on_dispatched(link.key, len(record.output_token_ids) if record.is_resumed else None)
         record.is_resumed = False
@@ -429,8 +454,8 @@ class RequestBook:
         )
         return True
 
-    def _give_up_if_poisonous(self, record: RequestRecord) -> bool:
-        """A request under which instance after instance dies is not worth the next one."""
+    def _give_up_if_hopeless(self, record: RequestRecord) -> bool:
+        """A request under which instance after instance dies is given up, even if nothing points at it."""
         limits = self._limits
         if record.num_losses <= limits.max_losses and record.num_losses_in_place <= limits.max_losses_in_place:
             return False
@@ -439,6 +464,17 @@ class RequestBook:
         )
         self._fail(record, GenerationError())
         return True
+
+    def _condemn(self, record: RequestRecord) -> None:
+        """`record` kills instances."""
+        self._trials.condemned(record)
+        self._quarantine.add(record.request, record.options.key_id)
+        logger.error(
+            "request %s is given up: it ends the instances that compute it, %d so far",
+            record.request.request_id,
+            record.num_losses,
+        )
+        self._fail(record, PoisonousRequestError())
 
     def _fail(self, record: RequestRecord, error: Exception) -> None:
         self._forget(record, "error")

@@ -25,6 +25,7 @@ class RequestOptions:
 
     degree: int | None = None  # 1 is dp, 2 and more tensor-parallel; None: any
     has_length: bool = True
+    key_id: str = ""  # names the API key it came with, without telling it; "" where none is needed
 
 
 NO_OPTIONS = RequestOptions()

@@ -178,7 +178,7 @@ class Cluster:
         self.lengths: dict[int, int] = {}
         self.pool = FakePool()
         self.max_model_len = MAX_MODEL_LEN
-        patient = LimitConfig(max_losses=10_000, max_losses_in_place=10_000)
+        patient = LimitConfig(max_losses=10_000, max_losses_in_place=10_000, max_deaths_alone=10_000)
         self.book = RequestBook(self, limits or patient, self.pool, lambda: self.max_model_len)
         self.instances = [
             FakeInstance(InstanceKey(instance_id=InstanceId(i), incarnation=0), self.lengths)

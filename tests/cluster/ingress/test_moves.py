@@ -303,7 +303,7 @@ def test_orphans_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_endless_losses_give_a_request_up_and_moves_to_dead_links_count() -> None:
-    cluster = Cluster(1, limits=LimitConfig(max_losses=3))
+    cluster = Cluster(1, limits=LimitConfig(max_losses=3, max_deaths_alone=10))
     cluster.request(1, 6)
     for _ in range(4):
         link = cluster.connect(cluster.instances[0])
