@@ -32,11 +32,12 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "VLLM_LOGGING_LEV
 
 @dataclass
 class InstanceProcess:
-    """One `python -m pengserve.replicas.host`."""
+    """One `python -m pengserve.replicas.host`, or another module that runs it."""
 
     config: InstanceConfig
     instance_id: int
     incarnation: int = 0
+    module: str = "pengserve.replicas.host"
     process: subprocess.Popen[str] = field(init=False)
     snapshot: InstanceSnapshot = field(init=False)
     _files: tempfile.TemporaryDirectory[str] = field(init=False)
@@ -46,7 +47,7 @@ class InstanceProcess:
         config_path = Path(self._files.name) / "config.json"
         config_path.write_text(json.dumps(to_data(self.config)))
         self._log = (Path(self._files.name) / "log").open("w")
-        command = [sys.executable, "-m", "pengserve.replicas.host", "--config", str(config_path)]
+        command = [sys.executable, "-m", self.module, "--config", str(config_path)]
         command += ["--instance-id", str(self.instance_id), "--incarnation", str(self.incarnation)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=self._log, text=True, env=os.environ | OFFLINE
@@ -97,14 +98,21 @@ class InstanceProcess:
 
 
 def start_instances(
-    model: Path, instance_ids: Sequence[int], *, incarnation: int = 0, engine: Mapping[str, Any] | None = None
+    model: Path,
+    instance_ids: Sequence[int],
+    *,
+    incarnation: int = 0,
+    engine: Mapping[str, Any] | None = None,
+    module: str = "pengserve.replicas.host",
 ) -> list[InstanceProcess]:
     """Starts instances side by side and waits until all are ready."""
     config = InstanceConfig(
         app="tests", model=str(model), engine={**ENGINE, **(engine or {})}, channel_token=CHANNEL_TOKEN
     )
     deadline_s = time.monotonic() + START_TIMEOUT_S
-    processes = [InstanceProcess(config=config, instance_id=i, incarnation=incarnation) for i in instance_ids]
+    processes = [
+        InstanceProcess(config=config, instance_id=i, incarnation=incarnation, module=module) for i in instance_ids
+    ]
     try:
         for process in processes:
             process.wait_ready(deadline_s - time.monotonic())
