@@ -38,6 +38,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pengserve.controller.collector import spare_the_loop
 from pengserve.controller.events import EventLog
+from pengserve.controller.line_file import FileLimits
 from pengserve.controller.loop import Controller
 from pengserve.controller.ports import Discovery, StatusCall
 from pengserve.controller.ray_terms import RayTermStore
@@ -256,7 +257,7 @@ class ControllerActor:
         spare_the_loop()
         term = Term(RayTermStore(config.app, NAMESPACE))
         port = RayPort(config, instance_config, actor_class, actor_env, term)
-        self._controller = Controller(config, port, EventLog(config.event_log_path), term)
+        self._controller = Controller(config, port, _event_log(config), term)
         # Ray runs the constructor of an async actor on the actor's event loop.
         self._loop = asyncio.get_running_loop().create_task(self._controller.run(), name="control loop")
 
@@ -299,6 +300,11 @@ class ControllerActor:
         """Ends the control loop. Instances live on for the next controller, or until their lease ends."""
         await self._controller.stop()
         await self._loop
+
+
+def _event_log(config: ControllerConfig) -> EventLog:
+    limits = FileLimits(max_bytes=config.event_log_max_bytes, num_older=config.event_log_num_older)
+    return EventLog(config.event_log_path, limits=limits)
 
 
 def _all_groups() -> list[tuple[PlacementGroup, str]]:

@@ -40,7 +40,7 @@ def bases(term: int, past: Iterable[Event]) -> Bases:
     Layouts have plain numbers, because instances count them on. Each term has a range of its own, and the log tells
     where an earlier release has counted further.
     """
-    newest = max((int(event.data.get("epoch", 0)) for event in past), default=0)
+    newest = max((_number(event, "epoch") for event in past), default=0)
     return Bases(version=Version(term=term, counter=0), epoch=Epoch(max(term * _EPOCHS_PER_TERM, newest + 1)))
 
 
@@ -90,7 +90,13 @@ def close_open_spans(past: Sequence[Event], slots: Iterable[Slot]) -> tuple[Chan
 
 def _newest_term(past: Iterable[Event]) -> int:
     """The highest term in the log; 0 where it names none."""
-    return max((int(event.data.get("term", 0)) for event in past), default=0)
+    return max((_number(event, "term") for event in past), default=0)
+
+
+def _number(event: Event, name: str) -> int:
+    """That number of an event's data; 0 where a damaged line holds none."""
+    value = event.data.get(name)
+    return value if isinstance(value, int) else 0
 
 
 async def _ask(port: ReplicaPort, key: InstanceKey, timeout_s: float) -> InstanceSnapshot | EngineError | None:

@@ -23,6 +23,7 @@ from pengserve.cluster.ingress.routes import RouteWatcher, RoutingSource
 from pengserve.cluster.ingress.traffic import Ticket, Traffic
 from pengserve.cluster.metrics import catalog
 from pengserve.cluster.metrics.facade import Metrics
+from pengserve.controller.line_file import FileLimits
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.snapshot import RoutingTable
 
@@ -56,7 +57,9 @@ class Ingress:
             num_ingresses=config.num_ingresses,
             num_slots=self._num_slots,
         )
-        self.request_log = RequestLog(config.request_log)
+        self.request_log = RequestLog(
+            config.request_log, FileLimits(max_bytes=config.log_max_bytes, num_older=config.log_num_older)
+        )
         self.client = ClusterEngineClient(vllm_config, config.limits, self.meters, self._admit, self.request_log)
         client_id = f"ingress-{secrets.token_hex(4)}"
         self.links = LinkPool(

@@ -3,11 +3,13 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pengserve.controller.events import EventLog, open_starts
+from pengserve.controller.events import Change, EventLog, open_starts
 from pengserve.controller.loop import Controller
 from pengserve.controller.terms import Term
 from pengserve.planners.types.config import ControllerConfig
@@ -252,3 +254,25 @@ async def test_stop_leaves_the_instances_alone() -> None:
         await controller.stop()
         assert set(port.instances) == {life(0), life(1)}
         assert controller.events(limit=1000)[-1].kind is EventKind.CONTROLLER_STOP
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"is_auto": False, "groups": "tp2@(2,3)", "strategy": "carry"},  # of a larger cluster
+        {"is_auto": False, "groups": "tp2@(0", "strategy": "carry"},
+        {"is_auto": False},
+        {"term": "x", "epoch": None},
+    ],
+)
+async def test_a_log_of_another_cluster_or_a_damaged_one_keeps_no_controller_from_coming_back(
+    tmp_path: Path, data: dict[str, Any]
+) -> None:
+    path = str(tmp_path / "events.jsonl")
+    EventLog(path).append([Change(kind=EventKind.POLICY_CHANGED, data=data)])
+    port = FakePort((2,))
+    async with running(port, replace(CONFIG, degrees=(2,)), log=EventLog(path)) as controller:
+        await routed(controller, routes(life(0), life(1)))
+        port.crash(life(1))
+        await routed(controller, routes(life(0), life(1, 2)))
+        assert controller.snapshot().policy.is_auto
