@@ -20,6 +20,7 @@ from pengserve.cluster.ingress.meters import IngressMeters
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.routes import RouteWatcher, RoutingSource
+from pengserve.cluster.ingress.tasks import forever
 from pengserve.cluster.ingress.traffic import Ticket, Traffic
 from pengserve.cluster.metrics import catalog
 from pengserve.cluster.metrics.facade import Metrics
@@ -117,7 +118,7 @@ class Ingress:
         ]
         if self.request_log.is_on:
             jobs.append(("request log", self.request_log.run))
-        self._tasks = [asyncio.create_task(_forever(name, job), name=f"ingress-{name}") for name, job in jobs]
+        self._tasks = [asyncio.create_task(forever(name, job), name=f"ingress-{name}") for name, job in jobs]
 
     @property
     def is_dead(self) -> bool:
@@ -189,13 +190,3 @@ async def _quietly(work: Awaitable[None], timeout_s: float) -> None:
             await work
     except (EngineError, TimeoutError):
         logger.debug("the controller gave no snapshot")
-
-
-async def _forever(name: str, job: Callable[[], Coroutine[None, None, None]]) -> None:
-    """Runs `job` again where a fault of ours ended it: an ingress without its tasks would be deaf."""
-    while True:
-        try:
-            await job()
-        except Exception:
-            logger.exception("the ingress task %s failed; it is started again", name)
-            await asyncio.sleep(1.0)
