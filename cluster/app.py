@@ -169,6 +169,8 @@ def ingress_config(settings: Settings, instance: InstanceConfig) -> IngressConfi
         ),
         metrics_backend=settings.metrics.backend,
         request_log=settings.request_log,
+        log_max_bytes=settings.log_max_bytes,
+        log_num_older=settings.log_num_older,
         is_id_echoed=True,
     )
 

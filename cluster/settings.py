@@ -138,6 +138,9 @@ class Settings(_Section):
     metrics: MetricsSettings = MetricsSettings()
     event_log: str = ""  # JSONL file; empty keeps events in memory alone
     request_log: str = ""  # JSONL file: a line for each answer, without its text; empty: none
+    # Of each log: the newest file is renamed when it would grow beyond so many bytes (0: never), ...
+    log_max_bytes: int = Field(default=64 * MIB, ge=0)
+    log_num_older: int = Field(default=4, ge=0)  # ... and so many renamed ones are kept
 
     @field_validator("served_model_name", mode="before")
     @classmethod
@@ -337,6 +340,8 @@ class Settings(_Section):
             cpus_per_instance=self.instances.cpus,
             gpus_per_instance=self.gpus_per_instance,
             event_log_path=self.event_log,
+            event_log_max_bytes=self.log_max_bytes,
+            event_log_num_older=self.log_num_older,
             degrees=self.degrees,
             merge=self.shape.merge_config(),
             drop=replace(self.shape.drop.drop_config(), max_stages=self.max_stages),

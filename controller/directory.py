@@ -15,7 +15,7 @@ from pengserve.planners.groups import groups_for, pipelines_for
 from pengserve.planners.ranks import rank_order
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.directory import GroupSpec, PeerAddress, PeerDirectory
-from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.ids import InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Group, Layout
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState
 
@@ -53,7 +53,7 @@ class Wiring:
     topology: Topology = Topology()
 
 
-def empty(version: int) -> Wiring:
+def empty(version: Version) -> Wiring:
     """The wiring without peers and groups; `version` is above all that earlier controllers gave out."""
     return Wiring(directory=PeerDirectory(version=version, peers=(), groups=()))
 
@@ -75,7 +75,7 @@ def rewired(wiring: Wiring, slots: Sequence[Slot], layout: Layout, config: Contr
     specs, rounds = _specs((*groups, *strangers), {p.key.instance_id: p.key for p in peers}, rounds, slots)
     directory = wiring.directory
     if (directory.peers, directory.groups) != (peers, specs):
-        directory = PeerDirectory(version=directory.version + 1, peers=peers, groups=specs)
+        directory = PeerDirectory(version=directory.version.next, peers=peers, groups=specs)
     names = tuple(spec.name for spec in specs)
     return Wiring(
         directory=directory, names=names, rounds=rounds, strangers=strangers, is_placed=is_placed, topology=topology

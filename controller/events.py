@@ -7,11 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from io import FileIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from pengserve.controller.line_file import DEFAULT_LIMITS, FileLimits, LineFile, Write
 from pengserve.planners.types.codec import from_data, to_data
 from pengserve.planners.types.events import Event, EventKind
 
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 TAIL_BYTES = 1 << 20  # how much of an old log a new controller reads
 TAIL_EVENTS = 4096  # kept in memory for `events`
+RETRY_S = 30.0  # after a write that failed
 
 _CLOSES: Mapping[EventKind, frozenset[EventKind]] = {
     EventKind.CONTROLLER_START: frozenset({EventKind.CONTROLLER_RECOVERED, EventKind.CONTROLLER_STOP}),
@@ -53,25 +54,36 @@ def open_starts(events: Iterable[Event]) -> tuple[Event, ...]:
 class EventLog:
     """Numbers events and writes each as one line, at once. Numbers continue over restarts of the controller.
 
-    One writer a file. A line that a crash tore is left out, and the next event begins on a line of its own.
-    A full or failing disk costs the file, never the controller: events stay readable in memory.
+    A line that a crash tore is left out. A full or failing disk costs lines of the file, never the controller: events
+    stay readable in memory, and the file is tried again after a while.
     """
 
-    def __init__(self, path: str = "", *, wall_clock: Callable[[], float] = time.time) -> None:
-        self._clock = wall_clock
+    def __init__(
+        self,
+        path: str = "",
+        *,
+        limits: FileLimits = DEFAULT_LIMITS,
+        wall_clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
+        write: Write = os.write,
+    ) -> None:
+        """An empty `path` keeps events in memory alone. `write` stands for `os.write`, for tests."""
+        self._wall_clock, self._clock = wall_clock, clock
         self._tail: deque[Event] = deque(maxlen=TAIL_EVENTS)
-        self._file: FileIO | None = None
-        if path:
-            self._open(Path(path))
-        self._next_seq = self._tail[-1].seq + 1 if self._tail else 1
+        self._file = LineFile(Path(path), limits, write) if path else None
+        self._retry_at_s: float | None = None  # while the disk fails
+        self._num_missing = 0  # in the file, since then
+        if self._file is not None:
+            self._tail.extend(_read_tail(self._file))
+        self._next_seq = max((event.seq for event in self._tail), default=0) + 1
 
     def append(self, changes: Iterable[Change]) -> tuple[Event, ...]:
-        """Logs `changes` in order; returns them as events."""
+        """Logs `changes` in order; returns them as events. Raises nothing, however the disk is."""
         events = []
         for change in changes:
             event = Event(
                 seq=self._next_seq,
-                time_s=self._clock(),
+                time_s=self._wall_clock(),
                 kind=change.kind,
                 why=change.why,
                 span=change.span,
@@ -86,54 +98,46 @@ class EventLog:
 
     def tail(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
         """At most `limit` events with a number above `after`, the oldest of them first."""
-        if not self._tail:
+        if after >= self._next_seq - 1:
             return ()
-        # Numbers in memory are consecutive but for torn lines, so this skips at most what it must and re-checks.
-        skip = max(0, len(self._tail) - (self._next_seq - 1 - after))
-        return tuple(islice((e for e in islice(self._tail, skip, None) if e.seq > after), max(0, limit)))
+        return tuple(islice((event for event in self._tail if event.seq > after), max(0, limit)))
 
     def close(self) -> None:
-        """Closes the file; later events stay in memory alone."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
-
-    def _open(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.is_file():
-            self._tail.extend(_read_tail(path))
-        self._file = path.open("ab", buffering=0)  # a line is with the system once it is written
-        if self._file.tell() and not _ends_with_newline(path):
-            self._file.write(b"\n")
+        """Later events stay in memory alone."""
+        self._file = None
 
     def _write(self, events: list[Event]) -> None:
         if self._file is None or not events:
             return
+        if self._retry_at_s is not None and self._clock() < self._retry_at_s:
+            self._num_missing += len(events)
+            return
+        lines = "".join(json.dumps(to_data(e), separators=(",", ":"), default=str) + "\n" for e in events)
         try:
-            for event in events:
-                self._file.write(json.dumps(to_data(event), separators=(",", ":")).encode() + b"\n")
-        except OSError:
-            logger.exception("cannot write the event log; events are kept in memory alone from here on")
-            self._file = None
+            self._file.append(lines.encode(errors="replace"))
+        except OSError as error:
+            if self._retry_at_s is None:
+                logger.error("the event log cannot be written, and events are in memory alone for now: %s", error)
+            self._retry_at_s = self._clock() + RETRY_S
+            self._num_missing += len(events)
+            return
+        if self._retry_at_s is not None:
+            logger.warning("the event log can be written again; %d events are missing in it", self._num_missing)
+            self._retry_at_s, self._num_missing = None, 0
 
 
-def _read_tail(path: Path) -> list[Event]:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - TAIL_BYTES))
-        lines = file.read().splitlines()
-    if size > TAIL_BYTES:
-        del lines[0]  # most likely the end of a line
+def _read_tail(file: LineFile) -> list[Event]:
+    """The events at the end of the log; none where it cannot be read."""
+    try:
+        lines = file.tail(TAIL_BYTES)
+    except OSError as error:
+        logger.warning("the event log cannot be read, and this controller begins without it: %s", error)
+        return []
     events = []
     for line in lines:
         try:
             events.append(from_data(Event, json.loads(line)))
-        except ValueError:
-            logger.warning("%s: left out a line that is no event", path)
+        except (ValueError, RecursionError):
+            if line.strip():
+                logger.warning("%s: left out a line that is no event", file.path)
     return events
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"

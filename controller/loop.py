@@ -21,10 +21,11 @@ from pengserve.controller.ports import ReplicaPort
 from pengserve.controller.slots import Drained, Gone, Killed, Observation
 from pengserve.controller.state import ClusterState, Transition
 from pengserve.controller.steering import Steering
+from pengserve.controller.terms import LocalTermStore, Term
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.events import Event, EventKind
-from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.ids import InstanceId, InstanceKey, Version
 from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceSnapshot, RoutingTable
 
@@ -34,6 +35,8 @@ _CREATE_TIMEOUT_S = 60.0  # reserving and registering; placing and loading come 
 _KILL_TIMEOUT_S = 30.0
 _DRAIN_GRACE_S = 5.0  # for the answer to a drain, beyond the time the drain itself has
 _RECOVERY_RETRY_S = 1.0
+_TERM_PERIOD_S = 5.0  # between two looks for a newer controller, where nothing is created or killed
+_TERM_TIMEOUT_S = 5.0
 _MIN_PERIOD_S = 0.02  # a call that fails at once, again and again, must not make the loop spin
 
 
@@ -43,6 +46,7 @@ class Controller:
     consumes: answers of instances, `report_lost`, `report_demand`, `set_layout`, `drain`
     produces: instances, directories of peers, switches of the layout, routing tables, events
     waits for: a tick, or news that cannot wait for one
+    ends: by `stop`, or where a controller of a newer term has taken over
     is unblocked by: the end of a create, drain, kill or switch; an instance that is gone; a report of an ingress
     """
 
@@ -51,24 +55,33 @@ class Controller:
         config: ControllerConfig,
         port: ReplicaPort,
         log: EventLog,
+        term: Term | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
+        """
+        Args:
+            term: that `port` sends with its calls; None: no other controller of this application exists.
+        """
         self.config = config
         self._port, self._log = port, log
-        self._clock, self._wall_clock = clock, wall_clock
+        self._term = term or Term(LocalTermStore())
+        self._looked_s = clock()  # for a newer term
+        self._clock = clock
         self._started_s = wall_clock()
+        self._started_clock_s = clock()
         self._past = log.tail(limit=1 << 30)
         self._state: ClusterState | None = None  # None until recovered
         self._news = asyncio.Event()
         self._changed = asyncio.Condition()
         self._calls = Calls(on_end=self._news.set)
-        self._coordinator = Coordinator(config, port, self, on_end=self._news.set, clock=clock, wall_clock=wall_clock)
+        self._coordinator = Coordinator(config, port, self, on_end=self._news.set, clock=clock, wall_clock=self._time_s)
         self._steering = Steering(config, clock)
-        self._told: dict[InstanceId, tuple[InstanceKey, int]] = {}  # lives by slot, and their directories' versions
+        self._told: dict[InstanceId, tuple[InstanceKey, Version]] = {}  # lives by slot, and their directories' versions
         self._drain_errors = 0
         self._stopped = False
+        self._successor = ""  # why nothing is done here any more
 
     # What the world asks ----------------------------------------------------------------------------------------------
 
@@ -81,6 +94,9 @@ class Controller:
             try:
                 if self._state is None:
                     await self.recover()
+                if self._term.is_over:
+                    await self._give_way()
+                    return
                 await self.tick()
             except Exception:
                 # Supervision must outlive any one failure, also one of its own code: the next tick observes anew.
@@ -94,7 +110,7 @@ class Controller:
             except TimeoutError:
                 continue
 
-    async def routing(self, known_version: int, timeout_s: float) -> RoutingTable:
+    async def routing(self, known_version: Version, timeout_s: float) -> RoutingTable:
         """The table once its version is above `known_version`, or at the time-out the one there is.
 
         Raises:
@@ -103,11 +119,9 @@ class Controller:
         async with self._changed:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._changed.wait_for(
-                        lambda: self._state is not None and self._state.routing.version > known_version
-                    )
+                    await self._changed.wait_for(lambda: self._is_newer_than(known_version))
             except TimeoutError:
-                logger.debug("no newer routes than %d", known_version)
+                logger.debug("no newer routes than %s", known_version)
         return self._ready_state().routing
 
     async def recovered(self, timeout_s: float) -> None:
@@ -119,7 +133,7 @@ class Controller:
         async with self._changed:
             try:
                 async with asyncio.timeout(timeout_s):
-                    await self._changed.wait_for(lambda: self._state is not None)
+                    await self._changed.wait_for(lambda: bool(self._successor) or self._state is not None)
             except TimeoutError:
                 self._ready_state()
 
@@ -130,7 +144,7 @@ class Controller:
             EngineError: the controller has not recovered yet.
         """
         state = self._ready_state()
-        cluster = transitions.snapshot(state, time_s=self._wall_clock(), started_s=self._started_s, now_s=self._clock())
+        cluster = transitions.snapshot(state, time_s=self._time_s(), started_s=self._started_s, now_s=self._clock())
         return replace(
             cluster,
             demands=self._steering.demands(),
@@ -186,27 +200,41 @@ class Controller:
 
     async def stop(self) -> None:
         """Ends the loop. Instances live on, for the next controller or until their lease ends."""
+        await self._end("asked to", "the controller was stopped")
+
+    async def _give_way(self) -> None:
+        """Ends the loop for the controller that has taken over. From now on every question is refused."""
+        why = f"controller term {self._term.newest} has taken over from term {self._term.number}"
+        logger.warning("%s; this controller does nothing any more", why)
+        await self._end(why, why)
+        self._successor = why
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _end(self, why: str, why_no_switch: str) -> None:
         if not self._stopped:
             self._stopped = True
             self._news.set()
-            await self._coordinator.close("the controller was stopped")
+            await self._coordinator.close(why_no_switch)
             await self._calls.close()
-            self._log.append([Change(kind=EventKind.CONTROLLER_STOP, span=self._span, why="asked to")])
+            self._log.append([Change(kind=EventKind.CONTROLLER_STOP, span=self._span, why=why)])
             self._log.close()
 
     # One tick ---------------------------------------------------------------------------------------------------------
 
     async def recover(self) -> None:
         """Takes over what an earlier controller left."""
-        base = recovery.bases(self._wall_clock(), self._past)
-        found = await recovery.recover(self.config, self._port, base, self._clock())
+        found = await recovery.recover(self.config, self._port, self._term, self._past, self._clock())
+        if self._term.is_over:
+            return
         self._log.append(recovery.close_open_spans(self._past, found.state.slots))
         self._steering.remember(self._past)
         self._past = ()
         await self._accept(found)
         data = {
             "num_adopted": sum(slot.alive for slot in found.state.slots),
-            "version": found.state.routing.version,
+            "term": found.state.routing.version.term,
+            "version": found.state.routing.version.counter,
             "epoch": found.state.layout.epoch,
         }
         why = "every application begins so"
@@ -229,6 +257,8 @@ class Controller:
         # `drain` may have run while this waited: read the state again, and let nothing await until it is written.
         await self._accept(transitions.observe(self._ready_state(), seen, now_s))
         await self._act(now_s)
+        if self._term.is_over:
+            return
         self._connect()
         self._steer()
 
@@ -259,6 +289,9 @@ class Controller:
         seen: list[tuple[InstanceKey, Observation]] = []
         for call, key, result, error in self._calls.collect():
             if isinstance(result, InstanceSnapshot):
+                if result.term > self._term.newest:
+                    self._term.hear(result.term)
+                    self._news.set()
                 seen.append((key, result))
             elif call is Call.CONNECT:
                 # Whether the instance lives is for its status to tell: one that cannot connect still serves in dp.
@@ -280,6 +313,14 @@ class Controller:
 
     async def _act(self, now_s: float) -> None:
         actions = transitions.plan(self._ready_state(), now_s)
+        if actions.kills or actions.replace is not None or now_s - self._looked_s > _TERM_PERIOD_S:
+            async with asyncio.timeout(_TERM_TIMEOUT_S):
+                await self._term.look()
+            self._looked_s = now_s
+            actions = transitions.plan(self._ready_state(), now_s)  # `drain` may have run meanwhile
+        if self._term.is_over:
+            self._news.set()  # `run` ends the loop
+            return
         for key in actions.kills:
             self._begin(Call.KILL, key, self._port.kill, _KILL_TIMEOUT_S)
         for key in actions.drains:
@@ -305,7 +346,7 @@ class Controller:
         if not self.config.is_elastic or state.closing:
             return
 
-        async def tell(key: InstanceKey) -> int:
+        async def tell(key: InstanceKey) -> Version:
             await self._port.connect(key, directory)
             return directory.version
 
@@ -355,14 +396,23 @@ class Controller:
         async with self._changed:
             self._changed.notify_all()
 
+    def _is_newer_than(self, version: Version) -> bool:
+        return bool(self._successor) or (self._state is not None and self._state.routing.version > version)
+
     def _is_over(self) -> bool:
         state = self._ready_state()
         return not state.strays and not any(slot.alive or slot.doomed for slot in state.slots)
 
     def _ready_state(self) -> ClusterState:
+        if self._successor:
+            raise EngineError(f"{self._successor}; ask that one")
         if self._state is None:
             raise EngineError("the controller is still recovering; ask again in a moment")
         return self._state
+
+    def _time_s(self) -> float:
+        """Seconds since the Unix epoch. The wall clock is read at the start alone: planners must not see it jump."""
+        return self._started_s + self._clock() - self._started_clock_s
 
     @property
     def _span(self) -> str:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from pengserve.controller.ports import Discovery, StatusCall
+from pengserve.controller.terms import LocalTermStore, Term
 from pengserve.planners.types import errors
 from pengserve.planners.types.codec import from_data, to_data
 from pengserve.planners.types.config import InstanceConfig
@@ -63,6 +64,7 @@ class ProcessPort:
         environment: Mapping[str, str] | None = None,
         environment_of: Callable[[InstanceKey], Mapping[str, str]] | None = None,
         directory: Path | None = None,
+        term: Term | None = None,
         command: Sequence[str] = HOST_COMMAND,
     ) -> None:
         """
@@ -72,9 +74,11 @@ class ProcessPort:
             environment: variables on top of this process's own.
             environment_of: variables of one life, on top of those.
             directory: for configuration and logs; a temporary one where it is None.
+            term: of the controller that uses this port, sent with every call.
         """
         self._temporary = None if directory else tempfile.TemporaryDirectory(prefix="pengserve-instances-")
         self.directory = directory or Path(self._temporary.name if self._temporary else "")
+        self._term = term or Term(LocalTermStore())
         self._command = [python, *command]
         self._environment = os.environ | dict(environment or {})
         self._environment_of = environment_of or (lambda key: {})
@@ -185,7 +189,7 @@ class ProcessPort:
         number = child.next_id
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         child.calls[number] = answer
-        line = json.dumps({"id": number, "call": name, "args": to_data(args)}) + "\n"
+        line = json.dumps({"id": number, "term": self._term.number, "call": name, "args": to_data(args)}) + "\n"
         assert child.process.stdin is not None
         try:
             child.process.stdin.write(line.encode())

@@ -5,6 +5,7 @@ Names in the cluster, all in namespace "pengserve":
     actor             pengserve:{app}:instance:{instance_id}.{incarnation}
     placement group   pengserve:{app}:instance:{instance_id}.{incarnation}:{fingerprint of the configuration}
     key-value store   pengserve:{app}:instance:{instance_id} -> the name of the slot's newest life
+                      pengserve:{app}:term:{number} -> nothing; the terms of controllers (ray_terms.py)
                       pengserve:{app}:channel-token -> the shared secret of the application's request channels
 
 Actors and groups are detached, so that they outlive a controller; a new one finds them by these names. The fingerprint
@@ -37,13 +38,16 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pengserve.controller.collector import spare_the_loop
 from pengserve.controller.events import EventLog
+from pengserve.controller.line_file import FileLimits
 from pengserve.controller.loop import Controller
 from pengserve.controller.ports import Discovery, StatusCall
+from pengserve.controller.ray_terms import RayTermStore
+from pengserve.controller.terms import Term
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, PengServeError
 from pengserve.planners.types.events import Event
-from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.ids import NO_VERSION, InstanceId, InstanceKey, Version
 from pengserve.planners.types.plans import LayoutTarget, SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceSnapshot, RoutingTable
 
@@ -87,9 +91,15 @@ class RayPort:
     """
 
     def __init__(
-        self, config: ControllerConfig, instance_config: Any, actor_class: type, actor_env: Mapping[str, str]
+        self,
+        config: ControllerConfig,
+        instance_config: Any,
+        actor_class: type,
+        actor_env: Mapping[str, str],
+        term: Term,
     ) -> None:
-        self._config, self._instance_config = config, instance_config
+        """`term` is that of the controller that uses this port; the instances get it with every call."""
+        self._config, self._instance_config, self._term = config, instance_config, term
         self._actor_class: Any = ray.remote(actor_class)
         self._env = dict(actor_env)
         self._fingerprint = fingerprint(instance_config, sorted(self._env.items()), self._bundle())
@@ -107,7 +117,7 @@ class RayPort:
     async def status(self, key: InstanceKey) -> InstanceSnapshot:
         """The instance's own view of itself. Raises EngineError where its actor is gone for good."""
         handle = await self._handle(key)
-        answer: InstanceSnapshot = await _answer(handle.status.remote())
+        answer: InstanceSnapshot = await _answer(handle.status.remote(self._term.number))
         return answer
 
     def statuses(self, keys: Sequence[InstanceKey]) -> list[StatusCall]:
@@ -117,28 +127,28 @@ class RayPort:
     async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
         """Lets running requests finish within `timeout_s`; True once the instance runs none. Raises EngineError."""
         handle = await self._handle(key)
-        return bool(await _answer(handle.drain.remote(timeout_s)))
+        return bool(await _answer(handle.drain.remote(timeout_s, self._term.number)))
 
     async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
         """Sends the instance the directory of its peers, and does not wait for groups. Raises EngineError."""
         handle = await self._handle(key)
-        await _answer(handle.connect.remote(directory))
+        await _answer(handle.connect.remote(directory, self._term.number))
 
     async def prepare(self, key: InstanceKey, plan: SwitchPlan) -> None:
         """Asks a member whether it can take part in `plan`. Raises StepError where it cannot, or EngineError."""
         handle = await self._handle(key)
-        await _answer(handle.prepare.remote(plan))
+        await _answer(handle.prepare.remote(plan, self._term.number))
 
     async def commit(self, key: InstanceKey, plan: SwitchPlan) -> SwitchReport:
         """Asks the leader to carry out a prepared plan. Raises StepError where nothing was changed, or EngineError."""
         handle = await self._handle(key)
-        report: SwitchReport = await _answer(handle.commit.remote(plan))
+        report: SwitchReport = await _answer(handle.commit.remote(plan, self._term.number))
         return report
 
     async def abort(self, key: InstanceKey, plan_id: str) -> None:
         """Tells a member to forget a prepared plan; harmless where it has none."""
         handle = await self._handle(key)
-        await _answer(handle.abort.remote(plan_id))
+        await _answer(handle.abort.remote(plan_id, self._term.number))
 
     async def kill(self, key: InstanceKey) -> None:
         """Kills the instance's actor, if it lives, and removes its placement group."""
@@ -245,12 +255,13 @@ class ControllerActor:
         self, config: ControllerConfig, instance_config: Any, actor_class: type, actor_env: Mapping[str, str]
     ) -> None:
         spare_the_loop()
-        port = RayPort(config, instance_config, actor_class, actor_env)
-        self._controller = Controller(config, port, EventLog(config.event_log_path))
+        term = Term(RayTermStore(config.app, NAMESPACE))
+        port = RayPort(config, instance_config, actor_class, actor_env, term)
+        self._controller = Controller(config, port, _event_log(config), term)
         # Ray runs the constructor of an async actor on the actor's event loop.
         self._loop = asyncio.get_running_loop().create_task(self._controller.run(), name="control loop")
 
-    async def routing(self, known_version: int = -1, timeout_s: float = 10.0) -> RoutingTable:
+    async def routing(self, known_version: Version = NO_VERSION, timeout_s: float = 10.0) -> RoutingTable:
         """The routing table: at once if newer than `known_version`, else when it changes or at the time-out."""
         return await self._controller.routing(known_version, timeout_s)
 
@@ -289,6 +300,11 @@ class ControllerActor:
         """Ends the control loop. Instances live on for the next controller, or until their lease ends."""
         await self._controller.stop()
         await self._loop
+
+
+def _event_log(config: ControllerConfig) -> EventLog:
+    limits = FileLimits(max_bytes=config.event_log_max_bytes, num_older=config.event_log_num_older)
+    return EventLog(config.event_log_path, limits=limits)
 
 
 def _all_groups() -> list[tuple[PlacementGroup, str]]:

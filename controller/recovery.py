@@ -9,13 +9,14 @@ from pengserve.controller.events import Change, open_starts
 from pengserve.controller.ports import ReplicaPort
 from pengserve.controller.slots import Slot, span
 from pengserve.controller.state import Transition
+from pengserve.controller.terms import Term
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.events import Event, EventKind
-from pengserve.planners.types.ids import Epoch, InstanceKey
+from pengserve.planners.types.ids import Epoch, InstanceKey, Version
 from pengserve.planners.types.snapshot import InstanceSnapshot, InstanceState
 
-_VERSIONS_PER_S = 1000  # a controller changes its routes less often than this
+_EPOCHS_PER_TERM = 10**9  # a controller changes its layout less often than this
 
 _ERROR_OF = {
     EventKind.CONTROLLER_START: EventKind.CONTROLLER_STOP,
@@ -29,29 +30,32 @@ _ERROR_OF = {
 class Bases:
     """Numbers above all that earlier controllers of the application gave out."""
 
-    version: int
+    version: Version
     epoch: Epoch
 
 
-def bases(wall_s: float, past: Iterable[Event]) -> Bases:
-    """Starts both numbers from the wall clock; where a clock was set back, from the log.
+def bases(term: int, past: Iterable[Event]) -> Bases:
+    """Where a controller of `term` begins to count. No clock: one may be set back between two controllers.
 
-    No instance knows them, and the log may be absent or on another node; the clock is the one witness that is always
-    there.
+    Layouts have plain numbers, because instances count them on. Each term has a range of its own, and the log tells
+    where an earlier release has counted further.
     """
-    version, epoch = int(wall_s * _VERSIONS_PER_S), int(wall_s)
-    for event in past:
-        version = max(version, int(event.data.get("version", 0)) + 1)
-        epoch = max(epoch, int(event.data.get("epoch", 0)) + 1)
-    return Bases(version=version, epoch=Epoch(epoch))
+    newest = max((_number(event, "epoch") for event in past), default=0)
+    return Bases(version=Version(term=term, counter=0), epoch=Epoch(max(term * _EPOCHS_PER_TERM, newest + 1)))
 
 
-async def recover(config: ControllerConfig, port: ReplicaPort, base: Bases, now_s: float) -> Transition:
-    """The state of the cluster as its instances tell it.
+async def recover(
+    config: ControllerConfig, port: ReplicaPort, term: Term, past: Sequence[Event], now_s: float
+) -> Transition:
+    """The state of the cluster as its instances tell it. Takes a term, unless the controller has one that counts.
+
+    The term comes first: what an earlier controller orders after that is refused.
 
     Raises:
-        Exception: that of `port.discover`. The state is unchanged, and the caller can try again.
+        Exception: that of the store of terms, or of `port.discover`. The caller can try again.
     """
+    if not term.number:
+        await term.take(above=_newest_term(past))
     found = await port.discover()
     answers = await asyncio.gather(*(_ask(port, key, config.status_timeout_s) for key in found.living))
     living: dict[InstanceKey, InstanceSnapshot | None] = {}
@@ -61,6 +65,9 @@ async def recover(config: ControllerConfig, port: ReplicaPort, base: Bases, now_
             leftovers.append(key)
         else:
             living[key] = answer
+    reported = max((answer.term for answer in living.values() if answer is not None), default=0)
+    await term.face(reported)
+    base = bases(term.number, past)
     state = transitions.empty(config, version=base.version, epoch=base.epoch)
     return transitions.adopt(state, living, leftovers, found.newest, now_s)
 
@@ -79,6 +86,17 @@ def close_open_spans(past: Sequence[Event], slots: Iterable[Slot]) -> tuple[Chan
         elif state is not InstanceState.STARTING:
             changes.append(Change(kind=EventKind.INSTANCE_READY, span=start.span, why="ready when adopted"))
     return tuple(changes)
+
+
+def _newest_term(past: Iterable[Event]) -> int:
+    """The highest term in the log; 0 where it names none."""
+    return max((_number(event, "term") for event in past), default=0)
+
+
+def _number(event: Event, name: str) -> int:
+    """That number of an event's data; 0 where a damaged line holds none."""
+    value = event.data.get(name)
+    return value if isinstance(value, int) else 0
 
 
 async def _ask(port: ReplicaPort, key: InstanceKey, timeout_s: float) -> InstanceSnapshot | EngineError | None:

@@ -82,7 +82,7 @@ def table(
             routes.append(_wide_route(leader, group, known.get(members)))
     ready = [p for p in parts if p is not None]
     return RoutingTable(
-        version=before.version + 1,
+        version=before.version.next,
         epoch=layout.epoch,
         routes=tuple(routes),
         is_draining=is_draining,

@@ -27,7 +27,7 @@ from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import FenceError
 from pengserve.planners.types.events import EventKind
-from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
+from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Group, Layout
 from pengserve.planners.types.plans import ReplacePlan, SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState, RoutingTable
@@ -75,7 +75,7 @@ class Actions:
     replace: ReplacePlan | None = None
 
 
-def empty(config: ControllerConfig, *, version: int, epoch: Epoch) -> ClusterState:
+def empty(config: ControllerConfig, *, version: Version, epoch: Epoch) -> ClusterState:
     """No instance yet. `version` and `epoch` are above all that earlier controllers gave out."""
     slots = tuple(Slot(key=InstanceKey(instance_id=InstanceId(i), incarnation=0)) for i in range(config.num_instances))
     return ClusterState(
@@ -361,7 +361,12 @@ def _rewired(state: ClusterState, before: ClusterState, changes: list[Change], n
     table = routes.table(before.routing, parts, state.layout, wiring.topology.groups, is_draining=state.closing)
     if replace(table, version=before.routing.version) == before.routing:
         return Transition(state=state, changes=tuple(changes))
-    data = {"version": table.version, "epoch": table.epoch, **routes.difference(before.routing.routes, table.routes)}
+    data = {
+        "term": table.version.term,
+        "version": table.version.counter,
+        "epoch": table.epoch,
+        **routes.difference(before.routing.routes, table.routes),
+    }
     changes.append(Change(kind=EventKind.ROUTING_CHANGED, data=data))
     return Transition(state=replace(state, routing=table), changes=tuple(changes))
 

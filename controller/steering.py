@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,13 +85,23 @@ class Steering:
         if not asked:
             return
         data = asked[-1].data
-        self._is_auto = bool(data.get("is_auto", True))
-        self._target = None
-        if not self._is_auto:
-            text = str(data["groups"])
-            groups = () if text == GroupKind.DP else parse_groups(text)
-            groups = complete(groups, [InstanceId(i) for i in range(self._config.num_instances)])
-            self._target = LayoutTarget(groups=groups, strategy=SwitchStrategy(data["strategy"]))
+        self._is_auto, self._target = True, None
+        if data.get("is_auto", True):
+            return
+        try:
+            self._target = self._target_of(data)
+        except (KeyError, ValueError) as error:
+            logger.warning("the layout that was asked for is forgotten, and the planners decide: %s", error)
+            return
+        self._is_auto = False
+
+    def _target_of(self, data: Mapping[str, Any]) -> LayoutTarget:
+        """What `pin` has logged. Raises KeyError or ValueError where it is for another cluster, or damaged."""
+        text, ids = str(data["groups"]), [InstanceId(i) for i in range(self._config.num_instances)]
+        groups = () if text == GroupKind.DP else parse_groups(text)
+        if any(member not in ids for group in groups for member in group.members):
+            raise ValueError(f"{text} needs more than {len(ids)} instances")
+        return LayoutTarget(groups=complete(groups, ids), strategy=SwitchStrategy(data["strategy"]))
 
     def next_switch(self, snapshot: ClusterSnapshot) -> tuple[SwitchPlan | None, tuple[Change, ...]]:
         """The next switch to carry out, which breaks no law on `snapshot`, or None; and a new decision, for the log."""

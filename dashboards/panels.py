@@ -324,8 +324,9 @@ _CLUSTER = Row(
             ),
         ),
         Panel(
-            title="Routing version and layout epoch",
+            title="Controller term, routing version, layout epoch",
             queries=(
+                Query(promql="max(pengserve_controller_term{$app})", legend="controller term"),
                 Query(promql="max(pengserve_routing_version{$app})", legend="routing version"),
                 Query(promql="max(pengserve_layout_epoch{$app})", legend="layout epoch"),
             ),

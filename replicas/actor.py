@@ -33,42 +33,50 @@ class InstanceActor:
         self._instance.start()
         threading.Thread(target=self._watch_lease, name="lease", daemon=True).start()
 
-    def status(self) -> InstanceSnapshot:
+    # Each call carries the term of its controller (`controller/terms.py`); orders of an older one raise FenceError.
+
+    def status(self, term: int = 0) -> InstanceSnapshot:
         """All that is known of the instance; renews its lease."""
         self._lease.renew()
+        self._instance.terms.hear(term)
         return self._instance.status()
 
     def failure(self) -> str:
         """Why the instance is DEAD, else an empty string."""
         return self._instance.failure()
 
-    def drain(self, timeout_s: float) -> bool:
+    def drain(self, timeout_s: float, term: int = 0) -> bool:
         """Waits until nothing runs or waits here; True when that is so."""
-        self._lease.renew()
+        self._obey(term)
         return self._instance.drain(timeout_s)
 
-    def connect(self, directory: PeerDirectory) -> None:
+    def connect(self, directory: PeerDirectory, term: int = 0) -> None:
         """Takes a newer directory of peers. The status shows which groups are ready."""
-        self._lease.renew()
+        self._obey(term)
         self._instance.connect(directory)
 
-    def prepare(self, plan: SwitchPlan) -> None:
+    def prepare(self, plan: SwitchPlan, term: int = 0) -> None:
         """Whether this member can take part in `plan`; raises StepError where it cannot."""
-        self._lease.renew()
+        self._obey(term)
         self._instance.prepare(plan)
 
-    def commit(self, plan: SwitchPlan) -> SwitchReport:
+    def commit(self, plan: SwitchPlan, term: int = 0) -> SwitchReport:
         """Carries out `plan` as its leader."""
-        self._lease.renew()
+        self._obey(term)
         return self._instance.commit(plan)
 
-    def abort(self, plan_id: str) -> None:
+    def abort(self, plan_id: str, term: int = 0) -> None:
         """Forgets a prepared plan."""
+        self._obey(term)
         self._instance.abort(plan_id)
 
     def shutdown(self) -> None:
         """Ends the engine; the process stays for Ray to end."""
         self._instance.stop()
+
+    def _obey(self, term: int) -> None:
+        self._instance.terms.require(term)
+        self._lease.renew()
 
     def _watch_lease(self) -> None:
         config = self._instance.config

@@ -7,7 +7,7 @@ endpoint; SIGTERM drains and stops it.
 
 With --control a controller's calls come as JSON lines on standard input from the start on, and nothing is announced:
 
-    {"id": 7, "call": "prepare", "args": {"plan": {...}}}
+    {"id": 7, "term": 3, "call": "prepare", "args": {"plan": {...}}}
     {"id": 7, "result": null}    or    {"id": 7, "error": {"type": "StepError", "message": "..."}}
 
 Answers come in any order. When standard input ends, the controller is gone, and the process ends at once.
@@ -56,14 +56,14 @@ class ControlLines:
         try:
             for line in lines:
                 call = json.loads(line)
-                self._threads.submit(self._answer, call["id"], call["call"], call.get("args", {}))
+                self._threads.submit(self._answer, call["id"], call["call"], call.get("term", 0), call.get("args", {}))
         finally:
             self._on_end()
 
-    def _answer(self, number: int, name: str, args: Mapping[str, Any]) -> None:
+    def _answer(self, number: int, name: str, term: int, args: Mapping[str, Any]) -> None:
         answer: dict[str, Any] = {"id": number}
         try:
-            answer["result"] = to_data(self._call(name, args))
+            answer["result"] = to_data(self._call(name, term, args))
         except Exception as error:
             # The caller gets every error: it must not wait for an answer that never comes.
             # An unexpected error leaves its traceback in this log: the caller gets one sentence.
@@ -76,9 +76,11 @@ class ControlLines:
         if name == "stop":
             self._on_end()
 
-    def _call(self, name: str, args: Mapping[str, Any]) -> Any:
+    def _call(self, name: str, term: int, args: Mapping[str, Any]) -> Any:
         if name == "status":
+            self._instance.terms.hear(term)
             return self._instance.status()
+        self._instance.terms.require(term)
         if name == "drain":
             return self._instance.drain(float(args["timeout_s"]))
         if name == "connect":

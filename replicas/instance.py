@@ -24,6 +24,7 @@ from pengserve.replicas.open_requests import OpenRequests
 from pengserve.replicas.revisions import Revisions
 from pengserve.replicas.step_loop import StepLoop
 from pengserve.replicas.step_watch import StepWatch
+from pengserve.replicas.terms import TermFence
 
 if TYPE_CHECKING:
     from pengserve.replicas.engine.lanes import Lanes
@@ -58,6 +59,7 @@ class Instance:
         self._failure = ""
         self._stats = InstanceStats()
         self._revisions = Revisions()
+        self.terms = TermFence()  # of the controllers that call
         self._lanes: Lanes | None = None
         self._agent: Agent | None = None  # where elasticity is on
         self._codec: Codec | None = None  # the channel's thread's
@@ -111,6 +113,7 @@ class Instance:
             rss_bytes=_rss_bytes(),
             phase=self._phase if self._state is InstanceState.STARTING else "",
             failure=self._failure,
+            term=self.terms.newest,
         )
         return self._revisions.numbered(answer)
 

@@ -1,4 +1,4 @@
-"""Revision numbers of an instance's status: two answers with the same number differ in their loads alone."""
+"""Revision numbers of an instance's status: two answers with one number differ in loads and term alone."""
 
 import threading
 from dataclasses import replace

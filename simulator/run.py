@@ -11,7 +11,7 @@ from pengserve.planners.groups import expand
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import ConfigError, EngineError, PengServeError
 from pengserve.planners.types.events import Event
-from pengserve.planners.types.ids import InstanceId
+from pengserve.planners.types.ids import NO_VERSION, InstanceId
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import LayoutTarget, SwitchStrategy
 from pengserve.planners.types.snapshot import Demand, InstanceState
@@ -205,7 +205,7 @@ class Simulation:
         self._feed()
 
     async def _follow_routes(self) -> None:
-        version = -1
+        version = NO_VERSION
         while True:
             with suppress(EngineError):
                 table = await self.controller.routing(version, READY_TIMEOUT_S)

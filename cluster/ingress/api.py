@@ -20,9 +20,11 @@ from pengserve.cluster.ingress.meters import IngressMeters
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.routes import RouteWatcher, RoutingSource
+from pengserve.cluster.ingress.tasks import forever
 from pengserve.cluster.ingress.traffic import Ticket, Traffic
 from pengserve.cluster.metrics import catalog
 from pengserve.cluster.metrics.facade import Metrics
+from pengserve.controller.line_file import FileLimits
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.snapshot import RoutingTable
 
@@ -56,7 +58,9 @@ class Ingress:
             num_ingresses=config.num_ingresses,
             num_slots=self._num_slots,
         )
-        self.request_log = RequestLog(config.request_log)
+        self.request_log = RequestLog(
+            config.request_log, FileLimits(max_bytes=config.log_max_bytes, num_older=config.log_num_older)
+        )
         self.client = ClusterEngineClient(vllm_config, config.limits, self.meters, self._admit, self.request_log)
         client_id = f"ingress-{secrets.token_hex(4)}"
         self.links = LinkPool(
@@ -114,7 +118,7 @@ class Ingress:
         ]
         if self.request_log.is_on:
             jobs.append(("request log", self.request_log.run))
-        self._tasks = [asyncio.create_task(_forever(name, job), name=f"ingress-{name}") for name, job in jobs]
+        self._tasks = [asyncio.create_task(forever(name, job), name=f"ingress-{name}") for name, job in jobs]
 
     @property
     def is_dead(self) -> bool:
@@ -186,13 +190,3 @@ async def _quietly(work: Awaitable[None], timeout_s: float) -> None:
             await work
     except (EngineError, TimeoutError):
         logger.debug("the controller gave no snapshot")
-
-
-async def _forever(name: str, job: Callable[[], Coroutine[None, None, None]]) -> None:
-    """Runs `job` again where a fault of ours ended it: an ingress without its tasks would be deaf."""
-    while True:
-        try:
-            await job()
-        except Exception:
-            logger.exception("the ingress task %s failed; it is started again", name)
-            await asyncio.sleep(1.0)

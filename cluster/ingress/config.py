@@ -48,6 +48,8 @@ class IngressConfig:
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)
     metrics_backend: str = "auto"
     request_log: str = ""  # JSONL file; empty: none
+    log_max_bytes: int = 64 << 20  # of each of its files; 0: no limit
+    log_num_older: int = 4  # files that are kept besides the newest
     is_id_echoed: bool = False  # a server in front (Ray Serve) puts the request's x-request-id on the answer itself
 
     @property

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from time import monotonic
 
 from pengserve.cluster.ingress.records import RequestBook
@@ -22,7 +23,10 @@ NOTHING = Demand()
 class DemandReporter:
     """Reports the demand of a book. It sleeps while there are no requests."""
 
-    def __init__(self, book: RequestBook, source: RoutingSource, client_id: str) -> None:
+    def __init__(
+        self, book: RequestBook, source: RoutingSource, client_id: str, clock: Callable[[], float] = monotonic
+    ) -> None:
+        self._clock = clock
         self._book, self._source, self._client_id = book, source, client_id
         self._sent, self._sent_s = NOTHING, 0.0
 
@@ -35,7 +39,7 @@ class DemandReporter:
             await self._book.used.wait()
             demand = self._book.demand()
             is_repeat = demand == self._sent
-            if not is_repeat or (demand != NOTHING and monotonic() - self._sent_s >= REPEAT_S):
+            if not is_repeat or (demand != NOTHING and self._clock() - self._sent_s >= REPEAT_S):
                 await self._report(demand)
             elif demand == NOTHING:
                 self._book.used.clear()
@@ -49,4 +53,4 @@ class DemandReporter:
             logger.debug("the demand could not be reported: %s", error or "no answer")
             await asyncio.sleep(PAUSE_S)
             return
-        self._sent, self._sent_s = demand, monotonic()
+        self._sent, self._sent_s = demand, self._clock()

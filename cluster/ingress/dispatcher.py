@@ -1,7 +1,7 @@
 """Which instance gets the next request: newest stats plus what was sent since, handed to the planner."""
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
@@ -33,7 +33,8 @@ class _Unseen:
 class Dispatcher:
     """Picks the link for a request by what the instances are and hold."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
         self._unseen: dict[InstanceKey, _Unseen] = {}
 
     def choose(
@@ -47,7 +48,7 @@ class Dispatcher:
 
         `num_priority` counts this ingress's urgent requests by instance.
         """
-        now_s = monotonic()
+        now_s = self._clock()
         candidates = [
             self._candidate(link, now_s, num_priority.get(link.key, 0)) for link in links if not link.stats.is_follower
         ]
@@ -64,7 +65,7 @@ class Dispatcher:
     def sent(self, link: InstanceLink, num_tokens: int) -> None:
         """A request of `num_tokens` went out over `link`."""
         unseen = self._unseen.setdefault(link.key, _Unseen())
-        unseen.entries.append((link.stats.step, monotonic(), num_tokens))
+        unseen.entries.append((link.stats.step, self._clock(), num_tokens))
         unseen.num_tokens += num_tokens
 
     def forget(self, key: InstanceKey) -> None:

@@ -21,6 +21,13 @@ SWEEP_S = 1.0
 REPORT_TIMEOUT_S = 5.0
 
 
+class Connect(Protocol):
+    """Opens the channel to an instance, as `InstanceLink.connect` does."""
+
+    async def __call__(self, endpoint: str, *, token: str, client_id: str, timeout_s: float) -> InstanceLink:
+        """Raises LinkLostError where no instance answers at `endpoint` in time."""
+
+
 class LinkHandler(Protocol):
     """Who uses the links. All methods are called in the event loop and, but for `on_batch`, must not wait."""
 
@@ -47,10 +54,16 @@ class LinkPool:
     """
 
     def __init__(
-        self, handler: LinkHandler, *, token: str, client_id: str, report_lost: Callable[[InstanceKey, str], Awaitable]
+        self,
+        handler: LinkHandler,
+        *,
+        token: str,
+        client_id: str,
+        report_lost: Callable[[InstanceKey, str], Awaitable],
+        connect: Connect = InstanceLink.connect,
     ) -> None:
         self._handler, self._token, self._client_id = handler, token, client_id
-        self._report_lost = report_lost
+        self._report_lost, self._connect = report_lost, connect
         self._routes: frozenset[InstanceKey] = frozenset()
         self._endpoints: dict[InstanceKey, str] = {}
         self._links: dict[InstanceKey, InstanceLink] = {}
@@ -125,7 +138,7 @@ class LinkPool:
     async def _connect_and_read(self, key: InstanceKey, endpoint: str) -> str:
         """Why no connection came about; an empty string when there was one and it has ended."""
         try:
-            link = await InstanceLink.connect(
+            link = await self._connect(
                 endpoint, token=self._token, client_id=self._client_id, timeout_s=CONNECT_TIMEOUT_S
             )
             if link.key != key:

@@ -65,16 +65,22 @@ class RequestBook:
     """All records of one ingress. Everything runs in one event loop; only `run` waits."""
 
     def __init__(
-        self, events: RecordEvents, limits: LimitConfig, links: Links, max_model_len: Callable[[], int]
+        self,
+        events: RecordEvents,
+        limits: LimitConfig,
+        links: Links,
+        max_model_len: Callable[[], int],
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         """`max_model_len` tells the tokens that the widest group this cluster can form holds for one request."""
         self._events, self._limits, self._links, self._max_model_len = events, limits, links, max_model_len
-        self._dispatcher = Dispatcher()
+        self._clock = clock
+        self._dispatcher = Dispatcher(clock)
         self._records: dict[str, RequestRecord] = {}  # by request id
         self._copies: dict[str, RequestRecord] = {}  # by wire id; only those on a link
         self._urgent: set[RequestRecord] = set()
-        self._trials = Trials(limits.max_deaths_alone)
-        self._quarantine = Quarantine()
+        self._trials = Trials(limits.max_deaths_alone, clock)
+        self._quarantine = Quarantine(clock)
         self._waiting: deque[RequestRecord] = deque()
         self._orphans = Orphans()
         self._num_losses = 0
@@ -92,7 +98,7 @@ class RequestBook:
 
     def add(self, request: EngineCoreRequest, options: RequestOptions = NO_OPTIONS) -> None:
         """Takes a request and sends it to an instance, now or as soon as there is one."""
-        record = RequestRecord(request, options)
+        record = RequestRecord(request, options, created_s=self._clock())
         self._records[request.request_id] = record
         if record.is_urgent:
             self._urgent.add(record)
@@ -109,7 +115,7 @@ class RequestBook:
 
     def accept(self, link: InstanceLink, outputs: Iterable[EngineCoreOutput]) -> list[EngineCoreOutput]:
         """Notes the new tokens of a batch; returns the outputs that count, in order, under their request ids."""
-        accepted, copies, now_s = [], self._copies, monotonic()
+        accepted, copies, now_s = [], self._copies, self._clock()
         for output in outputs:
             record = copies.get(output.request_id)
             if record is None or record.link is not link:
@@ -238,7 +244,7 @@ class RequestBook:
 
     def tend(self) -> None:
         """Tries to place what waits, and gives up what waited too long."""
-        now_s = monotonic()
+        now_s = self._clock()
         for record in [r for r in self._records.values() if r.stash is not None and r.stash.is_overdue(now_s)]:
             logger.warning("request %s goes on elsewhere: no word came of where it moved", record.wire_id)
             assert record.link is not None
@@ -277,7 +283,7 @@ class RequestBook:
 
     def _stash(self, record: RequestRecord, link: InstanceLink, event: EngineCoreOutput | Move) -> None:
         if record.stash is None or not record.stash.num_events:
-            record.stash = Stash(since_s=monotonic())
+            record.stash = Stash(since_s=self._clock())
         record.stash.add(link, event)
 
     def _follow(self, record: RequestRecord, move: Move, accepted: list[EngineCoreOutput]) -> Move | None:
@@ -322,11 +328,11 @@ class RequestBook:
         record.num_losses_in_place += 1
         record.is_unsettled = record.is_resumed = True
         if record.lost_since_s is None:
-            record.lost_since_s = monotonic()
+            record.lost_since_s = self._clock()
         if self._finish_if_complete(record) or self._give_up_if_hopeless(record):
             return
         if self._trials.is_guilty(record):
-            record.verdict_at_s = monotonic() + self._limits.verdict_wait_s
+            record.verdict_at_s = self._clock() + self._limits.verdict_wait_s
         is_patient = record.num_suspected_deaths > 1  # `tend` knows whose turn it is
         self._place_or_wait(record, first=True, is_patient=is_patient)
         if is_patient:
@@ -387,7 +393,7 @@ class RequestBook:
     ) -> None:
         if not is_patient and self._place(record, to=to, avoid=avoid):
             return
-        record.waiting_since_s = monotonic()
+        record.waiting_since_s = self._clock()
         # What already runs goes before what has not begun.
         if first:
             self._waiting.appendleft(record)
@@ -422,7 +428,7 @@ class RequestBook:
         num_priority = Counter(urgent.link.key for urgent in self._urgent if urgent.link is not None)
         link = self._dispatcher.choose(links, record.num_tokens, options, num_priority)
         # A wish is worth a wait, for the controller to form the group; but it never fails a request.
-        is_patient = monotonic() - record.created_s < self._limits.parallelism_wait_s
+        is_patient = self._clock() - record.created_s < self._limits.parallelism_wait_s
         if link is None and options.degree is not None and not is_patient:
             options = replace(options, degree=None)
             link = self._dispatcher.choose(links, record.num_tokens, options, num_priority)
@@ -437,7 +443,7 @@ class RequestBook:
         request = record.next_copy()
         link.add(request, record.output_token_ids)
         record.wire_id, record.link, record.num_losses_seen = request.request_id, link, self._num_losses
-        record.sent_s, record.num_tokens_when_sent = monotonic(), len(record.output_token_ids)
+        record.sent_s, record.num_tokens_when_sent = self._clock(), len(record.output_token_ids)
         self._copies[record.wire_id] = record
         self._trials.begin(record)
         self._dispatcher.sent(link, record.num_tokens)

@@ -9,33 +9,40 @@ under it. The event loop only notes what ended; a thread writes it, once a secon
 """
 
 import asyncio
+import errno
 import json
 import logging
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from time import monotonic, time
 from typing import Any
 
 from pengserve.cluster.ingress.record import RequestRecord
+from pengserve.controller.line_file import DEFAULT_LIMITS, FileLimits, LineFile
 
 logger = logging.getLogger(__name__)
 
 FLUSH_PERIOD_S = 1.0
 MAX_BUFFERED = 65_536  # lines that wait for a slow disk; further ones are left out
+RETRY_S = 30.0  # after a write that found the disk full
 DIGITS = 6  # of seconds
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class RequestLog:
     """Buffers lines in the event loop and appends them to a file in a thread.
 
-    Several ingresses of one machine may share a file: whole lines are appended. A file that cannot be written costs
-    one warning, and the log; serving goes on.
+    Several ingresses of one machine may share a file: whole lines are appended. A full disk costs the lines of that
+    time and one warning, any other failure the log; serving goes on.
     """
 
-    def __init__(self, path: str = "", *, wall_clock: Callable[[], float] = time) -> None:
+    def __init__(
+        self, path: str = "", limits: FileLimits = DEFAULT_LIMITS, *, wall_clock: Callable[[], float] = time
+    ) -> None:
         """An empty `path` logs nothing."""
-        self._path = Path(path) if path else None
+        self._file = LineFile(Path(path), limits) if path else None
+        self._retry_at_s: float | None = None  # while the disk is full
         self._wall_clock = wall_clock
         self._rows: list[dict[str, Any]] = []
         self._num_left_out = 0
@@ -43,11 +50,11 @@ class RequestLog:
     @property
     def is_on(self) -> bool:
         """Whether lines are kept and written."""
-        return self._path is not None
+        return self._file is not None
 
     def note(self, record: RequestRecord, finish: str) -> None:
         """`record` has ended as `finish` says; it may still know the instance it was on."""
-        if self._path is None:
+        if self._file is None:
             return
         if len(self._rows) >= MAX_BUFFERED:
             self._num_left_out += 1
@@ -79,26 +86,33 @@ class RequestLog:
     async def flush(self) -> None:
         """Writes what was noted until now."""
         rows, self._rows = self._rows, []
-        if not rows or self._path is None:
+        if not rows or self._file is None:
+            return
+        if self._retry_at_s is not None and monotonic() < self._retry_at_s:
+            self._num_left_out += len(rows)
             return
         try:
-            await asyncio.to_thread(_append, self._path, rows)
+            await asyncio.to_thread(_append, self._file, rows)
         except OSError as error:
-            logger.warning("no request log from here on: %s cannot be written: %s", self._path, error.strerror)
-            self._path = None
+            self._failed(error, len(rows))
+            return
+        self._retry_at_s = None
         if self._num_left_out:
-            logger.warning("%d requests are not in the request log: the disk is too slow", self._num_left_out)
+            logger.warning("%d requests are not in the request log: the disk was full or slow", self._num_left_out)
             self._num_left_out = 0
 
+    def _failed(self, error: OSError, num_rows: int) -> None:
+        assert self._file is not None
+        path = self._file.path
+        if error.errno not in _FULL:
+            logger.warning("no request log from here on: %s cannot be written: %s", path, error.strerror)
+            self._file = None
+            return
+        if self._retry_at_s is None:
+            logger.warning("the disk is full, and requests are not in the request log %s for now", path)
+        self._retry_at_s = monotonic() + RETRY_S
+        self._num_left_out += num_rows
 
-def _append(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    data = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # One call for whole lines: the system does not let another process write between them.
-    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        written = 0
-        while written < len(data):
-            written += os.write(file, data[written:])
-    finally:
-        os.close(file)
+
+def _append(file: LineFile, rows: Sequence[dict[str, Any]]) -> None:
+    file.append("".join(json.dumps(row, separators=(",", ":")) + "\n" for row in rows).encode())

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.events import Event
-from pengserve.planners.types.ids import Epoch, InstanceKey
+from pengserve.planners.types.ids import NO_VERSION, Epoch, InstanceKey, Version
 from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, RoutingTable
 
@@ -18,13 +18,13 @@ POLL_TIMEOUT_S = 10.0  # one long poll; the controller answers at once when the 
 GRACE_S = 5.0  # on top of what a call may take by itself
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.1, 2.0
 
-EMPTY_TABLE = RoutingTable(version=-1, epoch=Epoch(0), routes=())
+EMPTY_TABLE = RoutingTable(version=NO_VERSION, epoch=Epoch(0), routes=())
 
 
 class RoutingSource(Protocol):
     """The controller, as an ingress sees it. Every method raises EngineError while it cannot be reached."""
 
-    async def routing(self, known_version: int, timeout_s: float) -> RoutingTable:
+    async def routing(self, known_version: Version, timeout_s: float) -> RoutingTable:
         """The table as soon as it is newer than `known_version`, else the current one after `timeout_s`."""
 
     async def snapshot(self) -> ClusterSnapshot:
@@ -56,7 +56,7 @@ class CalledSource(ABC):
     async def _call(self, method: str, *arguments: Any) -> Any:
         """What this method of the controller returns or raises; EngineError while it cannot be reached."""
 
-    async def routing(self, known_version: int, timeout_s: float) -> RoutingTable:
+    async def routing(self, known_version: Version, timeout_s: float) -> RoutingTable:
         """Asks the controller for the table, as soon as it is newer than `known_version` or after `timeout_s`."""
         table: RoutingTable = await self._call("routing", known_version, timeout_s)
         return table

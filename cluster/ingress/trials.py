@@ -5,7 +5,7 @@ link lost --> suspects --placed where few suspects are--> on trial --PROVEN_TOKE
                  +-------------- link lost -------------------+--> twice the only possible cause: condemned
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import monotonic
 
 from pengserve.cluster.ingress.record import RequestRecord
@@ -18,8 +18,9 @@ TRIAL_S = 10.0  # a suspect keeps others away from its instance for so long: it 
 class Trials:
     """The suspects of one ingress that are on an instance, and what their trials have shown so far."""
 
-    def __init__(self, max_deaths_alone: int) -> None:
+    def __init__(self, max_deaths_alone: int, clock: Callable[[], float] = monotonic) -> None:
         """A request is guilty of so many deaths of which it is the only possible cause."""
+        self._clock = clock
         self._max_deaths_alone = max_deaths_alone
         self._on_trial: set[RequestRecord] = set()
         self._evidence = 0  # deaths of instances, less suspects that were acquitted
@@ -76,7 +77,7 @@ class Trials:
         if not self._on_trial:
             return links
         limits: dict[InstanceLink | None, list[int]] = {}
-        since_s = monotonic() - TRIAL_S
+        since_s = self._clock() - TRIAL_S
         for other in self._on_trial:
             # After one death a first token is enough to let the next one in: a burst must not wait for each other.
             if other.sent_s > since_s and not (other.is_first_trial and other.has_tokens_here):

@@ -322,8 +322,14 @@ CARRIED_BYTES = _counter(
 BUILD_INFO = _gauge("pengserve_build_info", _CLUSTER, "1", "Always 1; the label tells the version.", "version")
 INSTANCES = _gauge("pengserve_instances", _CLUSTER, "instances", "Instances by state.", "state")
 ROUTES = _gauge("pengserve_routes", _CLUSTER, "routes", "Groups that requests can be sent to.")
+CONTROLLER_TERM = _gauge(
+    "pengserve_controller_term", _CLUSTER, "term", "Term of the controller that made the routing table in use."
+)
 ROUTING_VERSION = _gauge(
-    "pengserve_routing_version", _CLUSTER, "version", "Version of the routing table in use; grows with every change."
+    "pengserve_routing_version",
+    _CLUSTER,
+    "version",
+    "Routing table in use, counted within the controller's term.",
 )
 LAYOUT_EPOCH = _gauge("pengserve_layout_epoch", _CLUSTER, "epoch", "Epoch of the layout in use.")
 CONTROLLER_UP = _gauge(

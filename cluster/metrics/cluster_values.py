@@ -92,7 +92,8 @@ class ClusterValues:
 
     def on_routing(self, table: RoutingTable) -> None:
         """A routing table is in use."""
-        self._metrics.gauge(catalog.ROUTING_VERSION).set(table.version)
+        self._metrics.gauge(catalog.CONTROLLER_TERM).set(table.version.term)
+        self._metrics.gauge(catalog.ROUTING_VERSION).set(table.version.counter)
         self._metrics.gauge(catalog.LAYOUT_EPOCH).set(table.epoch)
         self._metrics.gauge(catalog.ROUTES).set(len(table.routes))
 

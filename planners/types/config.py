@@ -91,6 +91,8 @@ class ControllerConfig:
     prepare_timeout_s: float = 3.0
     commit_timeout_s: float = 20.0  # beyond a plan's own drain_timeout_s
     event_log_path: str = ""  # JSONL; empty keeps events in memory alone
+    event_log_max_bytes: int = 64 << 20  # of each file; 0: no limit
+    event_log_num_older: int = 4  # files that are kept besides the newest
 
     @property
     def is_elastic(self) -> bool:

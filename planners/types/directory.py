@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.ids import InstanceKey, Version
 from pengserve.planners.types.layout import Group
 
 
@@ -37,7 +37,7 @@ class GroupSpec:
 class PeerDirectory:
     """What the controller tells every instance whenever an instance comes or goes. A newer version replaces all."""
 
-    version: int
+    version: Version
     peers: tuple[PeerAddress, ...]
     groups: tuple[GroupSpec, ...]
 

@@ -4,7 +4,7 @@
     +-- ConfigError              the user's configuration cannot work; nothing was started
     +-- PlanError                a plan was refused; nothing was applied
     +-- StepError                a step of a transition failed; the undo is possible
-    |   +-- FenceError           the message carries a stale epoch; the receiver changed nothing
+    |   +-- FenceError           the message carries a stale epoch or term; the receiver changed nothing
     +-- EngineError              an engine or its instance failed
     |   +-- LinkLostError        the connection to an instance broke; its requests must be resumed elsewhere
     +-- UnsupportedShapeError    this model or device cannot run that shape; other shapes still work
@@ -37,7 +37,7 @@ class StepError(PengServeError):
 
 
 class FenceError(StepError):
-    """A message with a stale epoch arrived and was ignored."""
+    """A message with a stale epoch, or of a controller with a stale term, arrived and was ignored."""
 
 
 class EngineError(PengServeError):

@@ -9,7 +9,7 @@ from functools import lru_cache
 from operator import attrgetter
 from typing import Any
 
-from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
+from pengserve.planners.types.ids import NO_VERSION, Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Group, Layout
 from pengserve.planners.types.plans import SwitchReport
 
@@ -135,8 +135,9 @@ class InstanceSnapshot:
     rss_bytes: int = 0
     phase: str = ""  # what a STARTING one does, in a few words for people
     failure: str = ""  # why it is DEAD, or why the slot's life before it ended; one sentence for people
-    # Of one life, answers of one revision differ in `stats` and `rss_bytes` alone. 0: the instance gave no number.
+    # Of one life, answers of one revision differ in their loads and their term alone. 0: the instance gave no number.
     revision: int = 0
+    term: int = 0  # of the newest controller that has called it; 0: none has
 
     @property
     def instance_id(self) -> InstanceId:
@@ -144,9 +145,9 @@ class InstanceSnapshot:
         return self.key.instance_id
 
 
-_LOADS = ("stats", "rss_bytes")
-face_of = attrgetter(*(f.name for f in fields(InstanceSnapshot) if f.name not in ("key", *_LOADS, "revision")))
-"""All that an answer of one life says but its loads, as a tuple."""
+_OUTSIDE = ("key", "stats", "rss_bytes", "revision", "term")
+face_of = attrgetter(*(f.name for f in fields(InstanceSnapshot) if f.name not in _OUTSIDE))
+"""All that an answer of one life says but its loads and its term, as a tuple."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,7 +191,7 @@ class ClusterSnapshot:
     time_s: float  # seconds since the Unix epoch
     layout: Layout
     instances: tuple[InstanceSnapshot, ...]  # by instance id
-    routing_version: int = 0
+    routing_version: Version = NO_VERSION
     controller_started_s: float = 0.0
     ranks: tuple[InstanceId, ...] = ()  # slots by node and device; a topology-valid group is a run of these
     groups: tuple[Group, ...] = ()  # of all kinds whose members are all READY with lanes and communicators
@@ -259,7 +260,7 @@ class Address:
 class RoutingTable:
     """Where requests may go. `version` grows with every change; an ingress never goes back to an older one."""
 
-    version: int
+    version: Version
     epoch: Epoch
     routes: tuple[Route, ...]
     is_draining: bool = False  # the application ends: no ingress takes new requests

@@ -7,7 +7,7 @@ from functools import partial
 
 from pengserve.planners.types.directory import GroupSpec, PeerDirectory
 from pengserve.planners.types.errors import LinkLostError, StepError
-from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.ids import NO_VERSION, InstanceKey
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.replicas.switching.member import Member
@@ -23,7 +23,7 @@ class Wiring:
 
     def __init__(self, member: Member, submit: Submit, on_built: Callable[[], None]) -> None:
         self._member, self._submit, self._on_built = member, submit, on_built
-        self._directory = PeerDirectory(version=-1, peers=(), groups=())
+        self._directory = PeerDirectory(version=NO_VERSION, peers=(), groups=())
         self._building = threading.Lock()
 
     def connect(self, directory: PeerDirectory) -> None:

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pengserve.controller.ports import Discovery, StatusCall
+from pengserve.controller.terms import LocalTermStore
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, FenceError, StepError
-from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
+from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import (
     DeviceInfo,
@@ -17,6 +18,9 @@ from pengserve.planners.types.snapshot import (
     KvCapacity,
     LaneInfo,
 )
+
+FIRST = Version(term=1, counter=0)
+"""Of the first controller there is."""
 
 CAPACITY = KvCapacity(
     num_blocks=64, block_size=32, bytes_per_block=4096, max_model_len=1024, max_num_seqs=8, weight_bytes=1 << 20
@@ -92,6 +96,7 @@ class FakePort:
 
     def __init__(self, degrees: Sequence[int] = (), max_stages: int = 1) -> None:
         self.degrees, self.max_stages = degrees, max_stages
+        self.terms = LocalTermStore()  # as the instances, it outlives controllers
         self.instances: dict[InstanceKey, FakeInstance] = {}
         self.reserved: set[InstanceKey] = set()  # as placement groups: freed by a kill alone
         self.refusal = ""  # why nothing can be created

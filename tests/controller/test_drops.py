@@ -18,7 +18,7 @@ from pengserve.planners.types.ids import Epoch, InstanceId
 from pengserve.planners.types.layout import Group, parse_groups
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, DeviceInfo, InstanceState
-from tests.controller.fakes import CAPACITY, Clock, FakePort, answer, life
+from tests.controller.fakes import CAPACITY, FIRST, Clock, FakePort, answer, life
 from tests.controller.test_loop import running, until
 from tests.controller.test_switches import formable, layout, log, shapes, target
 from tests.planners import clusters
@@ -209,7 +209,7 @@ def test_a_decision_reads_back_from_the_log() -> None:
 
 
 def started(config: ControllerConfig, nodes: list[str] | None = None) -> transitions.ClusterState:
-    state = transitions.empty(config, version=1, epoch=Epoch(1))
+    state = transitions.empty(config, version=FIRST, epoch=Epoch(1))
     state = transitions.create(state, [InstanceId(i) for i in range(config.num_instances)], "begin", 0).state
     stages = config.drop.max_stages
     said = [

@@ -1,11 +1,16 @@
 """The event log: numbers that go on, lines that a crash tears, and ends for all starts."""
 
+import errno
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from pengserve.controller.events import TAIL_BYTES, Change, EventLog, open_starts
+from pengserve.controller import line_file
+from pengserve.controller.events import RETRY_S, TAIL_BYTES, Change, EventLog, open_starts
+from pengserve.controller.line_file import FileLimits
 from pengserve.planners.types.events import EventKind
 
 CHANGE = Change(kind=EventKind.INSTANCE_START, span="instance:0.1", why="begin", data={"n": 1})
@@ -20,7 +25,7 @@ def test_numbers_go_on_over_restarts(tmp_path: Path) -> None:
     assert [event.seq for event in EventLog(path).tail()] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("torn", [b'{"seq":3,"time_s":1.5,"ki', b"\xff\xfe", b"{}", b"[1]", b"7"])
+@pytest.mark.parametrize("torn", [b'{"seq":3,"time_s":1.5,"ki', b"\xff\xfe", b"{}", b"[1]", b"7", b"[" * 10_000])
 def test_a_torn_last_line_costs_that_event_alone(tmp_path: Path, torn: bytes) -> None:
     path = tmp_path / "events.jsonl"
     EventLog(str(path)).append([CHANGE, CHANGE])
@@ -69,6 +74,85 @@ def test_a_full_disk_costs_the_file_alone() -> None:
     log = EventLog("/dev/full")
     assert len(log.append([CHANGE])) == len(log.append([CHANGE])) == 1
     assert len(log.tail()) == 2
+
+
+class Disk:
+    """Stands for `os.write`: takes so many bytes a call, and so many in all."""
+
+    def __init__(self, *, free: int = 1 << 30, a_call: int = 1 << 30) -> None:
+        self.free, self.a_call = free, a_call
+
+    def write(self, file: int, data: memoryview) -> int:
+        num_bytes = min(self.free, self.a_call, len(data))
+        if not num_bytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        self.free -= num_bytes
+        return os.write(file, data[:num_bytes])
+
+
+def test_a_controller_begins_and_goes_on_while_the_disk_is_full(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says so once, takes back what it had begun to write, and writes again once there is room."""
+    path, disk, now_s = tmp_path / "events.jsonl", Disk(), [0.0]
+
+    def open_log() -> EventLog:
+        return EventLog(str(path), write=disk.write, clock=lambda: now_s[0])
+
+    open_log().append([CHANGE])
+    disk.free = 20  # of a line of about a hundred bytes
+    log = open_log()
+    for _ in range(5):
+        log.append([CHANGE])
+        now_s[0] += RETRY_S
+    assert [event.seq for event in log.tail()] == [1, 2, 3, 4, 5, 6]
+    assert [json.loads(line)["seq"] for line in path.read_bytes().splitlines()] == [1]
+    assert len([r for r in caplog.records if r.levelname == "ERROR"]) == 1
+    disk.free = 1 << 30
+    log.append([CHANGE])
+    assert "5 events are missing" in caplog.text
+    assert [event.seq for event in open_log().tail()] == [1, 7]
+
+
+def test_a_controller_begins_where_the_file_cannot_be_opened(tmp_path: Path) -> None:
+    (tmp_path / "a file").touch()
+    for path in (tmp_path, Path("/proc/no/such/file"), tmp_path / "a file" / "below"):
+        assert EventLog(str(path)).append([CHANGE])[0].seq == 1
+
+
+def test_short_writes_are_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    EventLog(str(path), write=Disk(a_call=7).write).append([CHANGE, CHANGE])
+    assert [event.seq for event in EventLog(str(path)).tail()] == [1, 2]
+
+
+def test_old_events_make_room_for_new_ones(tmp_path: Path) -> None:
+    """Files are bounded in size and number, and a new controller reads over their borders."""
+    path, limits = tmp_path / "events.jsonl", FileLimits(max_bytes=1000, num_older=2)
+    log = EventLog(str(path), limits=limits)
+    for _ in range(40):
+        log.append([CHANGE])
+    sizes = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
+    assert sizes.keys() == {"events.jsonl", "events.jsonl.1", "events.jsonl.2"} and max(sizes.values()) <= 1000
+    found = [event.seq for event in EventLog(str(path), limits=limits).tail()]
+    assert found == list(range(found[0], 41)) and len(found) > 14
+    assert EventLog(str(path), limits=limits).append([CHANGE])[0].seq == 41
+
+
+def test_two_writers_of_one_file_tear_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two controllers that overlap, on a disk that takes a line in pieces, while the files rotate."""
+    monkeypatch.setattr(line_file, "_LOCK_TRIES", 60_000)  # the machine may be slow
+    path, limits = tmp_path / "events.jsonl", FileLimits(max_bytes=1500, num_older=30)
+    logs = [EventLog(str(path), limits=limits, write=Disk(a_call=30).write) for _ in range(2)]
+
+    def write(log: EventLog) -> None:
+        for _ in range(60):
+            log.append([CHANGE])
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(write, logs))
+    lines = [line for file in tmp_path.iterdir() for line in file.read_bytes().splitlines()]
+    assert sorted(json.loads(line)["seq"] for line in lines) == sorted(2 * list(range(1, 61)))
 
 
 def test_open_starts_are_those_without_an_end() -> None:

@@ -18,7 +18,7 @@ from pengserve.planners.types.config import ControllerConfig, DropConfig
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, InstanceStats
 from pengserve.replicas.revisions import Revisions
-from tests.controller.fakes import answer, lanes, life
+from tests.controller.fakes import FIRST, answer, lanes, life
 from tests.support.effort import examples
 
 CONFIG = ControllerConfig(app="kept", num_instances=4, degrees=(2, 4), drop=DropConfig(max_stages=2))
@@ -76,7 +76,7 @@ def numbering() -> Callable[[Observations], Observations]:
 @settings(max_examples=examples(150))
 @given(st.data())
 def test_what_is_kept_is_what_would_be_made_anew(data: st.DataObject) -> None:
-    state = transitions.empty(CONFIG, version=1, epoch=Epoch(0))
+    state = transitions.empty(CONFIG, version=FIRST, epoch=Epoch(0))
     number = numbering() if data.draw(st.booleans()) else lambda seen: seen
     for now_s in range(0, 60, 5):
         replacement = transitions.plan(state, now_s).replace
@@ -107,7 +107,7 @@ def test_what_is_kept_is_what_would_be_made_anew(data: st.DataObject) -> None:
 @settings(max_examples=examples(50))
 @given(st.data())
 def test_the_newest_answer_of_each_life_is_shown(data: st.DataObject) -> None:
-    state = transitions.empty(CONFIG, version=1, epoch=Epoch(0))
+    state = transitions.empty(CONFIG, version=FIRST, epoch=Epoch(0))
     for now_s in range(0, 30, 5):
         replacement = transitions.plan(state, now_s).replace
         if replacement is not None:
@@ -123,7 +123,9 @@ def test_the_newest_answer_of_each_life_is_shown(data: st.DataObject) -> None:
 
 def test_other_loads_leave_a_slot_the_same_object() -> None:
     ready = answer(life(0), InstanceState.READY)
-    state = transitions.create(transitions.empty(CONFIG, version=1, epoch=Epoch(0)), [InstanceId(0)], "begin", 0).state
+    state = transitions.create(
+        transitions.empty(CONFIG, version=FIRST, epoch=Epoch(0)), [InstanceId(0)], "begin", 0
+    ).state
     state = transitions.observe(state, [(life(0), ready)], 1).state
     busy = dataclasses.replace(ready, stats=InstanceStats(num_running=3), rss_bytes=7)
     after = transitions.observe(state, [(life(0), pickle.loads(pickle.dumps(busy)))], 2).state

@@ -22,7 +22,7 @@ from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind, parse_groups
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState
-from tests.controller.fakes import answer, life
+from tests.controller.fakes import FIRST, answer, life
 from tests.support.effort import examples
 from tests.support.layouts import check_layout
 
@@ -41,7 +41,7 @@ class LayoutLaws(RuleBasedStateMachine):
         self.under_way: list[InstanceSnapshot] = []  # answers that were given and have not arrived
         self.plans = 0
         self.done: SwitchReport | None = None  # the plan under way was committed, and nobody has heard
-        self.state = transitions.empty(CONFIG, version=1, epoch=Epoch(100))
+        self.state = transitions.empty(CONFIG, version=FIRST, epoch=Epoch(100))
         self.apply(transitions.create(self.state, [InstanceId(i) for i in range(4)], "begin", 0))
         for slot in self.state.slots:
             self.world[slot.key] = answer(slot.key, InstanceState.READY, degrees=CONFIG.degrees)
@@ -176,7 +176,7 @@ class LayoutLaws(RuleBasedStateMachine):
         """It knows nothing but what the instances say, and its clock may stand still."""
         self.under_way.clear()
         newest = [slot.key for slot in self.state.slots]
-        state = transitions.empty(CONFIG, version=self.state.routing.version + 1, epoch=Epoch(101))
+        state = transitions.empty(CONFIG, version=self.state.routing.version.next, epoch=Epoch(101))
         self.state = transitions.adopt(state, dict(self.world), [], newest, self.now_s).state
         assert all(self.state.layout.epoch >= said.epoch for said in self.world.values())
         assert self.state.switch is None
@@ -237,7 +237,7 @@ def slots(lanes: Sequence[str], epoch: int = 7) -> list[Slot]:
 
 def started(config: ControllerConfig, place: str = "") -> ClusterState:
     """All slots READY; `place` gives their nodes, one letter a slot."""
-    state = transitions.empty(config, version=1, epoch=Epoch(1))
+    state = transitions.empty(config, version=FIRST, epoch=Epoch(1))
     ids = [slot.key.instance_id for slot in state.slots]
     state = transitions.create(state, ids, "begin", 0).state
     seen: list[tuple[InstanceKey, Observation]] = []
@@ -298,7 +298,7 @@ def test_an_epoch_that_an_instance_knows_is_never_given_out_again() -> None:
 
 
 def test_a_new_controller_begins_above_all_that_was_committed() -> None:
-    state = transitions.empty(replace(CONFIG, num_instances=2), version=1, epoch=Epoch(5))
+    state = transitions.empty(replace(CONFIG, num_instances=2), version=FIRST, epoch=Epoch(5))
     living = {slot.key: slot.snapshot for slot in slots(["tp2@(0,1)", "tp2@(0,1)"], epoch=40)}
     adopted = transitions.adopt(state, living, [], [], 0).state
     assert adopted.layout.epoch == 41 and layouts.describe(adopted.layout) == "tp2@(0,1)"
@@ -309,7 +309,7 @@ def test_a_follower_that_the_layout_takes_for_a_lone_instance_gets_no_requests()
     """A leader that has not answered a new controller yet may still lead."""
     living = {slot.key: slot.snapshot for slot in slots(["tp2@(0,1)", "tp2@(0,1)"])}
     living[life(0)] = None
-    state = transitions.empty(replace(CONFIG, num_instances=2), version=1, epoch=Epoch(5))
+    state = transitions.empty(replace(CONFIG, num_instances=2), version=FIRST, epoch=Epoch(5))
     assert transitions.adopt(state, living, [], [], 0).state.routing.routes == ()
 
 
@@ -348,7 +348,7 @@ def test_an_empty_slot_keeps_its_rank_and_no_ready_group_has_it() -> None:
 
 
 def test_no_groups_before_all_slots_have_a_place_but_not_for_ever() -> None:
-    state = transitions.empty(CONFIG, version=1, epoch=Epoch(1))
+    state = transitions.empty(CONFIG, version=FIRST, epoch=Epoch(1))
     state = transitions.create(state, [InstanceId(i) for i in range(4)], "begin", 0).state
     three: list[tuple[InstanceKey, Observation]] = [
         (life(i), answer(life(i), InstanceState.READY, degrees=CONFIG.degrees)) for i in (0, 1, 3)
@@ -379,7 +379,7 @@ def test_a_new_controller_goes_on_with_the_rounds() -> None:
     said = {slot.key: slot.snapshot for slot in slots(["dp", "dp"])}
     ready, failed = "tp2@(0,1)/0.1-1.1/3", "tp2@(0,1)/0.1-1.1/2"
     living = {k: replace(s, groups_ready=(ready,), groups_failed=(failed,)) for k, s in said.items() if s is not None}
-    state = transitions.empty(replace(CONFIG, num_instances=2), version=1, epoch=Epoch(5))
+    state = transitions.empty(replace(CONFIG, num_instances=2), version=FIRST, epoch=Epoch(5))
     assert transitions.adopt(state, living, [], [], 0).state.wiring.names == (ready,)
     living = {k: replace(s, groups_failed=(failed, ready)) for k, s in living.items()}
     assert transitions.adopt(state, living, [], [], 0).state.wiring.names == ("tp2@(0,1)/0.1-1.1/4",)

@@ -3,16 +3,19 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pengserve.controller.events import EventLog, open_starts
+from pengserve.controller.events import Change, EventLog, open_starts
 from pengserve.controller.loop import Controller
+from pengserve.controller.terms import Term
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.events import EventKind
-from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.ids import NO_VERSION, InstanceKey
 from pengserve.planners.types.snapshot import InstanceState, RoutingTable
 from tests.controller.fakes import FakePort, answer, life
 
@@ -32,7 +35,7 @@ async def running(
     port: FakePort, config: ControllerConfig = CONFIG, log: EventLog | None = None
 ) -> AsyncIterator[Controller]:
     """A controller whose loop runs; on leaving it dies as by SIGKILL: no word to anybody."""
-    controller = Controller(config, port, log or EventLog())
+    controller = Controller(config, port, log or EventLog(), Term(port.terms))
     loop = asyncio.get_running_loop().create_task(controller.run())
     try:
         yield controller
@@ -46,7 +49,7 @@ async def running(
 async def routed(controller: Controller, wanted: Callable[[RoutingTable], bool], timeout_s: float = 40) -> RoutingTable:
     """The first table that is as `wanted`, by the same long-poll that ingresses use."""
     async with asyncio.timeout(timeout_s):
-        version = -1
+        version = NO_VERSION
         while True:
             table = await controller.routing(version, 1.0)
             if wanted(table):
@@ -91,7 +94,7 @@ async def test_a_reported_crash_leaves_the_routes_at_once_and_is_replaced() -> N
         port.crash(life(1))
         controller.report_lost(life(1), "end of file")
         without = await controller.routing(before.version, 5)
-        assert routes(life(0))(without) and without.version == before.version + 1
+        assert routes(life(0))(without) and without.version == before.version.next
 
 
 async def test_a_crash_is_seen_without_any_report() -> None:
@@ -125,7 +128,7 @@ async def test_one_short_silence_is_forgiven(at_once: bool) -> None:
         port.instances[life(1)].silent = True
         await asyncio.sleep(CONFIG.status_timeout_s * 1.5)  # the silence itself is what is tested
         port.instances[life(1)].silent = False
-        table = await controller.routing(-1, 1)
+        table = await controller.routing(NO_VERSION, 1)
         assert await controller.routing(table.version, CONFIG.lost_after_s * 2) == table
 
 
@@ -202,7 +205,7 @@ async def test_drain_ends_all_and_fills_nothing_again() -> None:
         await routed(controller, routes(life(0), life(1)))
         assert await controller.drain(timeout_s=40)
         assert not port.instances and not port.reserved
-        table = await controller.routing(-1, 1)
+        table = await controller.routing(NO_VERSION, 1)
         assert (table.routes, table.is_draining) == ((), True)
         assert kinds(controller, "instance:0.1")[-1] is EventKind.INSTANCE_DRAIN_END
         assert await controller.drain(timeout_s=1), "again is harmless"
@@ -231,7 +234,7 @@ async def test_a_controller_that_cannot_look_around_keeps_trying() -> None:
     port = Blind()
     async with running(port) as controller:
         with pytest.raises(EngineError, match="recovering"):
-            await controller.routing(-1, 0.05)
+            await controller.routing(NO_VERSION, 0.05)
         port.can_see = True
         await routed(controller, routes(life(0), life(1)))
 
@@ -251,3 +254,25 @@ async def test_stop_leaves_the_instances_alone() -> None:
         await controller.stop()
         assert set(port.instances) == {life(0), life(1)}
         assert controller.events(limit=1000)[-1].kind is EventKind.CONTROLLER_STOP
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"is_auto": False, "groups": "tp2@(2,3)", "strategy": "carry"},  # of a larger cluster
+        {"is_auto": False, "groups": "tp2@(0", "strategy": "carry"},
+        {"is_auto": False},
+        {"term": "x", "epoch": None},
+    ],
+)
+async def test_a_log_of_another_cluster_or_a_damaged_one_keeps_no_controller_from_coming_back(
+    tmp_path: Path, data: dict[str, Any]
+) -> None:
+    path = str(tmp_path / "events.jsonl")
+    EventLog(path).append([Change(kind=EventKind.POLICY_CHANGED, data=data)])
+    port = FakePort((2,))
+    async with running(port, replace(CONFIG, degrees=(2,)), log=EventLog(path)) as controller:
+        await routed(controller, routes(life(0), life(1)))
+        port.crash(life(1))
+        await routed(controller, routes(life(0), life(1, 2)))
+        assert controller.snapshot().policy.is_auto

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from pengserve.planners.types.errors import EngineError, FenceError, StepError
 from pengserve.planners.types.ids import Epoch
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import SwitchPlan
-from tests.controller.fakes import life
+from tests.controller.fakes import FIRST, life
 
 # What a host answers, without an instance behind it: `prepare` fails, `commit` says which plan it got, `drain` hangs.
 CHILD = r"""
@@ -36,7 +37,7 @@ for line in sys.stdin:
         lane = said[-1] if said else "dp"
         answer["result"] = to_data(InstanceSnapshot(key=key, state=InstanceState.READY, lane=lane))
     elif name == "connect":
-        said.append(f"version {args['directory']['version']}")
+        said.append(f"version {args['directory']['version']['counter']}")
         answer["result"] = None
     elif name == "prepare":
         answer["error"] = {"type": args["plan"]["why"], "message": "not now"}
@@ -79,7 +80,7 @@ async def test_calls_and_values_arrive(tmp_path: Path) -> None:
         await ports.create(life(0))
         assert (await ports.status(life(0))).key == life(0)
         peers = (PeerAddress(key=life(0), endpoint="127.0.0.1:1"),)
-        await ports.connect(life(0), PeerDirectory(version=9, peers=peers, groups=()))
+        await ports.connect(life(0), PeerDirectory(version=replace(FIRST, counter=9), peers=peers, groups=()))
         assert (await ports.status(life(0))).lane == "version 9"
         report = await ports.commit(life(0), PLAN)
         assert (report.plan_id, report.epoch, report.cutover_s) == ("7:merge", 8, 0.25)

@@ -1,5 +1,6 @@
 """The controller against a real Ray: real processes, placement groups and SIGKILLs. Only the engine is absent."""
 
+import asyncio
 import os
 import re
 import signal
@@ -13,8 +14,9 @@ import pytest
 
 from pengserve.controller.events import EventLog, open_starts
 from pengserve.planners.types.config import ControllerConfig, MergeConfig
-from pengserve.planners.types.errors import PlanError
+from pengserve.planners.types.errors import EngineError, PlanError
 from pengserve.planners.types.events import EventKind
+from pengserve.planners.types.ids import NO_VERSION
 from pengserve.planners.types.layout import parse_groups
 from pengserve.planners.types.plans import LayoutTarget, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState, RoutingTable
@@ -41,9 +43,9 @@ def light_instance() -> type:
     class LightInstance:
         def __init__(self, config: dict[str, str], key: Any) -> None:
             self.config, self.key, self.draining = config, key, False
-            self.lane, self.epoch, self.groups = "dp", 0, ()
+            self.lane, self.epoch, self.groups, self.term = "dp", 0, (), 0
 
-        def status(self) -> Any:
+        def status(self, term: int) -> Any:
             import os
 
             import ray
@@ -56,6 +58,7 @@ def light_instance() -> type:
                 LaneInfo,
             )
 
+            self.term = max(self.term, term)
             node_id = ray.get_runtime_context().get_node_id()
             state = InstanceState.DRAINING if self.draining else InstanceState.READY
             failure = self.config.get("failure", "")
@@ -73,27 +76,28 @@ def light_instance() -> type:
                 lanes=tuple(LaneInfo(shape=shape, capacity=capacity) for shape in ("dp", "tp2")),
                 peer_endpoint=f"127.0.0.2:{os.getpid()}",
                 groups_ready=self.groups,
+                term=self.term,
             )
 
-        def connect(self, directory: Any) -> None:
+        def connect(self, directory: Any, term: int) -> None:
             self.groups = tuple(spec.name for spec in directory.groups if self.key in spec.members)
 
-        def prepare(self, plan: Any) -> None:
+        def prepare(self, plan: Any, term: int) -> None:
             from pengserve.planners.types.errors import StepError
 
             if plan.strategy.value == self.config.get("cannot"):
                 raise StepError("its lane is busy")
 
-        def commit(self, plan: Any) -> Any:
+        def commit(self, plan: Any, term: int) -> Any:
             from pengserve.planners.types.plans import SwitchReport
 
             self.lane, self.epoch = str(plan.group) if plan.is_merge else "dp", plan.epoch + 1
             return SwitchReport(plan_id=plan.plan_id, epoch=plan.epoch + 1)
 
-        def abort(self, plan_id: str) -> None:
+        def abort(self, plan_id: str, term: int) -> None:
             self.aborted = plan_id
 
-        def drain(self, timeout_s: float) -> bool:
+        def drain(self, timeout_s: float, term: int) -> bool:
             self.draining = True
             return True
 
@@ -118,7 +122,7 @@ class Client:
 
     def routed(self, wanted: Callable[[RoutingTable], bool]) -> RoutingTable:
         """The first table that is as `wanted`."""
-        deadline_s, version = time.monotonic() + WAIT_S, -1
+        deadline_s, version = time.monotonic() + WAIT_S, NO_VERSION
         while time.monotonic() < deadline_s:
             table: RoutingTable = self.call("routing", version, 5.0)
             if wanted(table):
@@ -188,7 +192,7 @@ def test_lives_and_deaths_of_instances_and_controllers(ray: Any, tmp_path: Path)
     assert len(group_names(ray)) == 2
 
     assert second.call("drain", 10.0)
-    assert second.call("routing", -1, 1.0).routes == ()
+    assert second.call("routing", NO_VERSION, 1.0).routes == ()
     until(lambda: group_names(ray) == [])
     assert all(i.state is InstanceState.DEAD for i in second.snapshot().instances)
     second.call("shutdown")
@@ -200,6 +204,38 @@ def test_lives_and_deaths_of_instances_and_controllers(ray: Any, tmp_path: Path)
     (lost,) = (event for event in events if event.kind is EventKind.INSTANCE_LOST)
     assert lost.span == "instance:1.1" and lost.why.startswith("its process has ended: Worker unexpectedly exits")
     second.die()
+
+
+def test_the_older_of_two_controllers_of_one_application_stops(ray: Any) -> None:
+    config = replace(CONFIG, app="two-controllers")
+    old = Client(ray, config, {})
+    before = old.routed(lambda table: len(table.routes) == 2)
+    new = Client(ray, config, {})
+    after = new.routed(lambda table: len(table.routes) == 2)
+    assert after.version > before.version
+    assert [route.key for route in after.routes] == [route.key for route in before.routes], "adopted, not replaced"
+    deadline_s = time.monotonic() + WAIT_S
+    while not (stops := [e for e in old.call("events", 0, 1000) if e.kind is EventKind.CONTROLLER_STOP]):
+        assert time.monotonic() < deadline_s, "the older one goes on"
+        time.sleep(0.1)
+    assert len(stops) == 1 and "has taken over" in stops[0].why
+    with pytest.raises(EngineError, match="has taken over"):
+        old.call("snapshot")
+    assert new.call("drain", 10.0)
+    for client in (old, new):
+        client.die()
+
+
+def test_no_two_claims_of_a_term_get_the_same_one(ray: Any) -> None:
+    from pengserve.controller.ray_terms import RayTermStore
+
+    async def claims() -> tuple[list[int], int, int]:
+        store = RayTermStore("terms", "tests")
+        claimed = await asyncio.gather(*(store.claim(0) for _ in range(12)))
+        return claimed, await store.claim(100), await store.newest()
+
+    claimed, above, newest = asyncio.run(claims())
+    assert len(set(claimed)) == 12 and (above, newest) == (101, 101)
 
 
 def test_instances_of_another_configuration_are_replaced_not_adopted(ray: Any) -> None:

@@ -8,7 +8,7 @@ from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.snapshot import InstanceState, Route
-from tests.controller.fakes import answer, life
+from tests.controller.fakes import FIRST, answer, life
 
 
 def route(key: InstanceKey, shape: str = "dp", endpoint: str = "127.0.0.1:1") -> Route:
@@ -29,7 +29,7 @@ def test_an_event_tells_of_routes_that_come_and_go_and_of_no_others() -> None:
 
 def test_among_a_thousand_instances_the_event_of_one_that_ends_is_short() -> None:
     config = ControllerConfig(app="routes", num_instances=1000)
-    state = transitions.empty(config, version=1, epoch=Epoch(1))
+    state = transitions.empty(config, version=FIRST, epoch=Epoch(1))
     state = transitions.create(state, [InstanceId(i) for i in range(1000)], "begin", 0.0).state
     answers = [(slot.key, answer(slot.key, InstanceState.READY)) for slot in state.slots]
     state = transitions.observe(state, answers, 1.0).state
@@ -41,7 +41,7 @@ def test_among_a_thousand_instances_the_event_of_one_that_ends_is_short() -> Non
 
 def test_a_member_that_says_what_the_layout_says_makes_no_new_route() -> None:
     config = ControllerConfig(app="routes", num_instances=2, degrees=(2,))
-    state = transitions.empty(config, version=1, epoch=Epoch(1))
+    state = transitions.empty(config, version=FIRST, epoch=Epoch(1))
     state = transitions.create(state, [InstanceId(0), InstanceId(1)], "begin", 0.0).state
     said = [answer(slot.key, InstanceState.READY, degrees=(2,)) for slot in state.slots]
     state = transitions.observe(state, [(a.key, a) for a in said], 1.0).state

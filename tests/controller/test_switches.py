@@ -11,6 +11,7 @@ from pengserve.controller.loop import Controller
 from pengserve.planners.types.config import ControllerConfig, MergeConfig
 from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.events import Event, EventKind
+from pengserve.planners.types.ids import NO_VERSION
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import Demand, InstanceState
@@ -248,7 +249,7 @@ async def test_a_new_controller_finds_the_layout_as_it_is_and_keeps_the_wish(tmp
         await until(lambda: layout(controller) == PAIR)
         before = controller.snapshot()
     async with running(port, CONFIG, EventLog(path)) as controller:
-        table = await controller.routing(-1, 5)
+        table = await controller.routing(NO_VERSION, 5)
         assert [(str(r.key), r.shape) for r in table.routes] == [("0.1", "tp2"), ("2.1", "dp"), ("3.1", "dp")]
         assert table.epoch > before.epoch
         assert log(controller, EventKind.LAYOUT_CHANGED)[-1].why == "the instances run it so"

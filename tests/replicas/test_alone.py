@@ -16,7 +16,7 @@ from vllm import SamplingParams
 from pengserve.controller.process_port import ProcessPort
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import GroupSpec, PeerAddress, PeerDirectory
-from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.ids import InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.snapshot import InstanceSnapshot, InstanceState
 from pengserve.replicas.engine.link import InstanceLink
@@ -125,7 +125,7 @@ async def test_faults_while_lanes_and_their_memory_are_built(broken: Broken, ins
         for kind in (GroupKind.TP, GroupKind.PP)
     )
     peers = (PeerAddress(key=other, endpoint="127.0.0.1:9"),)  # the discard port, where there is no listener
-    await broken.port.connect(LANES, PeerDirectory(version=1, peers=peers, groups=groups))
+    await broken.port.connect(LANES, PeerDirectory(version=Version(term=9, counter=0), peers=peers, groups=groups))
     told = await broken.wait(LANES, lambda snapshot: len(why_not(snapshot)) == 2)
     assert why_not(told) == {
         "tp2": "its lane cannot be built (RuntimeError: a fault of the test)",

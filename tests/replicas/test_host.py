@@ -14,6 +14,7 @@ import pytest
 
 from pengserve.planners.types.errors import StepError
 from pengserve.replicas.host import ControlLines
+from pengserve.replicas.terms import TermFence
 from tests.support.processes import InstanceProcess
 
 
@@ -23,7 +24,7 @@ def answer(error: Exception) -> dict[str, Any]:
     def status() -> None:
         raise error
 
-    instance: Any = SimpleNamespace(status=status)
+    instance: Any = SimpleNamespace(status=status, terms=TermFence())
     answers = io.StringIO()
     lines = ControlLines(instance, answers, on_end=lambda: None)
     lines.serve(io.StringIO(json.dumps({"id": 7, "call": "status"}) + "\n"))

@@ -4,7 +4,7 @@ import pytest
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import PeerAddress, PeerDirectory
-from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.ids import InstanceId, InstanceKey, Version
 from pengserve.replicas.processors import processors_each
 
 
@@ -30,5 +30,5 @@ def test_a_directory_tells_who_runs_on_the_same_machine() -> None:
     keys = [InstanceKey(instance_id=InstanceId(i), incarnation=0) for i in range(4)]
     endpoints = ["10.0.0.1:1", "10.0.0.1:2", "[fe80::1]:3"]
     peers = tuple(PeerAddress(key=key, endpoint=at) for key, at in zip(keys, endpoints, strict=False))
-    directory = PeerDirectory(version=1, peers=peers, groups=())
+    directory = PeerDirectory(version=Version(term=1, counter=0), peers=peers, groups=())
     assert [directory.num_beside(key) for key in keys] == [2, 2, 1, 0]

@@ -39,7 +39,7 @@ OTHERS: dict[str, Any] = {
 
 
 def test_each_field_is_a_load_or_calls_for_a_new_number() -> None:
-    assert {f.name for f in fields(InstanceSnapshot)} == {"key", "revision", *LOADS, *OTHERS}
+    assert {f.name for f in fields(InstanceSnapshot)} == {"key", "revision", "term", *LOADS, *OTHERS}
 
 
 def test_other_loads_keep_the_number() -> None:

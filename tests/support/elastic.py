@@ -25,7 +25,7 @@ from pengserve.planners.types.config import (
     MicrobatchPolicy,
 )
 from pengserve.planners.types.events import Event, EventKind
-from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.ids import InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import LayoutTarget, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState, RoutingTable
@@ -249,7 +249,7 @@ class ControllerSource(CalledSource):
     def __init__(self, cluster: ElasticCluster) -> None:
         self._cluster = cluster
 
-    async def routing(self, known_version: int, timeout_s: float) -> RoutingTable:
+    async def routing(self, known_version: Version, timeout_s: float) -> RoutingTable:
         """See `RoutingSource`."""
         return await super().routing(known_version, min(timeout_s, MAX_POLL_S))
 

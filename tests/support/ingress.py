@@ -13,7 +13,7 @@ import uvicorn
 from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.metrics.facade import Metrics
 from pengserve.planners.types.events import Event, EventKind
-from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
+from pengserve.planners.types.ids import NO_VERSION, Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Layout
 from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, Route, RoutingTable
@@ -30,7 +30,7 @@ class FixedRoutes:
         self.lost: list[tuple[InstanceKey, str]] = []
         self.demands: list[Demand] = []
         self.targets: list[LayoutTarget | None] = []  # None: the planner decides again
-        self._table = RoutingTable(version=0, epoch=Epoch(0), routes=())
+        self._table = RoutingTable(version=NO_VERSION, epoch=Epoch(0), routes=())
         self.show(processes)
 
     def show(self, processes: Sequence[InstanceProcess], *, is_draining: bool = False, max_model_len: int = 0) -> None:
@@ -40,14 +40,14 @@ class FixedRoutes:
             for p in processes
         )
         self._table = RoutingTable(
-            version=self._table.version + 1,
+            version=self._table.version.next,
             epoch=Epoch(0),
             routes=routes,
             is_draining=is_draining,
             max_model_len=max_model_len,
         )
 
-    async def routing(self, known_version: int, timeout_s: float) -> RoutingTable:
+    async def routing(self, known_version: Version, timeout_s: float) -> RoutingTable:
         """See `RoutingSource`."""
         deadline_s = time.monotonic() + timeout_s
         while self._table.version <= known_version and time.monotonic() < deadline_s:  # noqa: ASYNC110

@@ -7,6 +7,7 @@ the test delivers it, so that any interleaving of several links can be tried.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from time import monotonic
 from typing import Any
 
 from vllm import SamplingParams
@@ -179,7 +180,9 @@ class Cluster:
         self.pool = FakePool()
         self.max_model_len = MAX_MODEL_LEN
         patient = LimitConfig(max_losses=10_000, max_losses_in_place=10_000, max_deaths_alone=10_000)
-        self.book = RequestBook(self, limits or patient, self.pool, lambda: self.max_model_len)
+        self.passed_s = 0.0  # that the book's clock is ahead
+        clock = lambda: monotonic() + self.passed_s  # noqa: E731
+        self.book = RequestBook(self, limits or patient, self.pool, lambda: self.max_model_len, clock)
         self.instances = [
             FakeInstance(InstanceKey(instance_id=InstanceId(i), incarnation=0), self.lengths)
             for i in range(num_instances)

@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 
 from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.events import Event, EventKind
-from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
+from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Layout, parse_groups
 from pengserve.planners.types.snapshot import (
     ClusterSnapshot,
@@ -28,6 +28,7 @@ from pengserve.planners.types.snapshot import (
     SwitchRecord,
 )
 
+VERSION = Version(term=2, counter=7)
 ADMIN_KEY = "admin-secret"
 CAPACITY = KvCapacity(
     num_blocks=100, block_size=32, bytes_per_block=1 << 16, max_model_len=2048, max_num_seqs=64, weight_bytes=20 << 20
@@ -52,7 +53,11 @@ def snapshot(*instances: InstanceSnapshot, time_s: float = 1000.0) -> ClusterSna
     """A cluster of `instances`, all alone in their groups."""
     ids = tuple(i.instance_id for i in instances)
     return ClusterSnapshot(
-        app="pengserve", time_s=time_s, layout=Layout.all_dp(ids, Epoch(3)), instances=instances, routing_version=7
+        app="pengserve",
+        time_s=time_s,
+        layout=Layout.all_dp(ids, Epoch(3)),
+        instances=instances,
+        routing_version=VERSION,
     )
 
 
@@ -90,7 +95,7 @@ class ClusterState:
             for i in self.snapshots[-1].instances
             if i.state is InstanceState.READY
         )
-        return RoutingTable(version=7, epoch=Epoch(3), routes=routes)
+        return RoutingTable(version=VERSION, epoch=Epoch(3), routes=routes)
 
 
 def some_events(count: int) -> list[Event]:

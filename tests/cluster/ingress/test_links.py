@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pengserve.cluster.ingress.links import LinkPool
-from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
+from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.snapshot import Address, InstanceStats, Route, RoutingTable
 from pengserve.replicas.channel.frames import FrameKind, encode, read
 from pengserve.replicas.engine import link
@@ -19,6 +19,11 @@ from pengserve.replicas.engine.wire import Codec, Moved, Welcome
 from tests.support.moving import CAPACITY
 
 TOKEN = "a-token"
+
+
+def v(counter: int) -> Version:
+    """Of the first controller."""
+    return Version(term=1, counter=counter)
 
 
 class Listener:
@@ -103,11 +108,11 @@ async def test_every_address_has_a_link_and_routes_alone_take_requests() -> None
     leader, follower = Listener(0), Listener(1)
     async with listening(leader) as first, listening(follower) as second, pooling() as (pool, _):
         addresses = (Address(key=leader.key, endpoint=first), Address(key=follower.key, endpoint=second))
-        pool.apply(RoutingTable(version=1, epoch=Epoch(0), routes=(route(leader, first),), addresses=addresses))
+        pool.apply(RoutingTable(version=v(1), epoch=Epoch(0), routes=(route(leader, first),), addresses=addresses))
         await until(lambda: pool.find(leader.key) and pool.find(follower.key))
         assert [link.key for link in pool.ready()] == [leader.key]
         both = (route(leader, first), route(follower, second))
-        pool.apply(RoutingTable(version=2, epoch=Epoch(1), routes=both, addresses=addresses))
+        pool.apply(RoutingTable(version=v(2), epoch=Epoch(1), routes=both, addresses=addresses))
         assert len(pool.ready()) == 2, "at once: the link is there"
         assert len(follower.writers) == 1
 
@@ -115,7 +120,7 @@ async def test_every_address_has_a_link_and_routes_alone_take_requests() -> None
 async def test_a_table_without_addresses_is_followed_by_its_routes() -> None:
     listener = Listener(0)
     async with listening(listener) as endpoint, pooling() as (pool, _):
-        pool.apply(RoutingTable(version=1, epoch=Epoch(0), routes=(route(listener, endpoint),)))
+        pool.apply(RoutingTable(version=v(1), epoch=Epoch(0), routes=(route(listener, endpoint),)))
         await until(pool.ready)
 
 
@@ -124,7 +129,7 @@ async def test_moved_frames_come_in_order_with_batches() -> None:
     moved = Moved(["a", "b"], InstanceKey(instance_id=InstanceId(1), incarnation=2), True)
     left = Moved(["c"], None, False)
     async with listening(listener) as endpoint, pooling() as (pool, handler):
-        pool.apply(RoutingTable(version=1, epoch=Epoch(0), routes=(route(listener, endpoint),)))
+        pool.apply(RoutingTable(version=v(1), epoch=Epoch(0), routes=(route(listener, endpoint),)))
         await until(pool.ready)
         listener.batch(1)
         listener.moved(msgspec.msgpack.encode(moved))
@@ -137,7 +142,7 @@ async def test_moved_frames_come_in_order_with_batches() -> None:
 async def test_a_malformed_moved_ends_the_link() -> None:
     listener = Listener(0)
     async with listening(listener) as endpoint, pooling() as (pool, handler):
-        pool.apply(RoutingTable(version=1, epoch=Epoch(0), routes=(route(listener, endpoint),)))
+        pool.apply(RoutingTable(version=v(1), epoch=Epoch(0), routes=(route(listener, endpoint),)))
         await until(pool.ready)
         listener.moved(b"\xc1")
         await until(lambda: "lost" in handler.said)
@@ -158,7 +163,7 @@ async def test_a_fault_in_a_callback_costs_the_link_and_never_the_instance(
             raise ValueError("a fault of ours")
 
         monkeypatch.setattr(handler, name, fail_once)
-        pool.apply(RoutingTable(version=1, epoch=Epoch(0), routes=(route(listener, endpoint),)))
+        pool.apply(RoutingTable(version=v(1), epoch=Epoch(0), routes=(route(listener, endpoint),)))
         await until(lambda: listener.writers)
         listener.batch(1)
         listener.moved(msgspec.msgpack.encode(Moved(["a"], None, False)))
@@ -176,7 +181,7 @@ async def test_a_loop_that_stood_still_takes_no_instance_for_silent(monkeypatch:
     monkeypatch.setattr(link, "HEARTBEAT_S", 0.02)
     listener = Listener(0)
     async with listening(listener) as endpoint, pooling() as (pool, handler):
-        pool.apply(RoutingTable(version=1, epoch=Epoch(0), routes=(route(listener, endpoint),)))
+        pool.apply(RoutingTable(version=v(1), epoch=Epoch(0), routes=(route(listener, endpoint),)))
         await until(pool.ready)
         for step in range(1, 4):
             listener.batch(step)
@@ -189,6 +194,6 @@ async def test_an_instance_that_says_nothing_is_given_up(monkeypatch: pytest.Mon
     monkeypatch.setattr(link, "HEARTBEAT_S", 0.01)
     listener = Listener(0)
     async with listening(listener) as endpoint, pooling() as (pool, handler):
-        pool.apply(RoutingTable(version=1, epoch=Epoch(0), routes=(route(listener, endpoint),)))
+        pool.apply(RoutingTable(version=v(1), epoch=Epoch(0), routes=(route(listener, endpoint),)))
         await until(lambda: "lost" in handler.said)
         await until(lambda: len(listener.writers) > 1)

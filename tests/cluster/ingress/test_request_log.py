@@ -13,6 +13,8 @@ from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.request_options import RequestOptions
 from pengserve.cluster.settings import load_settings
+from pengserve.controller.line_file import LineFile
+from tests.controller.test_events import Disk
 from tests.support.moving import PROMPT, Cluster
 
 KEYS = [
@@ -139,6 +141,27 @@ async def test_a_slow_disk_costs_lines_and_not_memory(
     assert "3 requests are not in the request log" in caplog.text
 
 
+async def test_a_full_disk_costs_the_lines_of_that_time_and_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "requests.jsonl"
+    served = cluster(path)
+    served.request_log._file = LineFile(path, write=Disk(free=300).write)
+    monkeypatch.setattr(request_log, "RETRY_S", 0.0)
+    with caplog.at_level(logging.WARNING):
+        for number in range(4):
+            served.request(number, 2)
+            served.settle()
+            await served.request_log.flush()
+        assert served.ended == {0, 1, 2, 3} and served.request_log.is_on
+        assert len(caplog.records) == 1 and "the disk is full" in caplog.text
+        served.request_log._file = LineFile(path)
+        served.request(4, 2)
+        served.settle()
+        await served.request_log.flush()
+    assert len(lines(path)) == 2 and "3 requests are not in the request log" in caplog.text
+
+
 def test_without_a_path_nothing_is_kept() -> None:
     served = cluster("")
     served.request(0, 2)
@@ -147,8 +170,12 @@ def test_without_a_path_nothing_is_kept() -> None:
 
 
 def test_the_setting_reaches_the_ingress() -> None:
-    settings = load_settings(None, model="m", request_log="/logs/requests.jsonl")
-    assert app.ingress_config(settings, app.instance_config(settings)).request_log == "/logs/requests.jsonl"
+    settings = load_settings(None, model="m", request_log="/logs/requests.jsonl", log_max_bytes=7, log_num_older=2)
+    config = app.ingress_config(settings, app.instance_config(settings))
+    assert config.request_log == "/logs/requests.jsonl"
+    controller = settings.controller_config()
+    assert (config.log_max_bytes, config.log_num_older) == (7, 2)
+    assert (controller.event_log_max_bytes, controller.event_log_num_older) == (7, 2)
 
 
 def test_reasons_have_the_names_of_openai() -> None:

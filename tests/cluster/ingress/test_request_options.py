@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 
-from pengserve.cluster.ingress import records
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.errors import RequestRefused
 from pengserve.cluster.ingress.request_options import PARALLELISM_HEADER, RequestOptions, read_options
@@ -17,20 +16,6 @@ TP2 = RequestOptions(degree=2)
 def stats(shape: str = "dp", *, max_model_len: int = 0, **more: Any) -> InstanceStats:
     """Stats of an instance that runs `shape`."""
     return InstanceStats(shape=shape, block_size=32, kv_blocks_total=1 << 12, max_model_len=max_model_len, **more)
-
-
-@pytest.fixture
-def later(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Moves the clock of the book on by some seconds."""
-    clock = records.monotonic
-    passed_s = 0.0
-
-    def pass_s(seconds: float) -> None:
-        nonlocal passed_s
-        passed_s += seconds
-        monkeypatch.setattr(records, "monotonic", lambda: clock() + passed_s)
-
-    return pass_s
 
 
 @pytest.mark.parametrize(
@@ -73,15 +58,15 @@ def test_a_wished_shape_is_kept() -> None:
     assert (len(dp.to_instance), len(tp2.to_instance)) == (2, 2)
 
 
-def test_a_wish_waits_for_its_group_and_is_then_served_anywhere(later: Any) -> None:
+def test_a_wish_waits_for_its_group_and_is_then_served_anywhere() -> None:
     cluster = Cluster(1)
     dp = cluster.connect(cluster.instances[0], stats())
     cluster.request(1, 5, TP2)
-    later(1.9)
+    cluster.passed_s += 1.9
     cluster.book.tend()
     assert cluster.book.num_waiting == 1
     assert cluster.book.demand() == Demand(num_waiting=1, wanted_degrees=((2, 1),))
-    later(0.2)
+    cluster.passed_s += 0.2
     cluster.book.tend()
     assert len(dp.to_instance) == 1
     assert cluster.book.demand() == Demand(num_running=1, wanted_degrees=((2, 1),))
@@ -96,10 +81,10 @@ def test_a_wish_is_served_as_soon_as_its_group_is_there() -> None:
     assert len(link.to_instance) == 1
 
 
-def test_a_wish_does_not_wait_again_after_a_loss(later: Any) -> None:
+def test_a_wish_does_not_wait_again_after_a_loss() -> None:
     cluster, dp, tp2 = two_shapes()
     cluster.request(1, 5, TP2)
-    later(3.0)
+    cluster.passed_s += 3.0
     cluster.instances[1].cut(0, refuses=True)
     cluster.deliver(tp2)
     assert len(dp.to_instance) == 1
@@ -203,10 +188,10 @@ def test_what_a_narrow_lane_cuts_short_goes_on_in_a_wide_one(has_length: bool) -
         assert accepted[-1].finish_reason is not None and len(book) == 0
 
 
-def test_a_wait_for_a_wide_group_ends(later: Any) -> None:
+def test_a_wait_for_a_wide_group_ends() -> None:
     cluster = Cluster(1, limits=LimitConfig(no_instance_timeout_s=5.0))
     cluster.connect(cluster.instances[0], stats(max_model_len=1024))
     cluster.request(2, 5, max_tokens=1500)
-    later(6.0)
+    cluster.passed_s += 6.0
     cluster.book.tend()
     assert list(cluster.failed) == ["r2"]

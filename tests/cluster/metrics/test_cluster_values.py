@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from pengserve.cluster.metrics.cluster_values import ClusterValues
 from pengserve.cluster.metrics.facade import Metrics
-from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
+from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Layout, parse_groups
 from pengserve.planners.types.snapshot import (
     ClusterSnapshot,
@@ -135,12 +135,13 @@ def test_a_replacement_connected_before_the_old_link_ended_stays_up(metrics: Met
 def test_routing_and_snapshot_are_mirrored(metrics: Metrics) -> None:
     values = ClusterValues(metrics)
     route = Route(key=key(0), endpoint="h:1", members=(InstanceId(0),), shape="dp")
-    values.on_routing(RoutingTable(version=4, epoch=Epoch(2), routes=(route,)))
+    values.on_routing(RoutingTable(version=Version(term=2, counter=4), epoch=Epoch(2), routes=(route,)))
     ready = InstanceSnapshot(key=key(0, 3), state=InstanceState.READY, capacity=CAPACITY, rss_bytes=99)
     starting = replace(ready, key=key(1), state=InstanceState.STARTING, capacity=None)
     layout = Layout.all_dp((InstanceId(0), InstanceId(1)), Epoch(2))
     values.on_snapshot(ClusterSnapshot(app="shop", time_s=0.0, layout=layout, instances=(ready, starting)))
     values.on_controller(up=True)
+    assert sample(metrics, "pengserve_controller_term") == 2
     assert sample(metrics, "pengserve_routing_version") == 4
     assert sample(metrics, "pengserve_layout_epoch") == 2
     assert sample(metrics, "pengserve_instances", state="starting") == 1

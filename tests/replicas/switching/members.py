@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from pengserve.planners.types.directory import GroupSpec, PeerAddress, PeerDirectory
-from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
+from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
 from pengserve.replicas.comm.peers import PeerNetwork
@@ -181,7 +181,7 @@ class FakeMember:
 def directory(members: Sequence[FakeMember], version: int = 1, *, with_group: bool = True) -> PeerDirectory:
     """Both members, and their group."""
     return PeerDirectory(
-        version=version,
+        version=Version(term=1, counter=version),
         peers=tuple(PeerAddress(key=m.network.key, endpoint=m.network.endpoint) for m in members),
         groups=(GroupSpec(group=GROUP, members=KEYS),) if with_group else (),
     )
