@@ -47,9 +47,16 @@ class LinkPool:
     """
 
     def __init__(
-        self, handler: LinkHandler, *, token: str, client_id: str, report_lost: Callable[[InstanceKey, str], Awaitable]
+        self,
+        handler: LinkHandler,
+        *,
+        token: str,
+        client_id: str,
+        report_lost: Callable[[InstanceKey, str], Awaitable],
+        fingerprint: str = "",
     ) -> None:
-        self._handler, self._token, self._client_id = handler, token, client_id
+        """Connects to instances that know `token` and are of the configuration that `fingerprint` names."""
+        self._handler, self._token, self._client_id, self._fingerprint = handler, token, client_id, fingerprint
         self._report_lost = report_lost
         self._routes: frozenset[InstanceKey] = frozenset()
         self._endpoints: dict[InstanceKey, str] = {}
@@ -126,7 +133,11 @@ class LinkPool:
         """Why no connection came about; an empty string when there was one and it has ended."""
         try:
             link = await InstanceLink.connect(
-                endpoint, token=self._token, client_id=self._client_id, timeout_s=CONNECT_TIMEOUT_S
+                endpoint,
+                token=self._token,
+                client_id=self._client_id,
+                fingerprint=self._fingerprint,
+                timeout_s=CONNECT_TIMEOUT_S,
             )
             if link.key != key:
                 await link.close()
