@@ -66,7 +66,9 @@ class Instance:
         self._step_codec: Codec | None = None
         self._idle = threading.Event()
         self._idle.set()
-        self._server = ChannelServer(host=self._host, token=config.channel_token, handler=self)
+        self._server = ChannelServer(
+            host=self._host, token=config.channel_token, handler=self, fingerprint=config.fingerprint
+        )
         self._requests = OpenRequests(self._server)
         self._loop = StepLoop(
             build=self._build_lanes, on_ready=self._ready, on_step=self._stepped, on_failed=self._failed

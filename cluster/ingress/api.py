@@ -68,6 +68,7 @@ class Ingress:
             token=config.instance.channel_token,
             client_id=client_id,
             report_lost=source.report_lost,
+            fingerprint=config.instance.fingerprint,
         )
         self.book = RequestBook(self.client, config.limits, self.links, lambda: self.client.model_config.max_model_len)
         self.demand = DemandReporter(self.book, source, client_id)

@@ -24,7 +24,9 @@ REPORT_TIMEOUT_S = 5.0
 class Connect(Protocol):
     """Opens the channel to an instance, as `InstanceLink.connect` does."""
 
-    async def __call__(self, endpoint: str, *, token: str, client_id: str, timeout_s: float) -> InstanceLink:
+    async def __call__(
+        self, endpoint: str, *, token: str, client_id: str, fingerprint: str, timeout_s: float
+    ) -> InstanceLink:
         """Raises LinkLostError where no instance answers at `endpoint` in time."""
 
 
@@ -60,9 +62,11 @@ class LinkPool:
         token: str,
         client_id: str,
         report_lost: Callable[[InstanceKey, str], Awaitable],
+        fingerprint: str = "",
         connect: Connect = InstanceLink.connect,
     ) -> None:
-        self._handler, self._token, self._client_id = handler, token, client_id
+        """Connects to instances that know `token` and are of the configuration that `fingerprint` names."""
+        self._handler, self._token, self._client_id, self._fingerprint = handler, token, client_id, fingerprint
         self._report_lost, self._connect = report_lost, connect
         self._routes: frozenset[InstanceKey] = frozenset()
         self._endpoints: dict[InstanceKey, str] = {}
@@ -139,7 +143,11 @@ class LinkPool:
         """Why no connection came about; an empty string when there was one and it has ended."""
         try:
             link = await self._connect(
-                endpoint, token=self._token, client_id=self._client_id, timeout_s=CONNECT_TIMEOUT_S
+                endpoint,
+                token=self._token,
+                client_id=self._client_id,
+                fingerprint=self._fingerprint,
+                timeout_s=CONNECT_TIMEOUT_S,
             )
             if link.key != key:
                 await link.close()

@@ -22,7 +22,8 @@ class InstanceConfig:
     device: str = "cpu"  # "cpu" | "cuda"
     cpu_threads: int = 1  # OpenMP threads of an instance on CPU
     engine: Mapping[str, Any] = field(default_factory=dict)  # vLLM engine arguments, by their Python names
-    channel_token: str = ""  # shared secret of the request channel
+    channel_token: str = ""  # shared secret of request and peer channels
+    fingerprint: str = ""  # of model, configuration and versions; processes of two fingerprints never talk
     channel_host: str = ""  # address to bind; empty: the node's own
     degrees: tuple[int, ...] = ()  # tensor-parallel degrees to build lanes for; empty: dp alone, and stock weights
     max_stages: int = 1  # of pipelines to build lanes for; 1: parameters are never dropped

@@ -1,4 +1,4 @@
-"""Frames: one kind byte and a few byte strings, with their lengths in front.
+"""Frames: one kind byte and a few byte strings, with their lengths in front. They follow the handshake.
 
     | u32 length of all that follows | u8 kind | u8 number of parts n | u32 length of part | x n | part ... |
 
@@ -13,9 +13,8 @@ from enum import IntEnum
 
 from pengserve.planners.types.errors import LinkLostError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 256 << 20
-MAX_HELLO_BYTES = 4 << 10
 
 Buffer = bytes | bytearray | memoryview
 
@@ -24,11 +23,9 @@ _HEADER = struct.Struct("<IBB")
 
 
 class FrameKind(IntEnum):
-    """What a frame says. HELLO, ADD and ABORT come from the ingress, the others from the instance."""
+    """What a frame says. ADD and ABORT come from the ingress, the others from the instance; WELCOME is its first."""
 
-    HELLO = 1
     WELCOME = 2
-    REFUSED = 3
     ADD = 4
     ABORT = 5
     BATCH = 6

@@ -5,40 +5,32 @@ Runs its own event loop in its own thread, so that neither the step loop nor Ray
 
 import asyncio
 import contextlib
-import hmac
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-import msgspec
-
 from pengserve.planners.types.errors import EngineError, LinkLostError
-from pengserve.replicas.channel.frames import (
-    MAX_HELLO_BYTES,
-    PROTOCOL_VERSION,
-    Buffer,
-    Frame,
-    FrameKind,
-    encode,
-    read,
-)
+from pengserve.replicas.channel.door import Door, Entrant
+from pengserve.replicas.channel.frames import PROTOCOL_VERSION, Buffer, Frame, FrameKind, encode, read
+from pengserve.replicas.channel.handshake import Credentials
 from pengserve.replicas.channel.outbox import Outbox
+from pengserve.replicas.channel.tcp import notice_silence, send_at_once
 
 logger = logging.getLogger(__name__)
 
-HELLO_TIMEOUT_S = 5.0
 HEARTBEAT_S = 1.0
+SILENT_BEATS = 10  # heartbeats that may be missing: a host that lost power sends no EOF
+SILENT_S = SILENT_BEATS * HEARTBEAT_S  # after which either end gives the other up
 MAX_UNSENT_BYTES = 64 << 20  # an ingress that reads nothing for so long is cut off; it resumes elsewhere
+BACKLOG = 128  # connections that the kernel keeps until they are accepted
 
 
-class Hello(msgspec.Struct):
-    """First frame of an ingress."""
-
-    version: int
-    token: str
-    client_id: str
+def credentials(token: str, fingerprint: str) -> Credentials:
+    """What both ends of a request channel must have alike. An ingress's claim is its client id, in UTF-8."""
+    return Credentials(protocol="request channel", version=PROTOCOL_VERSION, token=token, fingerprint=fingerprint)
 
 
 class ChannelHandler(Protocol):
@@ -69,13 +61,15 @@ class _Client:
 class ChannelServer:
     """Listens on `host`, at a port of the system's choice."""
 
-    def __init__(self, *, host: str, token: str, handler: ChannelHandler) -> None:
-        self._host, self._token, self._handler = host, token.encode(), handler
+    def __init__(self, *, host: str, token: str, handler: ChannelHandler, fingerprint: str = "") -> None:
+        """Ingresses must know `token` and be of the configuration that `fingerprint` names."""
+        self._host, self._handler = host, handler
+        self._credentials = credentials(token, fingerprint)
         self._clients: dict[int, _Client] = {}
         self._welcoming = threading.Lock()  # a client that has read its WELCOME is in `_clients`
         self._next_index = 0
         self._loop = asyncio.new_event_loop()
-        self._server: asyncio.Server | None = None
+        self._listener: socket.socket | None = None
         self._thread = threading.Thread(target=self._run, name="channel", daemon=True)
         self._started = threading.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -88,7 +82,7 @@ class ChannelServer:
             EngineError: the address cannot be bound.
         """
         self._thread.start()
-        if not self._started.wait(timeout_s) or self._server is None:
+        if not self._started.wait(timeout_s) or self._listener is None:
             raise EngineError(f"the request channel cannot listen on {self._host}; set instances.channel_host")
 
     def stop(self, timeout_s: float = 5.0) -> None:
@@ -135,22 +129,25 @@ class ChannelServer:
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         try:
-            self._server = self._loop.run_until_complete(
-                asyncio.start_server(self._serve, self._host, 0, limit=1 << 20)
-            )
-            self.port = self._server.sockets[0].getsockname()[1]
+            self._listener = socket.create_server((self._host, 0), family=_family(self._host), backlog=BACKLOG)
+            self.port = self._listener.getsockname()[1]
+            door = Door(self._listener, self._credentials, self._serve)
+            self._spawn(door.run())
             self._spawn(self._beat())
             self._started.set()
             self._loop.run_forever()
+            for client in self._clients.values():
+                client.writer.transport.abort()
+            self._loop.run_until_complete(door.close())
         except OSError:
             logger.exception("the request channel cannot listen on %s", self._host)
         finally:
             self._started.set()
-            for client in self._clients.values():
-                client.writer.transport.abort()
             for task in self._tasks:
                 task.cancel()
             self._loop.run_until_complete(asyncio.sleep(0))
+            if self._listener is not None:
+                self._listener.close()
             self._loop.close()
 
     def _spawn(self, coroutine: "asyncio._CoroutineLike[None]") -> None:
@@ -158,14 +155,20 @@ class ChannelServer:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _serve(self, entrant: Entrant) -> None:
+        """Talks with an ingress that has proven the token, until it is gone."""
+        sock = entrant.sock
         try:
-            hello = await self._hello(reader)
-            if isinstance(hello, str):
-                writer.writelines(encode(FrameKind.REFUSED, [hello.encode()]))
-                await writer.drain()
-                return
-            client = _Client(self._next_index, hello.client_id, writer, self._loop)
+            send_at_once(sock)
+            notice_silence(sock, SILENT_S)
+            reader, writer = await asyncio.open_connection(sock=sock, limit=1 << 20)
+        except OSError:
+            sock.close()
+            return
+        try:
+            writer.write(entrant.accepted)
+            await writer.drain()
+            client = _Client(self._next_index, entrant.claim.decode(errors="replace"), writer, self._loop)
             self._next_index += 1
             with self._welcoming:
                 client.outbox.send(encode(FrameKind.WELCOME, self._handler.welcome()))
@@ -175,23 +178,11 @@ class ChannelServer:
             logger.debug("a channel client went away")
         except asyncio.CancelledError:
             raise
+        except Exception:
+            logger.exception("a channel client could not be served; closing its connection")
         finally:
             with contextlib.suppress(RuntimeError):  # the loop is already closing
                 writer.close()
-
-    async def _hello(self, reader: asyncio.StreamReader) -> Hello | str:
-        """Who this connection is, or why it may not stay."""
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
-            frame = await read(reader, MAX_HELLO_BYTES)
-        try:
-            hello = msgspec.msgpack.decode(frame.parts[0], type=Hello)
-        except (msgspec.MsgspecError, IndexError):
-            return "the first frame must be a HELLO"
-        if not hmac.compare_digest(hello.token.encode(), self._token):
-            return "wrong channel token"
-        if hello.version != PROTOCOL_VERSION:
-            return f"channel version {hello.version} is not {PROTOCOL_VERSION}; run the same PengServe everywhere"
-        return hello
 
     async def _read_all(self, client: _Client, reader: asyncio.StreamReader) -> None:
         try:
@@ -213,3 +204,7 @@ class ChannelServer:
             parts = self._handler.heartbeat()
             for index in indices:
                 self.send(index, parts)
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -21,8 +21,8 @@ import torch
 
 from pengserve.planners.types.errors import EngineError, LinkLostError
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.replicas.channel.tcp import set_receive_timeout
 from pengserve.replicas.comm.communicator import Communicator, Move, copy_back, move_buffers
-from pengserve.replicas.comm.link import set_receive_timeout
 
 _HEADER = struct.Struct("<IIQ")
 _MAX_VECTORS = 256  # buffers in one system call; the kernel takes 1024

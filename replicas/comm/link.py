@@ -1,142 +1,74 @@
-"""One TCP connection between two peers: the handshake, and messages.
+"""One TCP connection between two peers: what they claim in the handshake, and messages after it.
 
     | u32 length of what follows | u8 size of kind | u8 number of parts n | kind | u32 length of part | x n | part ... |
 
-Lengths are little-endian. Both handshake frames are a u32 length and msgpack: HELLO of the one that connected, ANSWER
-of the one that listens.
+Lengths are little-endian.
 """
 
 import contextlib
-import hmac
 import logging
 import socket
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
 
 import msgspec
 
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.replicas.channel.frames import Buffer
+from pengserve.replicas.channel.handshake import Credentials
+from pengserve.replicas.channel.tcp import block
 
 logger = logging.getLogger(__name__)
 
-PEER_PROTOCOL_VERSION = 1
+PEER_PROTOCOL_VERSION = 2
 MAX_MESSAGE_BYTES = 256 << 20
-MAX_HELLO_BYTES = 4 << 10
-HELLO_TIMEOUT_S = 5.0
 READ_BUFFER_BYTES = 64 << 10
 
 _LENGTH = struct.Struct("<I")
 _HEADER = struct.Struct("<IBB")
-_TIMEVAL = struct.Struct("@ll")
-
-S = TypeVar("S", bound=msgspec.Struct)
 
 
-class Hello(msgspec.Struct):
-    """First frame of a connection, from the one that connected."""
+class Claim(msgspec.Struct, array_like=True):
+    """What the peer that connects says in its handshake: who it is, whom it wants, and what for."""
 
-    version: int
-    token: str
     sender: tuple[int, int]  # slot and incarnation
     receiver: tuple[int, int]
     stream: str = ""  # name of a byte stream for one group; empty: the connection carries messages
 
 
-class Answer(msgspec.Struct):
-    """What the listener says to a HELLO; after a refusal it closes."""
-
-    refusal: str = ""
-
-
-def set_options(sock: socket.socket, timeout_s: float) -> None:
-    """Makes `sock` blocking without Nagle's delay, and lets no call wait longer than `timeout_s`.
-
-    Kernel time-outs rather than Python's: those cost a `poll` before each call. A host that vanished without an EOF
-    counts as dead after `timeout_s` too.
-    """
-    timeval = _TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6))
-    sock.setblocking(True)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, timeval)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1e3))
+def credentials(token: str, fingerprint: str) -> Credentials:
+    """What both ends of a peer connection must have alike. The claim is a `Claim` in msgpack."""
+    return Credentials(protocol="peer channel", version=PEER_PROTOCOL_VERSION, token=token, fingerprint=fingerprint)
 
 
-def set_receive_timeout(sock: socket.socket, timeout_s: float) -> None:
-    """Lets no receive on the blocking `sock` wait longer than `timeout_s` for a byte."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.pack(int(timeout_s), int(timeout_s % 1 * 1e6)))
+def decode_claim(claim: bytes) -> Claim:
+    """What a peer that has proven the token claims. Raises LinkLostError where it is no claim."""
+    try:
+        return msgspec.msgpack.decode(claim, type=Claim)
+    except msgspec.MsgspecError as error:
+        raise LinkLostError("the other side is no peer") from error
 
 
-def say_hello(sock: socket.socket, hello: Hello) -> None:
-    """The connecting side of the handshake, on a socket with a Python time-out.
-
-    Raises:
-        LinkLostError: the listener refused, closed, or is no peer.
-    """
-    _send_struct(sock, hello)
-    answer = _receive_struct(sock, Answer)
-    if answer.refusal:
-        raise LinkLostError(f"the peer refused: {answer.refusal}")
-
-
-def hear_hello(sock: socket.socket) -> Hello:
-    """The listening side: what the other wants. Raises LinkLostError where it is no peer."""
-    return _receive_struct(sock, Hello)
-
-
-def answer_hello(sock: socket.socket, refusal: str = "") -> None:
-    """Ends the handshake; a refusal says why."""
-    _send_struct(sock, Answer(refusal))
-
-
-def refusal_of(hello: Hello, own: InstanceKey, token: str) -> str:
-    """Why `hello` may not connect, or an empty string."""
-    if not hmac.compare_digest(hello.token.encode(), token.encode()):
-        return "wrong channel token"
-    if hello.version != PEER_PROTOCOL_VERSION:
-        return f"peer protocol {hello.version} is not {PEER_PROTOCOL_VERSION}; run the same PengServe everywhere"
-    if hello.receiver != (own.instance_id, own.incarnation):
+def refusal_of(claim: Claim, own: InstanceKey) -> str:
+    """Why a peer with this claim may not connect, or an empty string."""
+    if claim.receiver != (own.instance_id, own.incarnation):
         return f"this is instance {own}"
-    if hello.sender[0] <= own.instance_id:
+    if claim.sender[0] <= own.instance_id:
         return "of two peers, the one with the higher slot connects"
     return ""
 
 
 def key_pair(key: InstanceKey) -> tuple[int, int]:
-    """A key as HELLO carries it."""
+    """A key as a claim carries it."""
     return key.instance_id, key.incarnation
 
 
 def key_of(pair: tuple[int, int]) -> InstanceKey:
     """The key that `key_pair` made `pair` from."""
     return InstanceKey(instance_id=InstanceId(pair[0]), incarnation=pair[1])
-
-
-def _send_struct(sock: socket.socket, value: msgspec.Struct) -> None:
-    body = msgspec.msgpack.encode(value)
-    sock.sendall(_LENGTH.pack(len(body)) + body)
-
-
-def _receive_struct(sock: socket.socket, kind: type[S]) -> S:
-    head = bytearray(_LENGTH.size)
-    receive_exactly(sock, memoryview(head))
-    (size,) = _LENGTH.unpack(head)
-    if size > MAX_HELLO_BYTES:
-        raise LinkLostError(f"a handshake of {size} bytes is longer than {MAX_HELLO_BYTES}")
-    body = bytearray(size)
-    receive_exactly(sock, memoryview(body))
-    try:
-        return msgspec.msgpack.decode(body, type=kind)
-    except msgspec.MsgspecError as error:
-        raise LinkLostError("the other side sent no handshake of a peer") from error
 
 
 def receive_exactly(sock: socket.socket, view: memoryview) -> None:
@@ -156,7 +88,7 @@ class Link:
         self.ended = threading.Event()  # its reader has called the handler of losses
         self._sock, self._timeout_s = sock, timeout_s
         self._sending = threading.Lock()
-        set_options(sock, timeout_s)
+        block(sock, timeout_s)
 
     def send(self, kind: str, parts: Sequence[Buffer]) -> None:
         """Sends one message; parts are not copied.

@@ -1,8 +1,10 @@
 """The connections of one instance to its peers: one for messages to each, and byte streams for groups on top.
 
-Of two peers the one with the higher slot connects to the other's listener. Each connection has one reader thread.
+Of two peers the one with the higher slot connects to the other's listener. One thread accepts connections and shakes
+hands; each connection that has proven the token has one reader thread.
 """
 
+import asyncio
 import contextlib
 import logging
 import socket
@@ -11,26 +13,20 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from pengserve.planners.types.directory import PeerAddress
 from pengserve.planners.types.errors import EngineError, LinkLostError
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.replicas.channel import handshake
+from pengserve.replicas.channel.door import Door, Entrant
 from pengserve.replicas.channel.frames import Buffer
-from pengserve.replicas.comm.link import (
-    HELLO_TIMEOUT_S,
-    PEER_PROTOCOL_VERSION,
-    Hello,
-    Link,
-    answer_hello,
-    hear_hello,
-    key_of,
-    key_pair,
-    refusal_of,
-    say_hello,
-    set_options,
-)
+from pengserve.replicas.channel.tcp import block
+from pengserve.replicas.comm.link import Claim, Link, credentials, decode_claim, key_of, key_pair, refusal_of
 
 logger = logging.getLogger(__name__)
 
+CLOSE_TIMEOUT_S = 1.0  # for the thread that accepts
 MAX_PARKED_S = 60.0  # a stream that no group claims for so long belongs to a group that will not be built
 
 MessageHandler = Callable[[InstanceKey, str, list[memoryview]], None]
@@ -62,9 +58,11 @@ class PeerNetwork:
         on_message: MessageHandler,
         on_lost: LostHandler,
         timeout_s: float,
+        fingerprint: str = "",
     ) -> None:
+        """Peers must know `token` and be of the configuration that `fingerprint` names."""
         self.key, self.host, self.timeout_s = key, host, timeout_s
-        self._token = token
+        self._credentials = credentials(token, fingerprint)
         self._on_message = on_message
         self._on_lost: list[LostHandler] = [on_lost]
         self._handlers: dict[str, MessageHandler] = {}
@@ -79,7 +77,9 @@ class PeerNetwork:
         except OSError as error:
             raise EngineError(f"peers cannot reach {host} ({error}); set instances.channel_host") from error
         self.endpoint = f"{host}:{self._listener.getsockname()[1]}"
-        self._spawn(self._accept_all, "peers-accept")
+        self._loop = asyncio.new_event_loop()  # of the thread that accepts
+        self._accepting: asyncio.Task[None] | None = None
+        self._accepted = self._spawn(self._accept_all, "peers-accept")
 
     def subscribe(self, kind: str, on_message: MessageHandler, on_lost: LostHandler | None = None) -> None:
         """Sends messages of `kind` to `on_message` instead. Call before the first `connect`."""
@@ -168,16 +168,18 @@ class PeerNetwork:
                 parked.sock.close()
             self._parked.clear()
             self._changed.notify_all()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._end_accepting)
+        self._accepted.join(CLOSE_TIMEOUT_S)
         for link in links:
             link.close()
         for link in links:
             link.ended.wait(1.0)
 
-    def _spawn(self, function: Callable[..., None], name: str, *arguments: object) -> None:
-        threading.Thread(target=function, args=arguments, name=name, daemon=True).start()
+    def _spawn(self, function: Callable[..., None], name: str, *arguments: object) -> threading.Thread:
+        thread = threading.Thread(target=function, args=arguments, name=name, daemon=True)
+        thread.start()
+        return thread
 
     def _dial(self, address: PeerAddress, deadline_s: float, failures: dict[InstanceKey, str]) -> None:
         try:
@@ -202,9 +204,10 @@ class PeerNetwork:
         sock: socket.socket | None = None
         try:
             sock = socket.create_connection(_host_port(address), max(0.001, deadline_s - time.monotonic()))
-            hello = Hello(PEER_PROTOCOL_VERSION, self._token, key_pair(self.key), key_pair(address.key), stream)
-            say_hello(sock, hello)
-            set_options(sock, self.timeout_s)
+            claim = msgspec.msgpack.encode(Claim(key_pair(self.key), key_pair(address.key), stream))
+            left_s = max(0.001, deadline_s - time.monotonic())
+            handshake.connect_blocking(sock, self._credentials, claim, left_s)
+            block(sock, self.timeout_s)
         except (OSError, LinkLostError) as error:
             if sock is not None:
                 sock.close()
@@ -212,53 +215,65 @@ class PeerNetwork:
         return sock
 
     def _accept_all(self) -> None:
-        while not self._is_closed:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                if self._is_closed:
-                    return
-                logger.exception("a peer could not be accepted")
-                time.sleep(0.1)  # out of file descriptors, say: peers that wait try again
-                continue
-            self._spawn(self._welcome, "peer-hello", sock)
-
-    def _welcome(self, sock: socket.socket) -> None:
-        """Shakes hands with the peer that connected, then reads its messages or parks its stream."""
-        sock.settimeout(HELLO_TIMEOUT_S)
+        door = Door(self._listener, self._credentials, self._admit)
         try:
-            hello = hear_hello(sock)
-            refusal = refusal_of(hello, self.key, self._token)
-            key = key_of(hello.sender)
-            if not refusal and hello.stream and key not in self._links:
+            self._accepting = self._loop.create_task(door.run())
+            if not self._is_closed:
+                with contextlib.suppress(asyncio.CancelledError):
+                    self._loop.run_until_complete(self._accepting)
+            self._loop.run_until_complete(door.close())
+        finally:
+            self._listener.close()
+            self._loop.close()
+
+    def _end_accepting(self) -> None:
+        if self._accepting is not None:
+            self._accepting.cancel()
+
+    async def _admit(self, entrant: Entrant) -> None:
+        """Takes a peer that has proven the token: its connection gets a thread, or a refusal."""
+        try:
+            claim = decode_claim(entrant.claim)
+            refusal = refusal_of(claim, self.key)
+            key = key_of(claim.sender)
+            if not refusal and claim.stream and key not in self._links:
                 refusal = "a stream needs a connected peer"
             if refusal:
                 logger.warning("refused a peer that says it is %s: %s", key, refusal)
-                answer_hello(sock, refusal)
-                sock.close()
+                await self._loop.sock_sendall(entrant.sock, entrant.refused(refusal))
+                entrant.sock.close()
                 return
-            if hello.stream:
-                self._park(key, hello.stream, sock)
+            self._spawn(self._welcome, f"peer-{key}", entrant, key, claim.stream)
+        except (OSError, RuntimeError, LinkLostError) as error:  # e.g. no thread can be started
+            logger.warning("a peer could not be welcomed: %s", error)
+            entrant.sock.close()
+
+    def _welcome(self, entrant: Entrant, key: InstanceKey, stream: str) -> None:
+        """Reads the messages of the peer that connected, or parks its stream."""
+        try:
+            if stream:
+                self._park(key, stream, entrant)
                 return
-            link = Link(key, sock, self.timeout_s)
-        except (OSError, LinkLostError) as error:
+            link = Link(key, entrant.sock, self.timeout_s)
+        except OSError as error:
             logger.debug("a connection ended in its handshake: %s", error)
-            sock.close()
+            entrant.sock.close()
             return
         # Registered before the answer: a peer that reads it may open streams at once.
         is_registered = False
         with link.holding_sends(), contextlib.suppress(OSError):
             is_registered = self._register(link)
             if is_registered:
-                answer_hello(sock)
+                entrant.sock.sendall(entrant.accepted)
         if is_registered:
             self._read(link)
         else:
             link.release()
 
-    def _park(self, key: InstanceKey, name: str, sock: socket.socket) -> None:
-        set_options(sock, self.timeout_s)
-        answer_hello(sock)
+    def _park(self, key: InstanceKey, name: str, entrant: Entrant) -> None:
+        sock = entrant.sock
+        block(sock, self.timeout_s)
+        sock.sendall(entrant.accepted)
         now_s = time.monotonic()
         with self._changed:
             stale = [k for k, parked in self._parked.items() if now_s - parked.since_s > MAX_PARKED_S]

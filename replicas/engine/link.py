@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 from collections.abc import AsyncIterator, Sequence
 
 import msgspec
@@ -10,14 +9,14 @@ import msgspec
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
-from pengserve.replicas.channel.frames import PROTOCOL_VERSION, Frame, FrameKind, encode, read
-from pengserve.replicas.channel.server import HEARTBEAT_S, Hello
+from pengserve.replicas.channel import handshake
+from pengserve.replicas.channel.frames import Frame, FrameKind, encode, read
+from pengserve.replicas.channel.server import HEARTBEAT_S, SILENT_BEATS, credentials
+from pengserve.replicas.channel.tcp import notice_silence, send_at_once
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
 from pengserve.replicas.engine.wire import Codec, Moved, StepBatch, Welcome
 
 __all__ = ["InstanceLink", "Moved", "StepBatch"]
-
-SILENT_BEATS = 10  # heartbeats that may be missing: a host that lost power sends no EOF
 
 
 class InstanceLink:
@@ -33,20 +32,23 @@ class InstanceLink:
         self.stats = InstanceStats()
 
     @classmethod
-    async def connect(cls, endpoint: str, *, token: str, client_id: str, timeout_s: float = 5.0) -> "InstanceLink":
-        """Connects to `endpoint` ("host:port").
+    async def connect(
+        cls, endpoint: str, *, token: str, client_id: str, fingerprint: str = "", timeout_s: float = 5.0
+    ) -> "InstanceLink":
+        """Connects to `endpoint` ("host:port"); both ends prove that they know `token`.
 
         Raises:
-            LinkLostError: no process listens there, the token is wrong, or no answer came in `timeout_s`.
+            LinkLostError: no process listens there, the token is wrong, it is an instance of another configuration
+                than `fingerprint` names, or no answer came in `timeout_s`.
         """
         host, _, port = endpoint.rpartition(":")
         writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(timeout_s):
                 reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 20)
-                writer.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                hello = Hello(version=PROTOCOL_VERSION, token=token, client_id=client_id)
-                writer.writelines(encode(FrameKind.HELLO, [msgspec.msgpack.encode(hello)]))
+                send_at_once(writer.get_extra_info("socket"))
+                notice_silence(writer.get_extra_info("socket"), SILENT_BEATS * HEARTBEAT_S)
+                await handshake.connect(reader, writer, credentials(token, fingerprint), client_id.encode())
                 return cls(reader, writer, _welcome(endpoint, await read(reader)))
         except (OSError, TimeoutError, ValueError, LinkLostError) as error:
             if writer is not None:
@@ -119,8 +121,6 @@ class InstanceLink:
 
 
 def _welcome(endpoint: str, frame: Frame) -> Welcome:
-    if frame.kind is FrameKind.REFUSED:
-        raise LinkLostError(f"refused: {bytes(frame.parts[0]).decode(errors='replace')}")
     try:
         return msgspec.msgpack.decode(frame.parts[0], type=Welcome)
     except (msgspec.MsgspecError, IndexError) as error:

@@ -18,7 +18,7 @@ class AddRequest(msgspec.Struct, array_like=True):
 
 
 class Welcome(msgspec.Struct):
-    """Answer to a HELLO: which instance this is and what it holds."""
+    """First frame of an instance after the handshake: which instance this is and what it holds."""
 
     key: InstanceKey
     capacity: KvCapacity

@@ -75,7 +75,13 @@ class Agent:
         """
         device = lanes.dp.worker.device
         network = PeerNetwork(
-            key, bind_host, config.channel_token, lambda *_: None, lambda _: None, config.peer_timeout_s
+            key,
+            bind_host,
+            config.channel_token,
+            lambda *_: None,
+            lambda _: None,
+            config.peer_timeout_s,
+            config.fingerprint,
         )
         try:
             pool = CommunicatorPool(network, device, config.peer_timeout_s)

@@ -12,10 +12,12 @@ import pytest
 from pengserve.cluster.ingress.links import LinkPool
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.snapshot import Address, InstanceStats, Route, RoutingTable
-from pengserve.replicas.channel.frames import FrameKind, encode, read
+from pengserve.replicas.channel.frames import FrameKind, encode
+from pengserve.replicas.channel.server import credentials
 from pengserve.replicas.engine import link
 from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs
 from pengserve.replicas.engine.wire import Codec, Moved, Welcome
+from tests.support.handshakes import let_in
 from tests.support.moving import CAPACITY
 
 TOKEN = "a-token"
@@ -27,14 +29,14 @@ def v(counter: int) -> Version:
 
 
 class Listener:
-    """Answers HELLO, then sends what a test gives it."""
+    """Shakes hands, then sends what a test gives it."""
 
     def __init__(self, instance_id: int) -> None:
         self.key = InstanceKey(instance_id=InstanceId(instance_id), incarnation=0)
         self.writers: list[asyncio.StreamWriter] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await read(reader)
+        await let_in(reader, writer, credentials(TOKEN, ""))
         writer.writelines(encode(FrameKind.WELCOME, [msgspec.msgpack.encode(Welcome(self.key, CAPACITY))]))
         self.writers.append(writer)
 

@@ -6,12 +6,14 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 
-import msgspec
 import pytest
 
+from pengserve.planners.types.errors import LinkLostError
+from pengserve.replicas.channel import handshake
 from pengserve.replicas.channel import server as server_module
-from pengserve.replicas.channel.frames import PROTOCOL_VERSION, Buffer, Frame, FrameKind, encode
-from pengserve.replicas.channel.server import ChannelServer, Hello
+from pengserve.replicas.channel.frames import Buffer, Frame, FrameKind
+from pengserve.replicas.channel.server import ChannelServer, credentials
+from tests.support.waiting import until
 
 TOKEN = "secret"
 TIMEOUT_S = 60.0
@@ -59,8 +61,8 @@ class Peer:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         self.socket.settimeout(TIMEOUT_S)
         self.socket.connect(("127.0.0.1", server.port))
-        hello = msgspec.msgpack.encode(Hello(version=PROTOCOL_VERSION, token=TOKEN, client_id="peer"))
-        self.socket.sendall(b"".join(encode(FrameKind.HELLO, [hello])))
+        handshake.connect_blocking(self.socket, credentials(TOKEN, ""), b"peer", TIMEOUT_S)
+        self.socket.settimeout(TIMEOUT_S)
         assert self.read() == (FrameKind.WELCOME, b"welcome")
 
     def read(self) -> tuple[FrameKind, bytes]:
@@ -147,3 +149,57 @@ def test_a_peer_that_does_not_read_is_cut_off(
             break
     assert handler.lost.wait(TIMEOUT_S)
     peer.socket.close()
+
+
+def test_an_unplugged_ingress_is_noticed_within_the_silent_bound(server: ChannelServer) -> None:
+    """What the kernel is told, as a cable cannot be pulled here: an idle connection is probed, a write has an end."""
+    peer = Peer(server)
+    until(lambda: server.client_indices() == [0])
+    sock = server._clients[0].writer.get_extra_info("socket")
+    assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == server_module.SILENT_S * 1000
+    probes_s = sum(
+        sock.getsockopt(socket.IPPROTO_TCP, option) * times
+        for option, times in (
+            (socket.TCP_KEEPIDLE, 1),
+            (socket.TCP_KEEPINTVL, sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT)),
+        )
+    )
+    assert probes_s <= server_module.SILENT_S + 1
+    peer.socket.close()
+
+
+def test_noise_after_the_handshake_costs_that_connection_alone(server: ChannelServer, handler: Handler) -> None:
+    honest, noisy = Peer(server), Peer(server)
+    for noise in (b"\xff\xff\xff\xff", b"\x06\x00\x00\x00\x04\xff\x00\x00\x00\x00", b"\x02\x00\x00\x00\xee\x00"):
+        noisy.socket.sendall(noise)
+        assert handler.lost.wait(TIMEOUT_S)
+        handler.lost.clear()
+        noisy.socket.close()
+        noisy = Peer(server)
+    server.send(0, [b"still here"])
+    assert next(honest.read_batches()) == b"still here"
+    noisy.socket.close()
+    honest.socket.close()
+
+
+def test_a_stranger_gets_no_client_and_no_thread(server: ChannelServer) -> None:
+    num_threads = threading.active_count()
+    strangers = [socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S) for _ in range(100)]
+    peer = Peer(server)
+    assert server.client_indices() == [0] and threading.active_count() == num_threads
+    for connection in (*strangers, peer.socket):
+        connection.close()
+
+
+@pytest.mark.parametrize(
+    ("token", "fingerprint", "why"),
+    [("a guess", "", "wrong channel token"), (TOKEN, "another model", "model, configuration or version")],
+)
+def test_who_does_not_belong_here_is_refused(server: ChannelServer, token: str, fingerprint: str, why: str) -> None:
+    with (
+        socket.create_connection(("127.0.0.1", server.port), TIMEOUT_S) as sock,
+        pytest.raises(LinkLostError, match=why),
+    ):
+        handshake.connect_blocking(sock, credentials(token, fingerprint), b"stranger", TIMEOUT_S)
+    assert server.client_indices() == []

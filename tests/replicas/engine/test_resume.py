@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import AsyncIterator
+from contextlib import suppress
 
 import pytest
 import pytest_asyncio
@@ -176,8 +177,9 @@ async def test_garbage_closes_only_the_sender(instances: list[InstanceProcess], 
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 64, b"\x00" * 64):
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(garbage)
-        async with asyncio.timeout(10):
-            await reader.read()
+        with suppress(ConnectionResetError):  # the listener closed before it had read all of it
+            async with asyncio.timeout(10):
+                await reader.read()
         writer.close()
     home, _ = readers
     home.link.add(make_request("unharmed", PROMPTS[0], SAMPLING["greedy"]))
