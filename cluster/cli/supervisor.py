@@ -6,7 +6,6 @@ The supervisor imports neither Ray nor vLLM. However the serving process ends, t
 """
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
@@ -17,6 +16,7 @@ from types import FrameType
 
 from pengserve.cluster.cli.scratch import MARK, Scratch
 from pengserve.planners.types.errors import EngineError
+from pengserve.replicas.parent_death import signal_when_parent_ends
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ASK, INSIST = signal.SIGINT, signal.SIGUSR1  # to the serving process; Ray takes SIGTERM for itself while it starts
@@ -24,7 +24,6 @@ REPEAT_S = 0.5  # `timeout` sends to the process and to its group: the same sign
 PATIENCE_S = 5.0  # for processes that end by themselves when the serving process has
 INSIST_PATIENCE_S = 20.0  # for the serving process, after it was told to stop at once
 KILLED_EXIT_CODE = 130  # as Ctrl-C has it
-PR_SET_PDEATHSIG = 1
 
 
 class StopRequest:
@@ -136,8 +135,7 @@ def _serve(
 ) -> int:
     os.setsid()
     # A supervisor that is killed asks to stop by it.
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, ASK, 0, 0, 0)
-    if os.getppid() != supervisor:
+    if not signal_when_parent_ends(ASK, supervisor):
         os._exit(1)
     os.environ[MARK] = scratch.mark
     stop = StopRequest()

@@ -15,7 +15,7 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pengserve.cluster.ingress import request_ids
+from pengserve.cluster.ingress import connection_guard, request_ids
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,8 @@ _INTERNAL = {"message": "The server failed to process this request.", "type": "I
 
 
 def middlewares() -> list[Middleware]:
-    """For Serve: what it puts around its own HTTP application."""
+    """For Serve: what it puts around its own HTTP application. Guards this process's connections as well."""
+    connection_guard.install()
     return [Middleware(ServeFront)]
 
 

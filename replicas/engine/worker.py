@@ -4,7 +4,6 @@ vLLM picks the class by `worker_cls`. Requests taken over in mid-decode and gene
 """
 
 import copy
-import ctypes
 import logging
 import multiprocessing
 import os
@@ -30,10 +29,9 @@ from pengserve.replicas.engine.vllm_seam import (
     set_current_vllm_config,
     set_default_torch_dtype,
 )
+from pengserve.replicas.parent_death import signal_when_parent_ends
 
 logger = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 class ReplayGenerator(torch.Generator):
@@ -264,11 +262,12 @@ def end_with_parent() -> None:
     instance's successor needs the memory at once.
     """
     parent = multiprocessing.parent_process()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
-        logger.warning("prctl: %s; a killed instance may leave this worker behind", os.strerror(ctypes.get_errno()))
-    if parent is not None and os.getppid() != parent.pid:
-        os._exit(1)  # it ended before the kernel was told
+    pid = os.getppid() if parent is None or parent.pid is None else parent.pid
+    try:
+        if not signal_when_parent_ends(signal.SIGKILL, pid):
+            os._exit(1)  # it ended before the kernel was told
+    except OSError as error:
+        logger.warning("%s; a killed instance may leave this worker behind", error)
 
 
 def worker_class_name(device: str) -> str:
