@@ -156,6 +156,8 @@ def ingress_config(settings: Settings, instance: InstanceConfig) -> IngressConfi
             max_body_bytes=limits.max_body_bytes,
             max_n=limits.max_n,
             max_stop_strings=limits.max_stop_strings,
+            compile_cpu_s=limits.compile_cpu_s,
+            allow_grammars=limits.allow_grammars,
             max_queued_requests=limits.max_queued_requests,
             request_timeout_s=limits.request_timeout_s,
             parallelism_wait_s=limits.parallelism_wait_s,

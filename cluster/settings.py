@@ -85,6 +85,8 @@ class LimitSettings(_Section):
     max_body_bytes: int = Field(default=4 * MIB, ge=1024)
     max_n: int = Field(default=16, ge=1)
     max_stop_strings: int = Field(default=16, ge=0)
+    compile_cpu_s: float = Field(default=2, gt=0)  # processor time to compile the schema or pattern of a request
+    allow_grammars: bool = False  # EBNF and Lark in requests, which can cost an instance much time for each token
     max_queued_requests: int = Field(default=512, ge=1)
     parallelism_wait_s: float = Field(default=2, ge=0)  # for a group that a request wishes for; then any will do
     request_timeout_s: float = Field(default=0, ge=0)  # 0: no limit

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.errors import RequestRefused
+from pengserve.cluster.ingress.schema_cost import SCHEMAS, check_schemas
 from pengserve.cluster.ingress.security import MAX_SEQUENCES_PER_REQUEST
 
 MAX_DEPTH = 64
@@ -18,9 +19,6 @@ MAX_CONTAINERS = 8192  # objects and lists in one body; pydantic tries each agai
 MAX_LIST = 1024  # entries of a list or object, but for those in LONG_LISTS
 MAX_STOP_CHARS = 256
 MAX_ID_CHARS = 128
-MAX_SCHEMA_CHARS = 64 << 10  # JSON schemas, tools and grammars of one request together
-MAX_PATTERN_CHARS = 2048
-MAX_UNROLLED = 4096  # how often a part of a schema may be repeated when its counts are written out
 
 # Fields that vLLM reads and a client has no business with, and why not.
 FORBIDDEN: Mapping[str, str] = {
@@ -45,17 +43,11 @@ MAX_ITEMS: Mapping[str, int] = {
     "documents": 128,
 }
 TOKEN_ID_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
-SCHEMAS = ("response_format", "structured_outputs", "tools", "text")
 
 LONG_LISTS = frozenset({"prompt", "tokens", "allowed_token_ids", *SCHEMAS})
 
 _LONG_NUMBER = re.compile(rb"\d{19}")  # what may not fit into 64 bits
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_REPEAT = re.compile(r"\{\d*,?\d*\}")
-_TOKEN = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(?P<low>\d*),?(?P<high>\d*)\}|.", re.DOTALL)
-_COUNTING_KEYWORDS = frozenset(
-    {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains", "maxContains"}
-)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -97,7 +89,7 @@ def check_generation(data: Mapping[str, Any], limits: LimitConfig, vocab_size: i
             _refuse(name, f"at most {most} entries are accepted, got {len(value)}")
     for name in TOKEN_ID_LISTS:
         _check_token_ids(name, data.get(name), vocab_size)
-    _check_schemas(data)
+    check_schemas(data, allow_grammars=limits.allow_grammars)
     return num_sequences
 
 
@@ -161,56 +153,6 @@ def _check_token_ids(name: str, values: Any, vocab_size: int) -> None:
     for value in values if isinstance(values, list) else []:
         if isinstance(value, int) and not 0 <= value < vocab_size:
             _refuse(name, f"token ids are from 0 to {vocab_size - 1}, got {_short(value)}")
-
-
-def _check_schemas(data: Mapping[str, Any]) -> None:
-    for name in ("response_format", "structured_outputs"):
-        if not isinstance(data.get(name), dict | None):
-            _refuse(name, "an object is expected")
-    given = {name: data[name] for name in SCHEMAS if data.get(name)}
-    if not given:
-        return
-    for name, value in given.items():
-        if len(json.dumps(value)) > MAX_SCHEMA_CHARS:
-            _refuse(name, f"at most {MAX_SCHEMA_CHARS} characters are accepted")
-        _check_grammar(name, value)
-
-
-def _check_grammar(name: str, root: Any) -> None:
-    """Counts in patterns and schemas are unrolled into automata, so that one large number costs gigabytes."""
-    pending: list[tuple[str, Any, int]] = [("", root, 1)]  # (key, value, how often it is unrolled)
-    while pending:
-        key, value, times = pending.pop()
-        if isinstance(value, dict):
-            counts = [abs(c) for k, c in value.items() if k in _COUNTING_KEYWORDS and isinstance(c, int)]
-            times *= max([1, *counts])
-            if times > MAX_UNROLLED:
-                _refuse(name, f"counts such as maxItems may multiply to at most {MAX_UNROLLED}")
-            pending.extend((k, v, times) for k, v in value.items())
-        elif isinstance(value, list):
-            pending.extend((key, item, times) for item in value)
-        elif isinstance(value, str) and key in ("pattern", "regex", "grammar"):
-            if key != "grammar" and len(value) > MAX_PATTERN_CHARS:
-                _refuse(name, f"{key} may have at most {MAX_PATTERN_CHARS} characters")
-            if times * _unrolled_size(value) > MAX_PATTERN_CHARS + MAX_UNROLLED * 4 and _REPEAT.search(value):
-                _refuse(name, f"the counts in {key} unroll to too much")
-
-
-def _unrolled_size(pattern: str) -> int:
-    """About how many states `pattern` has once its counts are written out: `(ab{3}){2}` has 8."""
-    groups = [[0]]  # sizes of the atoms in each open group; the last one is what a count applies to
-    for token in _TOKEN.finditer(pattern):
-        text = token[0]
-        if text == "(":
-            groups.append([0])
-        elif text == ")" and len(groups) > 1:
-            size = sum(groups.pop())
-            groups[-1].append(size)
-        elif token["low"] is not None or token["high"] is not None:
-            groups[-1][-1] *= max(1, int(token["low"][:9] or 0), int((token["high"] or "")[:9] or 0))
-        else:
-            groups[-1].append(1)
-    return sum(map(sum, groups))
 
 
 def _check_size(data: Mapping[str, Any]) -> None:

@@ -12,6 +12,8 @@ class LimitConfig:
     max_body_bytes: int = 4 << 20
     max_n: int = 16
     max_stop_strings: int = 16
+    compile_cpu_s: float = 2.0  # processor time that the schema or pattern of a request may take to compile
+    allow_grammars: bool = False  # EBNF and Lark, which can cost an instance much time for each token
     max_queued_requests: int = 512  # sequences that may wait beyond what the instances run at once
     request_timeout_s: float = 0.0  # 0: no limit
     no_instance_timeout_s: float = 300.0  # a request waits so long for an instance to become ready

@@ -8,6 +8,8 @@ from time import monotonic
 from typing import Any, NoReturn
 
 from pengserve.cluster.ingress.config import LimitConfig
+from pengserve.cluster.ingress.guide_check import GuideChecker, describe_tokenizer
+from pengserve.cluster.ingress.guide_rules import parse_without_compiling
 from pengserve.cluster.ingress.meters import IngressMeters
 from pengserve.cluster.ingress.record import RequestRecord
 from pengserve.cluster.ingress.records import RequestBook
@@ -66,6 +68,7 @@ class ClusterEngineClient(EngineClient):
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self._guides = _guide_checker(vllm_config, self.renderer, limits)
         self.book: RequestBook  # set by `use_book`: book and links need this client, and it needs them
         self._output_processor = OutputProcessor(
             self.renderer.tokenizer,
@@ -189,6 +192,8 @@ class ClusterEngineClient(EngineClient):
         """Frees the renderer's threads."""
         if not self._closed:
             self._closed = True
+            if self._guides is not None:
+                self._guides.close()
             self.renderer.shutdown()
 
     # What links and the book call ----------------------------------------------------------------------------
@@ -282,11 +287,15 @@ class ClusterEngineClient(EngineClient):
         tasks = await self.get_supported_tasks()
         inputs = {**inputs, "trace_headers": None, "data_parallel_rank": None}
         processor = self.input_processor
-        if isinstance(prompt, dict) and "type" in prompt:  # rendered already: nothing here blocks
+        is_guided = params.structured_outputs is not None
+        is_rendered = isinstance(prompt, dict) and "type" in prompt
+        if is_rendered and not (is_guided and self._guides is None):  # nothing here blocks
             request = processor.process_inputs(request_id, prompt, params, supported_tasks=tasks, **inputs)
         else:
             request = await processor.process_inputs_async(request_id, prompt, params, supported_tasks=tasks, **inputs)
         processor.assign_request_id(request)
+        if is_guided and self._guides is not None:
+            await self._guides.check(request.sampling_params)
         return request
 
     def _start(self, request: EngineCoreRequest, prompt_text: str | None) -> RequestOutputCollector:
@@ -397,6 +406,14 @@ class ClusterEngineClient(EngineClient):
     async def is_paused(self) -> bool:
         """Never."""
         return False
+
+
+def _guide_checker(vllm_config: VllmConfig, renderer: Any, limits: LimitConfig) -> GuideChecker | None:
+    """None for the libraries other than xgrammar: vLLM's own checks compile with those, in a thread."""
+    if vllm_config.structured_outputs_config.backend != "xgrammar":
+        return None
+    parse_without_compiling()
+    return GuideChecker(lambda: describe_tokenizer(vllm_config, renderer.get_tokenizer()), limits.compile_cpu_s)
 
 
 def _refuse_dead_end(output: RequestOutput) -> None:

@@ -22,12 +22,20 @@ from vllm.entrypoints.serve.tokenize.api_router import router as tokenize_router
 from vllm.entrypoints.serve.tokenize.serving import ServingTokenization
 from vllm.entrypoints.serve.utils.api_utils import with_cancellation
 from vllm.envs import enable_envs_cache
-from vllm.exceptions import GenerationError, GracefulHTTPError, RetryableRequestError, VLLMClientError, VLLMError
+from vllm.exceptions import (
+    GenerationError,
+    GracefulHTTPError,
+    RetryableRequestError,
+    VLLMClientError,
+    VLLMError,
+    VLLMValidationError,
+)
 from vllm.outputs import STREAM_FINISHED, RequestOutput
 from vllm.renderers import renderer_from_config
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.renderers.online_renderer import OnlineRenderer
+from vllm.sampling_params import check_json_nesting
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -37,6 +45,11 @@ from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollec
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+from vllm.v1.structured_output import backend_xgrammar
+from vllm.v1.structured_output.backend_types import StructuredOutputOptions
+from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend, has_xgrammar_unsupported_json_features
+from vllm.v1.structured_output.request import get_structured_output_key
+from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
 from vllm.version import __version__ as vllm_version
 
 __all__ = [
@@ -72,16 +85,25 @@ __all__ = [
     "SchedulerStats",
     "ServingTokenization",
     "StatLoggerManager",
+    "StructuredOutputOptions",
     "UsageContext",
     "VLLMClientError",
     "VLLMError",
+    "VLLMValidationError",
     "VllmConfig",
+    "XgrammarBackend",
+    "backend_xgrammar",
     "chat_router",
+    "check_json_nesting",
+    "choice_as_grammar",
     "clean_loc_for_param",
     "completion_router",
     "enable_envs_cache",
     "extract_prompt_components",
     "freeze_gc_heap",
+    "get_structured_output_key",
+    "grammar_is_likely_lark",
+    "has_xgrammar_unsupported_json_features",
     "load_chat_template",
     "models_router",
     "ray_stat_logger",
@@ -122,6 +144,8 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
     OnlineRenderer: ("warmup", "create_error_response"),
     VLLMClientError: (),
     GracefulHTTPError: (),
+    StructuredOutputOptions: ("JSON", "REGEX", "GRAMMAR", "STRUCTURAL_TAG"),
+    XgrammarBackend: ("compile_grammar", "destroy"),
 }
 
 PARAMETERS: dict[object, tuple[str, ...]] = {
@@ -135,6 +159,7 @@ PARAMETERS: dict[object, tuple[str, ...]] = {
         "session_id",
         "kv_hints",
     ),
+    XgrammarBackend.__init__: ("tokenizer", "vocab_size"),
     OutputProcessor.__init__: ("log_stats", "stream_interval"),
     OutputProcessor.process_outputs: ("weight_version",),
     OnlineRenderer.__init__: (

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import uvicorn
 
-from pengserve.cluster.ingress.config import IngressConfig
+from pengserve.cluster.ingress.config import IngressConfig, LimitConfig
 from pengserve.cluster.metrics.facade import Metrics
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import NO_VERSION, Epoch, InstanceId, InstanceKey, Version
@@ -92,6 +92,7 @@ def ingress_config(processes: Sequence[InstanceProcess], **changes: Any) -> Ingr
         "num_instances": 4,
         "served_model_names": (MODEL_NAME,),
         "metrics_backend": "prometheus",
+        "limits": LimitConfig(allow_grammars=True),
     }
     return IngressConfig(**{**given, **changes})
 
