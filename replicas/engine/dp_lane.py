@@ -14,7 +14,7 @@ from pengserve.planners.types.errors import ConfigError, EngineError, Unsupporte
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.engine.base_memory import OPTIONS, BaseMemory, MemoryOptions
 from pengserve.replicas.engine.grammars import guide_config, noting_dead_ends
-from pengserve.replicas.engine.lane import Lane, lend, take_back
+from pengserve.replicas.engine.lane import Lane
 from pengserve.replicas.engine.shared_model import plain_weights
 from pengserve.replicas.engine.vllm_seam import (
     AsyncEngineArgs,
@@ -162,13 +162,13 @@ class DpLane(Lane):
         Raises:
             ValueError: there are not so many.
         """
-        block_ids = lend(self._pool, count)
+        block_ids = self.scheduler.withhold(count)
         self._num_lent += count
         return block_ids
 
     def take_back(self, block_ids: Sequence[int]) -> None:
         """Ends a loan."""
-        take_back(self._pool, block_ids)
+        self.scheduler.offer(block_ids)
         self._num_lent -= len(block_ids)
 
     def adopt(self, request: Request) -> None:
@@ -231,7 +231,7 @@ class DpLane(Lane):
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False while requests hold blocks."""
-        return bool(self._scheduler.reset_prefix_cache())
+        return self.scheduler.reset_prefix_cache()
 
     def close(self) -> None:
         """Frees the model, its memory and its process groups."""

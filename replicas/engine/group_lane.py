@@ -107,17 +107,12 @@ class GroupLane(Lane):
 
     def _recompute_if_stuck(self, output: SchedulerOutput) -> None:
         """Requests that came with their KV can together leave no block for any of them: one gives up its own."""
-        holding = self._scheduler.kv_holding_waiting
-        if output.total_num_scheduled_tokens or not holding or self._scheduler.running:
-            return
-        request = holding.pop_request()
-        self._scheduler.kv_cache_manager.free(request)
-        request.num_computed_tokens = 0
-        self._scheduler.waiting.prepend_request(request)
+        if not output.total_num_scheduled_tokens:
+            self.scheduler.give_up_one()
 
     def longest_tokens(self) -> int:
         """Tokens of the longest running request. While one instance cannot hold so many, the group cannot end."""
-        return max((request.num_tokens for request in self._scheduler.running), default=0)
+        return max((request.num_tokens for request in self.scheduler.running), default=0)
 
     # Requests that come and go ----------------------------------------------------------------------------------------
 

@@ -1,20 +1,14 @@
 """What every lane is: one vLLM scheduler and one runner over the instance's one set of weights and KV memory."""
 
 from abc import ABC, abstractmethod
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 from pengserve.replicas.engine.handoff import can_carry
-from pengserve.replicas.engine.vllm_seam import (
-    EngineCoreEventType,
-    EngineCoreOutputs,
-    PauseState,
-    Request,
-    RequestStatus,
-)
+from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
+from pengserve.replicas.engine.vllm_seam import EngineCoreEventType, EngineCoreOutputs, Request, RequestStatus
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
 _TOTALS = ("_steps", "_resumed", "_generated", "_prompted", "_preempted", "_prefix_queries", "_prefix_hits")
@@ -26,12 +20,23 @@ class Lane(ABC):
     def __init__(self, *, shape: str, capacity: KvCapacity, scheduler: Any, block_hasher: Any) -> None:
         """`scheduler` is None on a follower, which executes what another member's scheduler decides."""
         self.shape, self.capacity = shape, capacity
-        self._scheduler, self._block_hasher = scheduler, block_hasher
-        self._pool: Any = scheduler.kv_cache_manager.block_pool if scheduler is not None else None
+        self._block_hasher = block_hasher
+        self._handle = SchedulerHandle(scheduler) if scheduler is not None else None
         self._steps = self._resumed = self._generated = self._prompted = self._preempted = 0
         self._prefix_queries = self._prefix_hits = 0
         self._queued: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
         self._added = 0
+
+    @property
+    def leads(self) -> bool:
+        """Whether this member schedules the lane's steps."""
+        return self._handle is not None
+
+    @property
+    def scheduler(self) -> SchedulerHandle:
+        """The lane's scheduler; only a member that leads has it."""
+        assert self._handle is not None, "a follower schedules nothing"
+        return self._handle
 
     # What a lane of each kind does in its own way --------------------------------------------------------------------
 
@@ -59,35 +64,31 @@ class Lane(ABC):
         self._added += 1
         self.rehash(request)
         if request.status is not RequestStatus.PREEMPTED:
-            self._scheduler.add_request(request)
+            self.scheduler.add(request)
             return
         self._resumed += 1
         self.adopt(request)
-        self._scheduler.add_request(request)
-        self._scheduler.waiting.remove_request(request)
-        self._scheduler.waiting.prepend_request(request)
+        self.scheduler.add(request, first=True)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forgets requests; unknown ids are left alone. Their blocks are free at once."""
-        self._scheduler.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED)
+        self.scheduler.end(request_ids)
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return bool(self._scheduler.has_requests())
+        return self.scheduler.has_requests
 
     def num_requests(self) -> int:
         """Running and waiting requests."""
-        running, waiting = self._scheduler.get_request_counts()
-        return int(running + waiting)
+        return sum(self.scheduler.counts())
 
     def knows(self, request_id: str) -> bool:
         """Whether a request is here and has not finished."""
-        return request_id in self._scheduler.requests
+        return self.scheduler.knows(request_id)
 
     def request(self, request_id: str) -> Request:
         """A request that is here. Raises KeyError where it is not."""
-        found: Request = self._scheduler.requests[request_id]
-        return found
+        return self.scheduler.request(request_id)
 
     def rehash(self, request: Request) -> None:
         """Hashes a request's blocks in this lane's block size; it may have been prepared for another lane."""
@@ -100,9 +101,7 @@ class Lane(ABC):
 
     def requests(self) -> list[Request]:
         """All requests, running ones first, in the order the scheduler serves them."""
-        running = list(self._scheduler.running)
-        others = [r for r in self._scheduler.requests.values() if r.status is not RequestStatus.RUNNING]
-        return running + others
+        return self.scheduler.requests()
 
     def carriable(self) -> list[Request]:
         """Requests whose KV can move to another lane."""
@@ -110,11 +109,11 @@ class Lane(ABC):
 
     def num_running(self) -> int:
         """Requests that have begun and hold KV."""
-        return len(self._scheduler.running) + len(self._scheduler.kv_holding_waiting)
+        return len(self.scheduler.running) + len(self.scheduler.holding)
 
     def pause_new(self, paused: bool) -> None:
         """While paused, no waiting request begins; what runs goes on."""
-        self._scheduler.set_pause_state(PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)
+        self.scheduler.pause_new(paused)
 
     def admit(self, request: Request, num_computed_tokens: int) -> list[int] | None:
         """Takes a request whose KV is to come; its block ids, or None where there is no room (nothing has changed).
@@ -123,20 +122,12 @@ class Lane(ABC):
         """
         block_ids = self._make_room(request, num_computed_tokens)
         if block_ids is not None:
-            self._scheduler._enqueue_waiting_request(request)
+            self.scheduler.enqueue(request)
         return block_ids
 
     def _make_room(self, request: Request, num_computed_tokens: int) -> list[int] | None:
         self.rehash(request)
-        manager = self._scheduler.kv_cache_manager
-        # One token more than computed, so that its next step can never wait for a block.
-        num_tokens = max(num_computed_tokens, min(request.num_tokens, num_computed_tokens + 1))
-        found = manager.allocate_slots(request, num_tokens, delay_cache_blocks=True, has_scheduled_reqs=False)
-        if found is None:
-            return None
-        request.num_computed_tokens = num_computed_tokens
-        self._scheduler.requests[request.request_id] = request
-        return self.block_ids(request.request_id)
+        return self.scheduler.reserve(request, num_computed_tokens)
 
     def blocks_needed(self, num_computed_tokens: int) -> int:
         """Blocks that `admit` takes for so many computed tokens, at most."""
@@ -149,29 +140,23 @@ class Lane(ABC):
     def settle(self, request: Request) -> None:
         """The KV has come: its full blocks join the prefix cache."""
         self._added += 1
-        self._scheduler.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
+        self.scheduler.cache(request)
 
     def block_ids(self, request_id: str) -> list[int]:
         """Logical blocks of a request, in the order of its tokens."""
-        return list(self._scheduler.kv_cache_manager.get_block_ids(request_id)[0])
-
-    def blocks_freed(self, request_ids: Sequence[str]) -> dict[str, tuple[int, list[int]]]:
-        """What `release` would free: see the function of the same name."""
-        return blocks_freed(self._scheduler.kv_cache_manager, request_ids)
+        return self.scheduler.block_ids(request_id)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Lets requests go that went on elsewhere. Their blocks are free at once, cached prefixes stay."""
         ids = list(request_ids)
         self.abort(ids)
-        finished, self._scheduler.finished_req_ids = self._scheduler.finished_req_ids, set()
-        self._scheduler.prev_step_scheduled_req_ids.difference_update(ids)
-        self.forget(finished)
+        self.forget(self.scheduler.take_finished(ids))
 
     # Figures ---------------------------------------------------------------------------------------------------------
 
     def num_free(self) -> int:
         """Blocks that are free now, cached prefixes among them."""
-        return int(self._pool.get_num_free_blocks())
+        return self.scheduler.num_free()
 
     def longest_tokens(self) -> int:
         """Tokens of the running request with the most, where that decides about a shape; else 0."""
@@ -179,7 +164,7 @@ class Lane(ABC):
 
     def stats(self, last_step_s: float = 0.0, idle: Mapping[str, int] = NOTHING, **shown: Any) -> InstanceStats:
         """Load after the last step. `idle` (totals of lanes that do not run) is added, `shown` replaces fields."""
-        running, waiting = self._scheduler.get_request_counts()
+        running, waiting = self.scheduler.counts()
         totals = self.totals()
         for name, value in idle.items():
             totals[name] += value
@@ -235,7 +220,7 @@ class Lane(ABC):
             return 0
         version = (num_waiting, self._added, self._preempted)
         if self._queued[0] != version:
-            self._queued = (version, sum(request.num_tokens for request in self._scheduler.waiting))
+            self._queued = (version, self.scheduler.queued_tokens())
         return self._queued[1]
 
     def _count(self, batches: Iterable[EngineCoreOutputs]) -> None:
@@ -251,30 +236,3 @@ class Lane(ABC):
             if stats is not None and stats.prefix_cache_stats is not None:
                 self._prefix_queries += stats.prefix_cache_stats.queries
                 self._prefix_hits += stats.prefix_cache_stats.hits
-
-
-def lend(pool: Any, count: int) -> list[int]:
-    """Takes `count` free blocks out of a vLLM block pool, the least recently used first; their ids."""
-    return [block.block_id for block in pool.get_new_blocks(count)]
-
-
-def take_back(pool: Any, block_ids: Sequence[int]) -> None:
-    """Puts blocks that were lent back into a vLLM block pool, as free ones without content."""
-    pool.free_blocks([pool.blocks[block_id] for block_id in block_ids])
-
-
-def blocks_freed(manager: Any, request_ids: Sequence[str]) -> dict[str, tuple[int, list[int]]]:
-    """The blocks that become free when requests release theirs, by request.
-
-    First the number of blocks that only this request holds. Then the ids of blocks that become free once all of
-    `request_ids` that share them have ended. Blocks that other requests hold too are in neither.
-    """
-    held = {i: [block for block in manager.get_blocks(i).blocks[0] if not block.is_null] for i in request_ids}
-    holders = Counter(block.block_id for blocks in held.values() for block in blocks)
-    return {
-        request_id: (
-            sum(block.ref_cnt == 1 for block in blocks),
-            [block.block_id for block in blocks if 1 < block.ref_cnt == holders[block.block_id]],
-        )
-        for request_id, blocks in held.items()
-    }

@@ -1,19 +1,17 @@
 """Which requests go into the next microbatch of a pipeline (KunServe 4.3): the planner chooses, vLLM's scheduler acts.
 
 vLLM's scheduler alone puts all running requests into the first microbatch and leaves none for the others: only one
-stage of the pipeline would work at a time. So the planner's choice is expressed in vLLM's own terms. The scheduler
-passes over requests that are to wait, as it does over those whose last token is on its way. The others come first, in
-the planner's order. The step's token budget is what they need together, so at most the last one, a prefill, is cut.
+stage of the pipeline would work at a time. So the planner chooses each microbatch's requests and their order.
 """
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence, Set
 
 from pengserve.planners.cost_model import Chunk, CostModel, OnlineFit
 from pengserve.planners.lookahead import Limits, Work, next_budget, next_by_tokens
 from pengserve.planners.types.config import MicrobatchPolicy
+from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import Request, SchedulerOutput
 
 # What steps cost before any was timed: the demo model's on one core, of which only the relations count.
@@ -29,16 +27,15 @@ class Microbatches:
 
     def __init__(
         self,
-        scheduler: Any,
+        scheduler: SchedulerHandle,
         num_stages: int,
         model: CostModel = FIRST_MODEL,
         policy: MicrobatchPolicy = MicrobatchPolicy.LOOKAHEAD,
     ) -> None:
         self._scheduler, self._num_stages, self._policy = scheduler, num_stages, policy
-        config = scheduler.scheduler_config
-        max_tokens = scheduler.max_num_scheduled_tokens
+        max_tokens = scheduler.max_step_tokens
         self._limits = Limits(
-            max_tokens=max_tokens, max_requests=config.max_num_seqs, min_tokens=min(MIN_TOKENS, max_tokens)
+            max_tokens=max_tokens, max_requests=scheduler.max_running, min_tokens=min(MIN_TOKENS, max_tokens)
         )
         self._fit = OnlineFit(model)
         self._clock = itertools.count(1)
@@ -50,28 +47,10 @@ class Microbatches:
 
     def schedule(self, in_flight: Sequence[SchedulerOutput], max_in_flight: int) -> SchedulerOutput:
         """The next microbatch, while the others are under way; so many may be at once."""
-        scheduler = self._scheduler
-        running: list[Request] = scheduler.running
-        num_slots = scheduler.max_num_running_reqs - len(running)
-        waiting = list(itertools.islice((*scheduler.kv_holding_waiting, *scheduler.waiting), max(0, num_slots)))
-        order = {request.request_id: index for index, request in enumerate(running)}
-        ready = [request for request in (*running, *waiting) if request.num_tokens > request.num_computed_tokens]
-        budget = self._budget(ready, order, in_flight, max_in_flight)
-        place = {request_id: index for index, request_id in enumerate(budget)}
-        passed = [request for request in running if request.request_id not in place]
-        # vLLM passes over a request until this step; `schedule` begins by counting the step.
-        for request in passed:
-            request.next_decode_eligible_step = scheduler.current_step + 2
-        running.sort(key=lambda request: place.get(request.request_id, len(place)))
-        scheduler.max_num_scheduled_tokens = max(1, sum(budget.values()))
-        try:
-            output: SchedulerOutput = scheduler.schedule()
-        finally:
-            scheduler.max_num_scheduled_tokens = self._limits.max_tokens
-            for request in passed:
-                request.next_decode_eligible_step = 0
-            scheduler.running.sort(key=lambda request: order.get(request.request_id, len(order)))
-        return output
+        running = {request.request_id for request in self._scheduler.running}
+        candidates = self._scheduler.candidates()
+        ready = [request for request in candidates if request.num_tokens > request.num_computed_tokens]
+        return self._scheduler.schedule_only(self._budget(ready, running, in_flight, max_in_flight))
 
     def came_back(self, output: SchedulerOutput, chunks: Sequence[Chunk], seconds: float) -> None:
         """Learns from a microbatch that took `seconds` in one stage, and when its requests became ready again."""
@@ -86,7 +65,7 @@ class Microbatches:
     def _budget(
         self,
         ready: Sequence[Request],
-        running: Mapping[str, int],
+        running: Set[str],
         in_flight: Sequence[SchedulerOutput],
         max_in_flight: int,
     ) -> Mapping[str, int]:

@@ -25,7 +25,6 @@ from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.group_lane import GroupLane
 from pengserve.replicas.engine.hidden import HiddenCodec, HiddenInbox
-from pengserve.replicas.engine.lane import lend, take_back
 from pengserve.replicas.engine.lane_build import build_runner, build_scheduler, group_config
 from pengserve.replicas.engine.lane_groups import ActiveGroup, Collectives, LaneGroup
 from pengserve.replicas.engine.microbatches import FIRST_MODEL, Microbatches, chunks_of
@@ -125,7 +124,9 @@ class PpLane(GroupLane):
                 max_num_seqs=config.scheduler_config.max_num_seqs,
             ),
         )
-        self._microbatches = None if scheduler is None else Microbatches(scheduler, num_stages, cost_model, policy)
+        self._microbatches: Microbatches | None = None
+        if self.leads:
+            self._microbatches = Microbatches(self.scheduler, num_stages, cost_model, policy)
 
     def assume(self, cost_model: CostModel) -> None:
         """Takes `cost_model`, of steps of the whole model, for true until microbatches say otherwise."""
@@ -164,9 +165,9 @@ class PpLane(GroupLane):
         self._arriving.clear()
         self._known = []
         self.runner.intermediate_tensors = None
-        if self._pool is not None:
+        if self.leads:
             self.offer_all()
-            take_back(self._pool, lend(self._pool, self.num_free()))
+            self.scheduler.offer(self.scheduler.withhold(self.num_free()))
 
     def hold(self, is_held: bool) -> None:
         """Leader: while it is held no new microbatch begins, so that soon none is in flight."""
@@ -188,7 +189,7 @@ class PpLane(GroupLane):
 
     def withhold_free(self) -> list[int]:
         """Leader: no free block may be handed out; their ids. `offer` gives them back, the first ones first."""
-        self._withheld = lend(self._pool, self.num_free())
+        self._withheld = self.scheduler.withhold(self.num_free())
         return list(self._withheld)
 
     def give_up_blocks(self, parts: Parts) -> list[int]:
@@ -204,13 +205,13 @@ class PpLane(GroupLane):
         count = max(0, self.capacity.num_blocks - left)
         if count > self.num_free():
             raise StepError(f"{count} blocks must be free to bring the weights back, {self.num_free()} are")
-        self._withheld = lend(self._pool, count)
+        self._withheld = self.scheduler.withhold(count)
         return list(self._withheld)
 
     def offer(self, count: int) -> None:
         """Leader: `count` more of the withheld blocks have memory on all members."""
         offered, self._withheld = self._withheld[:count], self._withheld[count:]
-        take_back(self._pool, offered)
+        self.scheduler.offer(offered)
 
     def offer_all(self) -> None:
         """Leader: all blocks have memory on all members."""
@@ -220,7 +221,7 @@ class PpLane(GroupLane):
         """Leader: all KV and all memory are there."""
         self.offer_all()
         for request in self._arriving.values():
-            self._scheduler._enqueue_waiting_request(request)
+            self.scheduler.enqueue(request)
             self.settle(request)
         self._arriving = {}
         self.is_exchanging = False
@@ -229,7 +230,7 @@ class PpLane(GroupLane):
         """Forgets requests, also those whose KV is on its way: the scheduler must first be told of them."""
         ids = list(request_ids)
         for request_id in [i for i in ids if i in self._arriving]:
-            self._scheduler._enqueue_waiting_request(self._arriving.pop(request_id))
+            self.scheduler.enqueue(self._arriving.pop(request_id))
         super().abort(ids)
 
     def num_requests(self) -> int:
@@ -251,13 +252,13 @@ class PpLane(GroupLane):
         microbatch = self._in_flight.popleft()
         # Not when it began: vLLM has one buffer for the masks of all microbatches. Its requests' grammars stand where
         # they stood then, and this member alone samples.
-        grammar = self._scheduler.get_grammar_bitmask(microbatch.output)
+        grammar = self.scheduler.grammar_bitmask(microbatch.output)
         result = self._execute(microbatch, grammar)
         assert self._microbatches is not None
         self._microbatches.came_back(microbatch.output, chunks_of(microbatch.output), self._stage_s)
-        outputs: Mapping[int, EngineCoreOutputs] = self._scheduler.update_from_output(microbatch.output, result)
+        outputs = self.scheduler.update(microbatch.output, result)
         self._count(outputs.values())
-        if not self._in_flight and (self._is_held or not self._scheduler.has_unfinished_requests()):
+        if not self._in_flight and (self._is_held or not self.scheduler.has_unfinished):
             self._was_empty = True
         return outputs
 

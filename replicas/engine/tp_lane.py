@@ -16,7 +16,6 @@ import torch
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.group_lane import GroupLane
-from pengserve.replicas.engine.lane import lend, take_back
 from pengserve.replicas.engine.lane_build import build_runner, build_scheduler, group_config
 from pengserve.replicas.engine.lane_groups import ActiveGroup, LaneGroup
 from pengserve.replicas.engine.shared_model import share_weights
@@ -84,7 +83,7 @@ class TpLane(GroupLane):
             ),
         )
         # All logical blocks exist from the start; those without a lease are withheld from the scheduler.
-        self._withheld = lend(self._pool, num_blocks) if self._pool is not None else []
+        self._withheld = self.scheduler.withhold(num_blocks) if self.leads else []
 
     # Blocks -----------------------------------------------------------------------------------------------------------
 
@@ -100,12 +99,12 @@ class TpLane(GroupLane):
     def grow(self, count: int) -> list[int]:
         """Leader: `count` more logical blocks may be handed out; their ids, which every member must `back`."""
         logical_ids, self._withheld = self._withheld[:count], self._withheld[count:]
-        take_back(self._pool, logical_ids)
+        self.scheduler.offer(logical_ids)
         return logical_ids
 
     def shrink(self, count: int) -> list[int]:
         """Leader: withdraws up to `count` free blocks; their ids, whose backing every member may release."""
-        logical_ids = lend(self._pool, min(count, self.num_free()))
+        logical_ids = self.scheduler.withhold(min(count, self.num_free()))
         self._withheld = logical_ids + self._withheld
         return logical_ids
 
@@ -118,13 +117,13 @@ class TpLane(GroupLane):
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Leader: one step of the group."""
         self._lease_ahead()
-        output = self._scheduler.schedule()
+        output = self.scheduler.schedule()
         self._recompute_if_stuck(output)
-        grammar = self._scheduler.get_grammar_bitmask(output)
+        grammar = self.scheduler.grammar_bitmask(output)
         self.on_step(self._codec.encode(output, grammar, self._lease, self._known))
         self._lease, self._known = [], []
         result = self._execute(output, grammar)
-        outputs: Mapping[int, EngineCoreOutputs] = self._scheduler.update_from_output(output, result)
+        outputs = self.scheduler.update(output, result)
         self._count(outputs.values())
         return outputs
 
@@ -146,9 +145,9 @@ class TpLane(GroupLane):
         if not self.num_lendable:
             return
         scheduler = self.config.scheduler_config
-        waiting = max((request.num_tokens for request in self._scheduler.waiting), default=0)
+        waiting = max((request.num_tokens for request in self.scheduler.waiting), default=0)
         tokens = max(scheduler.max_num_batched_tokens, waiting)
-        wanted = -(-tokens // self.capacity.block_size) + sum(self._scheduler.get_request_counts())
+        wanted = -(-tokens // self.capacity.block_size) + sum(self.scheduler.counts())
         missing = wanted - self.num_free()
         if missing > 0:
             count = min(max(missing, LEASE_CHUNK), self.num_lendable, len(self._withheld))

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 from pengserve.planners.cost_model import Chunk
 from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.snapshot import KvCapacity
-from pengserve.replicas.engine.lane import blocks_freed, lend, take_back
 from pengserve.replicas.engine.microbatches import Microbatches
+from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import (
-    KVCacheBlock,
     ModelRunnerOutput,
     Request,
     RequestStatus,
@@ -51,9 +50,9 @@ class VllmScheduler:
         """
         self.capacity = capacity
         self.options = options = options or SchedulerOptions()
-        self._scheduler = build_vllm_scheduler(capacity, options, is_terse)
-        self._is_terse = is_terse
-        self._pool: Any = self._scheduler.kv_cache_manager.block_pool
+        built = build_vllm_scheduler(capacity, options, is_terse)
+        self._terse: Any = built if is_terse else None
+        self._scheduler = SchedulerHandle(built)
         self._num_blocks = capacity.num_blocks
         self._withheld: list[int] = []  # blocks that exist and may not be handed out
         self._lives: dict[str, LiveRequest] = {}
@@ -66,7 +65,8 @@ class VllmScheduler:
             if options.lookahead is not None and options.num_stages > 1
             else None
         )
-        self._scheduler.is_told_apart = self._microbatches is not None
+        if self._terse is not None:
+            self._terse.is_told_apart = self._microbatches is not None
 
     # What there is ---------------------------------------------------------------------------------------------------
 
@@ -78,12 +78,12 @@ class VllmScheduler:
     @property
     def num_free(self) -> int:
         """KV blocks that are free in vLLM's pool now, cached prefixes among them."""
-        return int(self._pool.get_num_free_blocks())
+        return self._scheduler.num_free()
 
     @property
     def running(self) -> Sequence[LiveRequest]:
         """Requests that hold KV, in the order in which they are scheduled."""
-        holding = itertools.chain(self._scheduler.running, self._scheduler.kv_holding_waiting)
+        holding = itertools.chain(self._scheduler.running, self._scheduler.holding)
         return [self._lives[request.request_id] for request in holding]
 
     @property
@@ -94,7 +94,7 @@ class VllmScheduler:
     @property
     def queued_tokens(self) -> int:
         """Tokens of all waiting requests."""
-        return sum(request.num_tokens for request in self._scheduler.waiting)
+        return self._scheduler.queued_tokens()
 
     @property
     def totals(self) -> dict[str, int]:
@@ -111,13 +111,13 @@ class VllmScheduler:
 
     def computed_tokens(self, request: LiveRequest) -> int:
         """Tokens of a running request whose KV is there, without those of unfinished steps."""
-        found = self._scheduler.requests[request.request_id]
+        found = self._scheduler.request(request.request_id)
         return int(found.num_computed_tokens - found.num_in_flight_tokens)
 
     def blocks_freed(self, requests: Sequence[LiveRequest]) -> list[tuple[int, list[int]]]:
         """Per request: how many blocks it alone holds, and the ids that are free once all `requests` are gone."""
         ids = [request.request_id for request in requests]
-        return list(blocks_freed(self._scheduler.kv_cache_manager, ids).values())
+        return list(self._scheduler.blocks_freed(ids).values())
 
     # Requests that come and go ---------------------------------------------------------------------------------------
 
@@ -126,34 +126,28 @@ class VllmScheduler:
         check_fits(request, self.capacity)
         made = self._request(request)
         self._lives[request.request_id] = request
-        self._scheduler.add_request(made)
-        if request.num_generated:
-            self._resumed += 1
-            self._scheduler.waiting.remove_request(made)
-            self._scheduler.waiting.prepend_request(made)
+        self._scheduler.add(made, first=bool(request.num_generated))
+        self._resumed += bool(request.num_generated)
 
     def admit(self, request: LiveRequest, computed_tokens: int) -> bool:
         """Takes a request with KV of `computed_tokens`; False, and nothing is changed, where blocks are missing."""
         check_fits(request, self.capacity)
         check_admitted(request, computed_tokens)
-        made, manager = self._request(request), self._scheduler.kv_cache_manager
+        made = self._request(request)
         made.status = RequestStatus.PREEMPTED
         made.num_preemptions = 1
-        # One token more than computed, as in production, so that its next step can never wait for a block.
-        if manager.allocate_slots(made, computed_tokens + 1, delay_cache_blocks=True, has_scheduled_reqs=False) is None:
+        if self._scheduler.reserve(made, computed_tokens) is None:
             return False
-        made.num_computed_tokens = computed_tokens
         self._lives[request.request_id] = request
-        self._scheduler.requests[request.request_id] = made
-        self._scheduler._enqueue_waiting_request(made)
+        self._scheduler.enqueue(made)
         if self.options.prefix_caching:
-            manager.cache_blocks(made, computed_tokens)
+            self._scheduler.cache(made)
         return True
 
     def remove(self, requests: Collection[LiveRequest]) -> None:
         """Lets requests go, running or waiting, and frees their blocks; unknown requests are ignored."""
         ids = [request.request_id for request in requests if self._lives.pop(request.request_id, None) is not None]
-        self._scheduler.finish_requests(ids, RequestStatus.FINISHED_ABORTED)
+        self._scheduler.end(ids)
 
     def resize(self, num_blocks: int) -> bool:
         """Sets how many blocks vLLM's pool may hand out; False, and nothing is changed, where more are in use.
@@ -164,14 +158,11 @@ class VllmScheduler:
         if -more > self.num_free:
             return False
         if more < 0:
-            self._withheld += lend(self._pool, -more)
+            self._withheld += self._scheduler.withhold(-more)
         else:
-            for block_id in range(len(self._pool.blocks), len(self._pool.blocks) + more - len(self._withheld)):
-                self._pool.blocks.append(KVCacheBlock(block_id, ref_cnt=1, pool=self._pool))
-                self._pool.num_gpu_blocks += 1
-                self._withheld.append(block_id)
+            self._withheld += self._scheduler.extend(max(0, more - len(self._withheld)))
             offered, self._withheld = self._withheld[:more], self._withheld[more:]
-            take_back(self._pool, offered)
+            self._scheduler.offer(offered)
         self._num_blocks = num_blocks
         return True
 
@@ -186,10 +177,10 @@ class VllmScheduler:
         while not output.num_scheduled_tokens:
             # Either those that ran have made room for others than themselves, or nothing ran at all.
             if not output.preempted_req_ids:
-                given_up = self._give_up()
+                given_up = self._scheduler.give_up_one()
                 if given_up is None:
                     return None
-                preempted += self._count_preempted([given_up])
+                preempted += self._count_preempted([given_up.request_id])
             output = self._form()
             preempted += self._count_preempted(output.preempted_req_ids)
         self._in_flight.append(output)
@@ -200,23 +191,12 @@ class VllmScheduler:
             return self._microbatches.schedule(self._in_flight, self.options.most_in_flight)
         return self._scheduler.schedule()
 
-    def _give_up(self) -> str | None:
-        """As `GroupLane`: where requests that came with their KV leave no block for any of them, one computes again."""
-        holding = self._scheduler.kv_holding_waiting
-        if not holding or self._scheduler.running:
-            return None
-        request = holding.pop_request()
-        self._scheduler.kv_cache_manager.free(request)
-        request.num_computed_tokens = 0
-        self._scheduler.waiting.prepend_request(request)
-        return str(request.request_id)
-
     def _step(self, output: SchedulerOutput, preempted: tuple[LiveRequest, ...]) -> Step:
-        requests, lives = self._scheduler.requests, self._lives
+        find, lives = self._scheduler.request, self._lives
         everyone, due, sampled, chunks = [], [], [], []
         num_decodes = context = 0
         for request_id, num_tokens in output.num_scheduled_tokens.items():
-            request, live = requests[request_id], lives[request_id]
+            request, live = find(request_id), lives[request_id]
             computed = request.num_computed_tokens  # with those of this step
             everyone.append(live)
             if num_tokens == 1 and live.num_generated:
@@ -230,7 +210,7 @@ class VllmScheduler:
                 due.append(live)
                 sampled.append(_SAMPLED)
         for new in output.scheduled_new_reqs:
-            if self.options.prefix_caching and not requests[new.req_id].num_preemptions:
+            if self.options.prefix_caching and not find(new.req_id).num_preemptions:
                 self._prefix_queries += lives[new.req_id].num_tokens
                 self._prefix_hits += new.num_computed_tokens
         return Step(
@@ -248,12 +228,12 @@ class VllmScheduler:
         if not self._in_flight or output is not self._in_flight[0]:
             raise PlanError("steps must be finished in the order in which they were scheduled, each once")
         self._in_flight.popleft()
-        if self._is_terse:
-            self._scheduler.give(output, sampled)
+        if self._terse is not None:
+            self._terse.give(output, sampled)
         else:
             ids = list(output.num_scheduled_tokens)
             index = {request_id: number for number, request_id in enumerate(ids)}
-            self._scheduler.update_from_output(output, ModelRunnerOutput(ids, index, sampled))
+            self._scheduler.update(output, ModelRunnerOutput(ids, index, sampled))
         if self._microbatches is not None:
             self._microbatches.came_back(output, (), 0.0)
         self._steps += 1

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pengserve.cluster.ingress.config import IngressConfig
+from pengserve.cluster.ingress.config import IngressConfig, LimitConfig
 from pengserve.cluster.ingress.routes import CalledSource
 from pengserve.controller.events import EventLog
 from pengserve.controller.loop import Controller
@@ -237,6 +237,7 @@ class ElasticCluster:
             "num_instances": self.config.num_instances,
             "served_model_names": (MODEL_NAME,),
             "metrics_backend": "prometheus",
+            "limits": LimitConfig(allow_grammars=True),
         }
         with serving(IngressConfig(**{**given, **changes}), ControllerSource(self)) as url:
             wait_ready(url)

@@ -1,0 +1,252 @@
+"""The one place that reaches into a vLLM scheduler, for lanes and for the simulator.
+
+vLLM's `Scheduler` decides which requests run. A lane needs more than its public calls: requests that come with their
+KV, blocks that are withheld, requests that a step must leave out. tests/replicas/engine/test_scheduler_handle.py calls
+each method over a real scheduler, so that an upgrade that moves a name fails there.
+
+Requests of a scheduler are in one of these queues:
+
+    running              hold KV, and are in the batch
+    kv_holding_waiting   hold KV, and join the batch as soon as there is a slot ("holding" below)
+    waiting              hold none
+"""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pengserve.replicas.engine.vllm_seam import (
+    EngineCoreOutputs,
+    GrammarOutput,
+    KVCacheBlock,
+    PauseState,
+    Request,
+    RequestStatus,
+    SchedulerOutput,
+)
+
+
+class SchedulerHandle:
+    """A vLLM scheduler and its block pool. Belongs to the thread that steps."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._manager: Any = scheduler.kv_cache_manager
+        self._pool: Any = scheduler.kv_cache_manager.block_pool
+
+    # Requests --------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request, *, first: bool = False) -> None:
+        """Queues a request; `first`: before all others that wait."""
+        self._scheduler.add_request(request)
+        if first:
+            self._scheduler.waiting.remove_request(request)
+            self._scheduler.waiting.prepend_request(request)
+
+    def end(self, request_ids: Iterable[str]) -> None:
+        """Ends requests as aborted; unknown ids are left alone. Their blocks are free at once."""
+        self._scheduler.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED)
+
+    def take_finished(self, request_ids: Iterable[str]) -> set[str]:
+        """Ids that the next step would tell the runner are over; the caller tells it. `request_ids` may come again."""
+        finished: set[str] = self._scheduler.finished_req_ids
+        self._scheduler.finished_req_ids = set()
+        self._scheduler.prev_step_scheduled_req_ids.difference_update(request_ids)
+        return finished
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request is here and has not finished."""
+        return request_id in self._scheduler.requests
+
+    def request(self, request_id: str) -> Request:
+        """A request that is here. Raises KeyError where it is not."""
+        found: Request = self._scheduler.requests[request_id]
+        return found
+
+    def requests(self) -> list[Request]:
+        """All requests, running ones first, in the order in which the scheduler serves them."""
+        others = [r for r in self._scheduler.requests.values() if r.status is not RequestStatus.RUNNING]
+        return [*self._scheduler.running, *others]
+
+    @property
+    def running(self) -> list[Request]:
+        """Requests in the batch, in the order in which they are scheduled. vLLM's own list: do not change it."""
+        running: list[Request] = self._scheduler.running
+        return running
+
+    @property
+    def holding(self) -> Any:
+        """Requests that hold KV and wait for a slot in the batch: vLLM's queue."""
+        return self._scheduler.kv_holding_waiting
+
+    @property
+    def waiting(self) -> Any:
+        """Requests that hold no KV, the next one first: vLLM's queue."""
+        return self._scheduler.waiting
+
+    def counts(self) -> tuple[int, int]:
+        """Running and waiting requests; those that hold KV without a slot count as waiting."""
+        running, waiting = self._scheduler.get_request_counts()
+        return int(running), int(waiting)
+
+    def queued_tokens(self) -> int:
+        """Tokens of all requests that hold no KV."""
+        return sum(request.num_tokens for request in self._scheduler.waiting)
+
+    @property
+    def has_requests(self) -> bool:
+        """Whether a request is here, or has ended and the runner does not know yet."""
+        return bool(self._scheduler.has_requests())
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Whether a request is here."""
+        return bool(self._scheduler.has_unfinished_requests())
+
+    def pause_new(self, paused: bool) -> None:
+        """While paused, no waiting request begins; what runs goes on."""
+        self._scheduler.set_pause_state(PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)
+
+    # Requests that come with their KV --------------------------------------------------------------------------------
+
+    def reserve(self, request: Request, num_computed_tokens: int) -> list[int] | None:
+        """Takes a request whose KV is to come; its block ids, or None where there is no room (nothing has changed).
+
+        It is not scheduled before `enqueue`; its KV must be in the blocks by then.
+        """
+        # One token more than computed, so that its next step can never wait for a block.
+        num_tokens = max(num_computed_tokens, min(request.num_tokens, num_computed_tokens + 1))
+        found = self._manager.allocate_slots(request, num_tokens, delay_cache_blocks=True, has_scheduled_reqs=False)
+        if found is None:
+            return None
+        request.num_computed_tokens = num_computed_tokens
+        self._scheduler.requests[request.request_id] = request
+        return self.block_ids(request.request_id)
+
+    def enqueue(self, request: Request) -> None:
+        """A reserved request may be scheduled, before all that hold no KV."""
+        self._scheduler._enqueue_waiting_request(request)
+
+    def cache(self, request: Request) -> None:
+        """Its full blocks join the prefix cache: their KV is there."""
+        self._manager.cache_blocks(request, request.num_computed_tokens)
+
+    def give_up_one(self) -> Request | None:
+        """Where requests that came with their KV leave no block for any of them, one gives up its own and waits.
+
+        Call it after a step that scheduled nothing. None where that was not the reason.
+        """
+        if not self.holding or self._scheduler.running:
+            return None
+        request: Request = self.holding.pop_request()
+        self._manager.free(request)
+        request.num_computed_tokens = 0
+        self._scheduler.waiting.prepend_request(request)
+        return request
+
+    # Blocks ----------------------------------------------------------------------------------------------------------
+
+    def block_ids(self, request_id: str) -> list[int]:
+        """Blocks of a request, in the order of its tokens."""
+        return list(self._manager.get_block_ids(request_id)[0])
+
+    def num_free(self) -> int:
+        """Blocks that are free now, cached prefixes among them."""
+        return int(self._pool.get_num_free_blocks())
+
+    def withhold(self, count: int) -> list[int]:
+        """Takes `count` free blocks away, the least recently used first; their ids. What they cached is forgotten.
+
+        Raises:
+            ValueError: there are not so many.
+        """
+        return [block.block_id for block in self._pool.get_new_blocks(count)]
+
+    def offer(self, block_ids: Sequence[int]) -> None:
+        """Gives blocks back that were withheld, as free ones without content."""
+        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def extend(self, count: int) -> list[int]:
+        """Makes `count` new blocks, which are withheld; their ids."""
+        first = len(self._pool.blocks)
+        self._pool.blocks.extend(KVCacheBlock(first + i, ref_cnt=1, pool=self._pool) for i in range(count))
+        self._pool.num_gpu_blocks += count
+        return list(range(first, first + count))
+
+    def blocks_freed(self, request_ids: Sequence[str]) -> dict[str, tuple[int, list[int]]]:
+        """The blocks that become free when requests release theirs, by request.
+
+        First the number of blocks that only this request holds. Then the ids of blocks that become free once all of
+        `request_ids` that share them have ended. Blocks that other requests hold too are in neither.
+        """
+        found = {request_id: self._manager.get_blocks(request_id).blocks[0] for request_id in request_ids}
+        held = {request_id: [b for b in blocks if not b.is_null] for request_id, blocks in found.items()}
+        holders = Counter(block.block_id for blocks in held.values() for block in blocks)
+        return {
+            request_id: (
+                sum(block.ref_cnt == 1 for block in blocks),
+                [block.block_id for block in blocks if 1 < block.ref_cnt == holders[block.block_id]],
+            )
+            for request_id, blocks in held.items()
+        }
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False while requests hold blocks."""
+        return bool(self._scheduler.reset_prefix_cache())
+
+    # Steps -----------------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> SchedulerOutput:
+        """vLLM's next step."""
+        output: SchedulerOutput = self._scheduler.schedule()
+        return output
+
+    @property
+    def max_step_tokens(self) -> int:
+        """Tokens that vLLM puts into a step at most."""
+        return int(self._scheduler.max_num_scheduled_tokens)
+
+    @property
+    def max_running(self) -> int:
+        """Requests that may be in the batch at once."""
+        return int(self._scheduler.max_num_running_reqs)
+
+    def candidates(self) -> list[Request]:
+        """Requests that the next step may take, in vLLM's order: as many that wait as there are slots."""
+        running = self._scheduler.running
+        num_slots = max(0, self.max_running - len(running))
+        return [*running, *itertools.islice((*self.holding, *self._scheduler.waiting), num_slots)]
+
+    def schedule_only(self, budget: Mapping[str, int]) -> SchedulerOutput:
+        """A step of these requests, in this order, with so many tokens each; only the last may get fewer.
+
+        It is said in vLLM's own terms: vLLM passes over a running request whose last token is on its way, until a step
+        that it names. The order of the batch and the limit of tokens are vLLM's again afterwards.
+        """
+        scheduler, limit = self._scheduler, self._scheduler.max_num_scheduled_tokens
+        running: list[Request] = scheduler.running
+        order = {request.request_id: index for index, request in enumerate(running)}
+        place = {request_id: index for index, request_id in enumerate(budget)}
+        passed = [request for request in running if request.request_id not in place]
+        for request in passed:
+            request.next_decode_eligible_step = scheduler.current_step + 2  # `schedule` begins by counting the step
+        running.sort(key=lambda request: place.get(request.request_id, len(place)))
+        scheduler.max_num_scheduled_tokens = max(1, sum(budget.values()))
+        try:
+            return self.schedule()
+        finally:
+            scheduler.max_num_scheduled_tokens = limit
+            for request in passed:
+                request.next_decode_eligible_step = 0
+            scheduler.running.sort(key=lambda request: order.get(request.request_id, len(order)))
+
+    def grammar_bitmask(self, output: SchedulerOutput) -> GrammarOutput | None:
+        """Which tokens the grammars of a step's requests allow; None where no request has one."""
+        found: GrammarOutput | None = self._scheduler.get_grammar_bitmask(output)
+        return found
+
+    def update(self, output: SchedulerOutput, result: Any) -> Mapping[int, EngineCoreOutputs]:
+        """Takes a step's tokens (a `ModelRunnerOutput`); outputs by client index."""
+        outputs: Mapping[int, EngineCoreOutputs] = self._scheduler.update_from_output(output, result)
+        return outputs

@@ -1,0 +1,158 @@
+"""Each method of `SchedulerHandle`, over vLLM's own scheduler without a model."""
+
+import inspect
+
+import pytest
+
+pytest.importorskip("vllm")
+from vllm import SamplingParams
+
+from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
+from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
+from pengserve.simulator.engine.options import SchedulerOptions
+from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
+
+BLOCK_SIZE, NUM_BLOCKS, MAX_SEQS = 16, 8, 3
+CALLED: set[str] = set()
+
+
+class Counted(SchedulerHandle):
+    """Notes which methods and properties the tests of this file have used."""
+
+    def __getattribute__(self, name: str) -> object:
+        CALLED.add(name)
+        return super().__getattribute__(name)
+
+
+@pytest.fixture
+def handle() -> SchedulerHandle:
+    capacity = KvCapacity(
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        bytes_per_block=1,
+        max_model_len=NUM_BLOCKS * BLOCK_SIZE,
+        max_num_seqs=MAX_SEQS,
+        weight_bytes=0,
+    )
+    return Counted(build_vllm_scheduler(capacity, SchedulerOptions(max_num_batched_tokens=64), is_terse=False))
+
+
+def a_request(name: str, num_tokens: int = 8) -> Request:
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    return Request(name, [1] * num_tokens, params, None)
+
+
+def step(handle: SchedulerHandle, output: SchedulerOutput | None = None) -> SchedulerOutput:
+    """One step, whose requests each get a token."""
+    output = output or handle.schedule()
+    ids = list(output.num_scheduled_tokens)
+    result = ModelRunnerOutput(ids, {name: index for index, name in enumerate(ids)}, [[7] for _ in ids])
+    handle.update(output, result)
+    return output
+
+
+def test_requests_wait_run_and_end_in_vllm_s_order(handle: SchedulerHandle) -> None:
+    for name in "abcd":
+        handle.add(a_request(name))
+    handle.add(first := a_request("first"), first=True)
+    assert [request.request_id for request in handle.waiting] == ["first", "a", "b", "c", "d"]
+    assert handle.queued_tokens() == 5 * 8
+    assert handle.counts() == (0, 5) and handle.has_requests and handle.has_unfinished
+    step(handle)
+    assert [request.request_id for request in handle.running] == ["first", "a", "b"]
+    assert handle.counts() == (MAX_SEQS, 2)
+    assert handle.requests()[0] is first and handle.request("first") is first
+    assert handle.max_running == MAX_SEQS and handle.max_step_tokens == 64
+    assert [request.request_id for request in handle.candidates()] == ["first", "a", "b"]
+    handle.end(["a", "unknown"])
+    assert not handle.knows("a") and handle.knows("b")
+    assert [request.request_id for request in handle.candidates()] == ["first", "b", "c"]
+    assert handle.take_finished(["a"]) == {"a"} and handle.schedule().finished_req_ids == set()
+
+
+def test_a_paused_scheduler_begins_nothing_and_goes_on(handle: SchedulerHandle) -> None:
+    handle.add(a_request("a"))
+    step(handle)
+    handle.pause_new(True)
+    handle.add(a_request("b"))
+    assert set(step(handle).num_scheduled_tokens) == {"a"}
+    handle.pause_new(False)
+    assert set(step(handle).num_scheduled_tokens) == {"a", "b"}
+
+
+def test_a_step_takes_only_the_requests_that_are_chosen(handle: SchedulerHandle) -> None:
+    for name in "abc":
+        handle.add(a_request(name))
+    step(handle)
+    output = handle.schedule_only({"c": 1, "a": 1})
+    assert list(output.num_scheduled_tokens) == ["c", "a"]
+    assert [request.request_id for request in handle.running] == ["a", "b", "c"], "the order is vLLM's again"
+    step(handle, output)
+    assert handle.max_step_tokens == 64
+    assert set(step(handle).num_scheduled_tokens) == {"a", "b", "c"}, "none is passed over any more"
+
+
+def arrived(name: str, num_tokens: int) -> Request:
+    """A request that ran elsewhere."""
+    request = a_request(name, num_tokens)
+    request.append_output_token_ids([5])
+    request.status, request.num_preemptions = RequestStatus.PREEMPTED, 1
+    return request
+
+
+def test_a_request_comes_with_its_kv(handle: SchedulerHandle) -> None:
+    request = arrived("a", 20)
+    block_ids = handle.reserve(request, 20)
+    assert block_ids == handle.block_ids("a") and len(block_ids) == 2
+    assert not handle.schedule().num_scheduled_tokens, "its KV is not there yet"
+    handle.enqueue(request)
+    handle.cache(request)
+    assert [found.request_id for found in handle.holding] == ["a"]
+    assert handle.schedule().num_scheduled_tokens == {"a": 1}
+    assert handle.blocks_freed(["a"]) == {"a": (2, [])}
+    assert handle.reserve(arrived("b", 120), 119) is None, "there is no room"
+    assert handle.num_free() == NUM_BLOCKS - 2
+
+
+def test_one_gives_up_its_blocks_where_none_can_go_on(handle: SchedulerHandle) -> None:
+    for name in "ab":
+        request = arrived(name, 64)
+        assert handle.reserve(request, 63) is not None
+        handle.enqueue(request)
+    assert handle.num_free() == 0
+    for request in handle.holding:  # each needs one more block
+        request.append_output_token_ids([5])
+    assert not handle.schedule().num_scheduled_tokens
+    given_up = handle.give_up_one()
+    assert given_up is not None and given_up.num_computed_tokens == 0
+    assert [request.request_id for request in handle.waiting] == [given_up.request_id]
+    assert step(handle).num_scheduled_tokens
+    assert handle.give_up_one() is None, "a request runs"
+
+
+def test_blocks_are_withheld_offered_and_made(handle: SchedulerHandle) -> None:
+    withheld = handle.withhold(NUM_BLOCKS - 1)
+    assert handle.num_free() == 1
+    handle.offer(withheld[:2])
+    assert handle.num_free() == 3
+    with pytest.raises(ValueError, match="free blocks"):
+        handle.withhold(4)
+    made = handle.extend(2)
+    assert made == [NUM_BLOCKS + 1, NUM_BLOCKS + 2] and handle.num_free() == 3
+    handle.offer(made)
+    assert handle.num_free() == 5
+    assert handle.reset_prefix_cache() is False, "blocks that are withheld count as used"
+    handle.offer(withheld[2:])
+    assert handle.reset_prefix_cache() is True
+
+
+def test_no_grammar_no_mask(handle: SchedulerHandle) -> None:
+    handle.add(a_request("a"))
+    assert handle.grammar_bitmask(handle.schedule()) is None
+
+
+def test_each_method_was_called_over_a_real_scheduler() -> None:
+    """Comes last: pytest keeps the order of a file."""
+    names = {name for name, _ in inspect.getmembers(SchedulerHandle) if not name.startswith("_")}
+    assert names <= CALLED, f"no test of this file calls {names - CALLED}"
