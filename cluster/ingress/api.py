@@ -15,6 +15,7 @@ from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.demand import DemandReporter
 from pengserve.cluster.ingress.engine_client import ClusterEngineClient
 from pengserve.cluster.ingress.guard import Guard, current_ticket
+from pengserve.cluster.ingress.keys import KeyRing
 from pengserve.cluster.ingress.links import LinkPool
 from pengserve.cluster.ingress.meters import IngressMeters
 from pengserve.cluster.ingress.records import RequestBook
@@ -45,7 +46,7 @@ class Ingress:
         """Reads the model's configuration and tokenizer; takes seconds, and no accelerator.
 
         Raises:
-            ConfigError: an engine argument is not usable.
+            ConfigError: an engine argument is not usable, or a file of keys cannot be read.
         """
         self.config, self._source, self._metrics = config, source, metrics
         self._metrics_endpoint = metrics_endpoint
@@ -57,6 +58,7 @@ class Ingress:
             num_slots=self._num_slots,
         )
         self.request_log = RequestLog(config.request_log)
+        self.keys = KeyRing(config)
         self.client = ClusterEngineClient(vllm_config, config.limits, self.meters, self._admit, self.request_log)
         client_id = f"ingress-{secrets.token_hex(4)}"
         self.links = LinkPool(
@@ -101,6 +103,7 @@ class Ingress:
             traffic=self.traffic,
             vocab_size=self.client.model_config.get_vocab_size(),
             on_rejected=self.meters.rejected,
+            keys=self.keys,
         )
 
     def start(self) -> None:
@@ -114,6 +117,8 @@ class Ingress:
         ]
         if self.request_log.is_on:
             jobs.append(("request log", self.request_log.run))
+        if self.keys.has_files:
+            jobs.append(("keys", self.keys.follow))
         self._tasks = [asyncio.create_task(_forever(name, job), name=f"ingress-{name}") for name, job in jobs]
 
     @property
