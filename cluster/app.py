@@ -9,6 +9,7 @@ vLLM is imported in the ingress replicas and the instances, never in the process
 
 import asyncio
 import logging
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,9 @@ import ray
 from ray import serve
 from ray.serve.config import DeploymentActorConfig
 
-from pengserve.cluster import start_failures
+from pengserve.cluster import ray_safety, start_failures
 from pengserve.cluster.controller_actor import ControllerActor
+from pengserve.cluster.haproxy.launcher import proxy_remarks
 from pengserve.cluster.ingress.config import IngressConfig, LimitConfig, OpenAIConfig
 from pengserve.cluster.ingress.logs import SERVE_LOGGER, log_with_serve
 from pengserve.cluster.ingress.security import harden, refuse_unsafe
@@ -48,7 +50,13 @@ class Ingress:
         log_with_serve()
         keep_inner_grpc_on_loopback()
         with start_failures.told_at_once(app):
+            ray_safety.refuse_open_ray()
+            host = ray_safety.serve_http_host()  # the settings may name another one
+            ray_safety.refuse_open_serve(host, has_keys=config.has_api_keys)
+            config = replace(config, host=host)
             harden(config)
+        for remark in proxy_remarks(os.environ):
+            logging.getLogger(SERVE_LOGGER).warning("%s", remark)
         self._config, self._app_name = config, app
         self._ingress: Any = None
 
@@ -79,13 +87,29 @@ class Ingress:
 
 
 def build(args: dict[str, Any]) -> serve.Application:
-    """The application for `args`, the data of `Settings` with its secrets in the clear (`Settings.to_args()`).
+    """The application for `args`, the data of `Settings`: what `serve deploy` calls.
+
+    Raises:
+        ConfigError: as `application`, or the cluster's Ray asks for no token.
+    """
+    ray_safety.refuse_open_ray()
+    settings = parse_settings(args)
+    if fields := settings.security.given_in_the_open:
+        logging.getLogger(SERVE_LOGGER).warning(
+            "%s: Ray's dashboard and `serve config` show the arguments of an application; put keys into files and name"
+            " those (security.api_keys_file, admin_key_file, metrics_key_file)",
+            ", ".join(fields),
+        )
+    return application(settings)
+
+
+def application(settings: Settings) -> serve.Application:
+    """The application for `settings`.
 
     Raises:
         ConfigError: names the key, and what would be accepted; also where the Ray cluster has fewer devices than
             `instances.count` needs.
     """
-    settings = parse_settings(args)
     if found := list(setting_mistakes(settings)):
         raise ConfigError("; ".join(found))
     settings = settle(settings, cluster_devices, settings.instances.wait_for_devices_s)
@@ -142,7 +166,7 @@ def instance_config(settings: Settings) -> InstanceConfig:
 def ingress_config(settings: Settings, instance: InstanceConfig) -> IngressConfig:
     """What ingresses are started with."""
     limits, openai = settings.limits, settings.openai
-    admin_key = settings.security.admin_key
+    security = settings.security.to_args()
     return IngressConfig(
         instance=instance,
         num_instances=settings.num_instances,
@@ -150,8 +174,8 @@ def ingress_config(settings: Settings, instance: InstanceConfig) -> IngressConfi
         served_model_names=tuple(settings.served_model_name),
         host=settings.http.host,
         allowed_origins=tuple(settings.http.allowed_origins),
-        api_keys=tuple(key.get_secret_value() for key in settings.security.api_keys),
-        admin_key=admin_key.get_secret_value() if admin_key else "",
+        api_keys=tuple(security.pop("api_keys")),
+        **{name: value or "" for name, value in security.items()},
         limits=LimitConfig(
             max_body_bytes=limits.max_body_bytes,
             max_n=limits.max_n,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from pengserve.cluster import vllm_source
+from pengserve.cluster.security_settings import read_keys
 from pengserve.cluster.settings import Settings
 from pengserve.planners.types.errors import ConfigError
 from pengserve.replicas.own_arguments import OWN_ARGUMENTS
@@ -39,6 +40,7 @@ def mistakes(settings: Settings, *, is_local: bool = True) -> Iterator[str]:
     yield from setting_mistakes(settings)
     yield from check_model_files(settings)
     if is_local:
+        yield from check_key_files(settings)
         yield from check_tls_files(settings)
         yield from check_logs(settings)
 
@@ -119,6 +121,15 @@ def check_model_files(settings: Settings) -> Iterator[str]:
         yield f"model: {directory} has no weights (*.safetensors): the download is incomplete"
     if not (engine.get("tokenizer") or engine.get("skip_tokenizer_init")) and not _has(directory, TOKENIZER_FILES):
         yield f"model: {directory} has no tokenizer: copy tokenizer.json beside config.json"
+
+
+def check_key_files(settings: Settings) -> Iterator[str]:
+    """Files of keys that cannot be read, or hold no key."""
+    for field, path in settings.security.files.items():
+        try:
+            read_keys(field, path)
+        except ConfigError as error:
+            yield str(error)
 
 
 def check_tls_files(settings: Settings) -> Iterator[str]:

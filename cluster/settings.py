@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
 from pengserve.cluster.demo.shipped import SHIPPED_NAME, shipped_model
@@ -34,6 +34,7 @@ from pengserve.cluster.instance_settings import (
     CUDA_ENGINE_DEFAULTS,
     InstanceSettings,
 )
+from pengserve.cluster.security_settings import SecuritySettings
 from pengserve.cluster.shape_settings import ShapeSettings
 from pengserve.planners.types.config import ControllerConfig, InstanceConfig
 from pengserve.planners.types.errors import ConfigError
@@ -58,25 +59,6 @@ def _as_list(value: Any) -> Any:
 
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", validate_default=True, frozen=True)
-
-
-class SecuritySettings(_Section):
-    """Keys. Empty `api_keys` leaves the API open, which is accepted on a loopback address alone."""
-
-    api_keys: list[SecretStr] = []
-    admin_key: SecretStr | None = None
-
-    @field_validator("api_keys", mode="before")
-    @classmethod
-    def _one_key_is_a_list(cls, value: Any) -> Any:
-        return _as_list(value)
-
-    @model_validator(mode="after")
-    def _no_empty_keys(self) -> "SecuritySettings":
-        keys = [*self.api_keys, *([self.admin_key] if self.admin_key else [])]
-        if any(not key.get_secret_value().strip() for key in keys):
-            raise ValueError("an empty key would let every client in: leave it out or give it a value")
-        return self
 
 
 class LimitSettings(_Section):
@@ -176,7 +158,7 @@ class Settings(_Section):
 
     @model_validator(mode="after")
     def _open_only_on_loopback(self) -> "Settings":
-        if not self.http.is_loopback and not self.security.api_keys:
+        if not self.http.is_loopback and not self.security.has_api_keys:
             raise ValueError(
                 f"http.host {self.http.host!r} can be reached from other machines, so security.api_keys must hold at"
                 " least one key; or use 127.0.0.1"
@@ -363,11 +345,7 @@ class Settings(_Section):
         `Settings.model_validate(settings.to_args())` equals `settings`.
         """
         data = self.model_dump(mode="json")
-        admin_key = self.security.admin_key
-        data["security"] = {
-            "api_keys": [key.get_secret_value() for key in self.security.api_keys],
-            "admin_key": admin_key.get_secret_value() if admin_key else None,
-        }
+        data["security"] = self.security.to_args()
         return data
 
 

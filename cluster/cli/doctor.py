@@ -7,6 +7,7 @@ torch and vLLM would cost ten seconds and could itself be what is broken.
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import shutil
 import socket
@@ -21,9 +22,16 @@ from rich.console import Console
 from rich.text import Text
 
 from pengserve.cluster.devices import has_cuda_driver
+from pengserve.cluster.haproxy.launcher import proxy_remarks
 from pengserve.cluster.instance_settings import CPU_INSTANCES
 from pengserve.cluster.placement import local_devices, remarks, settle
-from pengserve.cluster.preflight import check_logs, check_model_files, check_tls_files, setting_mistakes
+from pengserve.cluster.preflight import (
+    check_key_files,
+    check_logs,
+    check_model_files,
+    check_tls_files,
+    setting_mistakes,
+)
 from pengserve.cluster.settings import Settings, load_settings, unsafe_environment
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.units import GIB, format_bytes
@@ -73,6 +81,7 @@ def examine(config: Path | None, model: str | None, port: int | None) -> Iterato
     yield from check_python()
     yield from check_packages(has_cuda_driver())
     yield from check_environment()
+    yield from check_ray(os.environ, Path.home())
     try:
         # Without a model there is still a machine to look at.
         settings = load_settings(config, model=model, http={"port": port})
@@ -155,6 +164,26 @@ def check_environment() -> Iterator[Finding]:
         yield Finding(level=Level.OK, subject="environment", text="no unsafe vLLM variables")
 
 
+def check_ray(environment: Mapping[str, str], home: Path) -> Iterator[Finding]:
+    """Whether a Ray that is started here asks for a token, and runs HAProxy with time-outs and limits."""
+    mode = environment.get("RAY_AUTH_MODE", "").lower()
+    has_token = bool(environment.get("RAY_AUTH_TOKEN") or environment.get("RAY_AUTH_TOKEN_PATH"))
+    if mode not in ("", "token"):
+        yield Finding(
+            level=Level.FAIL,
+            subject="ray token",
+            text=f"RAY_AUTH_MODE is {mode}: all who reach Ray's ports can run code",
+            action="set RAY_AUTH_MODE=token; the application does not start without it",
+        )
+    elif mode == "token" or has_token or (home / ".ray" / "auth_token").is_file():
+        yield Finding(level=Level.OK, subject="ray token", text="`ray start` asks for the token")
+    else:
+        text = "`pengserve up` makes its own; before `ray start`, set RAY_AUTH_MODE=token"
+        yield Finding(level=Level.OK, subject="ray token", text=text)
+    for remark in proxy_remarks(environment):
+        yield Finding(level=Level.WARN, subject="haproxy", text=remark)
+
+
 def check_devices(settings: Settings) -> Generator[Finding, None, Settings]:
     """Whether the instances find a CUDA device each; the settings with their number, where they do."""
     devices = local_devices() if settings.device == "cuda" else None
@@ -226,7 +255,8 @@ def check_port(host: str, port: int) -> Iterator[Finding]:
 
 def check_settings(settings: Settings) -> Iterator[Finding]:
     """What `pengserve up` would refuse, but for the model's files."""
-    for mistake in (*setting_mistakes(settings), *check_tls_files(settings), *check_logs(settings)):
+    checks = (setting_mistakes, check_key_files, check_tls_files, check_logs)
+    for mistake in (mistake for check in checks for mistake in check(settings)):
         yield Finding(level=Level.FAIL, subject="settings", text=mistake, action="correct it and try again")
 
 

@@ -169,7 +169,7 @@ def deploy(settings: Settings) -> None:
     """
     from ray import serve
 
-    from pengserve.cluster.app import build
+    from pengserve.cluster.app import application
 
     http = settings.http
     serve.start(
@@ -182,7 +182,7 @@ def deploy(settings: Settings) -> None:
         },
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
     )
-    serve.run(build(settings.to_args()), name=settings.app, route_prefix="/")
+    serve.run(application(settings), name=settings.app, route_prefix="/")
 
 
 def identity(app: str) -> str:

@@ -2,14 +2,12 @@
 
 import importlib.util
 import json
-import secrets
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 
-from pydantic import SecretStr
 from rich.console import Console
 
 from pengserve.client import PengServe, PengServeAPIError, PengServeError
@@ -42,7 +40,7 @@ def run_foreground(settings: Settings, timeout_s: float) -> int:
         raise ConfigError(
             f"{settings.http.host}:{settings.http.port} is taken: stop what listens there, or choose another --port"
         )
-    settings = _with_loopback_channels(_with_admin_key(settle(settings, local_devices)))
+    settings = _with_loopback_channels(settle(settings, local_devices))
 
     def serve(scratch: Scratch, stop: StopRequest) -> int:
         console = error_console()
@@ -86,7 +84,7 @@ def curl_line(settings: Settings) -> str:
         "messages": [{"role": "user", "content": "What does a dictionary do?"}],
     }
     tls = "-k " if settings.http.ssl_certfile else ""
-    key = ' -H "Authorization: Bearer $PENGSERVE_API_KEY"' if settings.security.api_keys else ""
+    key = ' -H "Authorization: Bearer $PENGSERVE_API_KEY"' if settings.security.has_api_keys else ""
     return (
         f"curl -N {tls}{local_url(settings)}/v1/chat/completions -H 'Content-Type: application/json'{key}"
         f" -d '{json.dumps(body)}'"
@@ -285,27 +283,14 @@ def _drain(settings: Settings, client: PengServe, console: Console) -> None:
 
 def _client(settings: Settings) -> PengServe:
     """A client of this application alone, on the Ray cluster that this process is connected to."""
-
-    def reveal(secret: SecretStr | None) -> str | None:
-        return secret.get_secret_value() if secret else None
-
-    keys = settings.security.api_keys
     # The certificate is the user's own and names a host, not this machine's loopback address.
     return PengServe(
         local_url(settings),
-        api_key=reveal(keys[0] if keys else None),
-        admin_key=reveal(settings.security.admin_key),
+        api_key=settings.security.any_api_key(),
+        admin_key=settings.security.any_admin_key(),
         verify=settings.http.ssl_certfile is None,
         cluster_id=ray_local.identity(settings.app),
     )
-
-
-def _with_admin_key(settings: Settings) -> Settings:
-    # On an open address the cluster routes are closed without an admin key, and this command has to drain over them.
-    if settings.http.is_loopback or settings.security.admin_key:
-        return settings
-    security = settings.security.model_copy(update={"admin_key": SecretStr(secrets.token_urlsafe(32))})
-    return settings.model_copy(update={"security": security})
 
 
 def _check_before_start(settings: Settings, *, is_local: bool) -> None:

@@ -23,6 +23,7 @@ from pengserve.cluster.haproxy.pages import write_error_pages
 from pengserve.replicas.parent_death import signal_when_parent_ends
 
 NAME = "pengserve-haproxy"
+ENABLED_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 BINARY_VARIABLE = "RAY_SERVE_HAPROXY_BINARY_PATH"
 MAX_CONNECTIONS_VARIABLE = "RAY_SERVE_HAPROXY_MAXCONN"
 CLIENT_TIMEOUT_VARIABLE = "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"
@@ -49,6 +50,17 @@ def find_haproxy() -> str | None:
         return str(get_haproxy_binary())
     except (ImportError, OSError):
         return shutil.which("haproxy")
+
+
+def proxy_remarks(environment: Mapping[str, str]) -> list[str]:
+    """One sentence where a Ray of this environment runs HAProxy without its time-outs and limits."""
+    is_on = environment.get(ENABLED_VARIABLE, "0") == "1"
+    if not is_on or Path(environment.get(BINARY_VARIABLE, "")).name == NAME:
+        return []
+    return [
+        "HAProxy has no time-out for half-open connections and no limit per source: set"
+        f" {BINARY_VARIABLE}=$(command -v {NAME}) in the environment of `ray start`"
+    ]
 
 
 def max_connections(environment: Mapping[str, str], max_open_files: int) -> int | None:

@@ -15,6 +15,7 @@ from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.demand import DemandReporter
 from pengserve.cluster.ingress.engine_client import ClusterEngineClient
 from pengserve.cluster.ingress.guard import Guard, current_ticket
+from pengserve.cluster.ingress.keys import KeyRing
 from pengserve.cluster.ingress.links import LinkPool
 from pengserve.cluster.ingress.meters import IngressMeters
 from pengserve.cluster.ingress.records import RequestBook
@@ -47,7 +48,7 @@ class Ingress:
         """Reads the model's configuration and tokenizer; takes seconds, and no accelerator.
 
         Raises:
-            ConfigError: an engine argument is not usable.
+            ConfigError: an engine argument is not usable, or a file of keys cannot be read.
         """
         self.config, self._source, self._metrics = config, source, metrics
         self._metrics_endpoint = metrics_endpoint
@@ -61,6 +62,7 @@ class Ingress:
         self.request_log = RequestLog(
             config.request_log, FileLimits(max_bytes=config.log_max_bytes, num_older=config.log_num_older)
         )
+        self.keys = KeyRing(config)
         self.client = ClusterEngineClient(vllm_config, config.limits, self.meters, self._admit, self.request_log)
         client_id = f"ingress-{secrets.token_hex(4)}"
         self.links = LinkPool(
@@ -106,6 +108,7 @@ class Ingress:
             traffic=self.traffic,
             vocab_size=self.client.model_config.get_vocab_size(),
             on_rejected=self.meters.rejected,
+            keys=self.keys,
         )
 
     def start(self) -> None:
@@ -119,6 +122,8 @@ class Ingress:
         ]
         if self.request_log.is_on:
             jobs.append(("request log", self.request_log.run))
+        if self.keys.has_files:
+            jobs.append(("keys", self.keys.follow))
         self._tasks = [asyncio.create_task(forever(name, job), name=f"ingress-{name}") for name, job in jobs]
 
     @property

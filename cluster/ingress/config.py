@@ -46,6 +46,10 @@ class IngressConfig:
     allowed_origins: tuple[str, ...] = ()  # of web pages that browsers let in (CORS); "*": of all
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     admin_key: str = field(default="", repr=False)
+    metrics_key: str = field(default="", repr=False)
+    api_keys_file: str = ""  # one key a line, on the ingress's machine; read again when it changes
+    admin_key_file: str = ""
+    metrics_key_file: str = ""
     limits: LimitConfig = field(default_factory=LimitConfig)
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)
     metrics_backend: str = "auto"
@@ -58,6 +62,11 @@ class IngressConfig:
     def degrees(self) -> tuple[int, ...]:
         """Tensor-parallel degrees that groups of this cluster may have."""
         return tuple(degree for degree in self.instance.degrees if degree <= self.num_instances)
+
+    @property
+    def has_api_keys(self) -> bool:
+        """Whether the API asks for a key."""
+        return bool(self.api_keys or self.api_keys_file)
 
     @property
     def is_loopback(self) -> bool:

@@ -44,6 +44,7 @@ _TYPES = {
     405: "MethodNotAllowedError",
     408: "RequestTimeoutError",
     413: "RequestTooLargeError",
+    415: "UnsupportedMediaTypeError",
     421: "MisdirectedRequestError",
     422: "BadRequestError",
     429: "RateLimitError",

@@ -4,10 +4,8 @@ Pure ASGI, so that streams pass through untouched. The body is read here, once, 
 """
 
 import asyncio
-import hashlib
-import hmac
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +18,8 @@ from pengserve.cluster.ingress import request_ids
 from pengserve.cluster.ingress.body import check_common, check_generation, parse_object
 from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.errors import RequestRefused, respond
+from pengserve.cluster.ingress.keys import KeyRing, key_id
+from pengserve.cluster.ingress.own_machine import refuse_foreign
 from pengserve.cluster.ingress.request_options import PARALLELISM_HEADER, current_options, read_options
 from pengserve.cluster.ingress.traffic import Ticket, Traffic
 from pengserve.planners.types.cluster_id import CLUSTER_HEADER, cluster_id
@@ -30,30 +30,13 @@ BODY_TIMEOUT_S = 60.0
 GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 TOKEN_PATHS = frozenset({"/tokenize", "/detokenize"})
 ADMIN_PREFIX = "/cluster/"
+METRICS_PATH = "/metrics"
 
 # Headers by which vLLM lets a trusted router steer it; a client is none.
 _DROPPED_HEADERS = frozenset({b"x-data-parallel-rank", b"x-vllm-priority", b"x-session-id", b"x-request-id"})
 _EXPOSED_HEADERS = (request_ids.HEADER, "Retry-After")  # what scripts of another origin may read
 
 current_ticket: ContextVar[Ticket | None] = ContextVar("current_ticket", default=None)
-
-
-class Keys:
-    """A set of keys that is compared in constant time."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [_digest(key) for key in keys if key]
-
-    def __bool__(self) -> bool:
-        return bool(self._digests)
-
-    def accept(self, key: str) -> bool:
-        """Whether `key` is one of them."""
-        digest = _digest(key)
-        found = False
-        for known in self._digests:
-            found |= hmac.compare_digest(digest, known)
-        return found
 
 
 @dataclass(slots=True)
@@ -78,11 +61,11 @@ class Guard:
         traffic: Traffic,
         vocab_size: int,
         on_rejected: Callable[[str], None] = lambda reason: None,
+        keys: KeyRing | None = None,
     ) -> None:
         self._app, self._config, self._traffic, self._vocab_size = app, config, traffic, vocab_size
         self._on_rejected = on_rejected
-        self._api_keys = Keys(config.api_keys)
-        self._admin_keys = Keys([config.admin_key])
+        self._keys = keys or KeyRing(config)
         self._cluster_id = cluster_id(config.instance.channel_token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,7 +117,7 @@ class Guard:
         path = _path(exchange.scope)
         if exchange.headers.get(CLUSTER_HEADER, self._cluster_id) != self._cluster_id:
             raise RequestRefused(421, "Another PengServe cluster answers at this address than the one that is meant.")
-        self._authenticate(path, exchange.headers)
+        self._authenticate(path, exchange)
         scope = _with_own_headers(exchange)
         if exchange.scope["method"] != "POST" or path not in GENERATION_PATHS | TOKEN_PATHS:
             await self._app(scope, _bounded(receive, self._config.limits.max_body_bytes), send)
@@ -148,8 +131,8 @@ class Guard:
             return
         num_sequences = check_generation(data, self._config.limits, self._vocab_size)
         options = read_options(exchange.headers.get(PARALLELISM_HEADER), data, self._config.degrees)
-        if self._api_keys:
-            options = replace(options, key_id=_digest(_bearer(exchange.headers)).hex()[:16])
+        if self._keys.api:
+            options = replace(options, key_id=key_id(_bearer(exchange.headers)))
         with self._traffic.ticket(num_sequences) as ticket:
             tokens = current_ticket.set(ticket), current_options.set(options)
             try:
@@ -174,21 +157,23 @@ class Guard:
 
         return noting
 
-    def _authenticate(self, path: str, headers: Headers) -> None:
-        bearer = _bearer(headers)
+    def _authenticate(self, path: str, exchange: _Exchange) -> None:
+        bearer = _bearer(exchange.headers)
         if path.startswith(ADMIN_PREFIX):
-            self._authenticate_admin(headers.get("x-pengserve-admin-key") or bearer)
+            self._authenticate_admin(exchange, exchange.headers.get("x-pengserve-admin-key") or bearer)
             return
+        if path == METRICS_PATH and self._keys.metrics and not self._keys.metrics.accept(bearer):
+            raise RequestRefused(401, "The metrics key or the admin key is needed: send it as `Authorization: Bearer`.")
         is_guarded = path.startswith("/v1") or path in TOKEN_PATHS
-        if is_guarded and self._api_keys and not self._api_keys.accept(bearer):
+        if is_guarded and self._keys.api and not self._keys.api.accept(bearer):
             raise RequestRefused(401, "An API key is needed: send it as `Authorization: Bearer KEY`.")
 
-    def _authenticate_admin(self, key: str) -> None:
-        if not self._admin_keys:
-            if self._config.is_loopback:
-                return
-            raise RequestRefused(403, "Cluster routes are closed until security.admin_key is set.")
-        if not self._admin_keys.accept(key):
+    def _authenticate_admin(self, exchange: _Exchange, key: str) -> None:
+        if not self._keys.admin:
+            if not self._config.is_loopback or self._keys.api:
+                raise RequestRefused(403, "Cluster routes are closed until security.admin_key is set.")
+            refuse_foreign(exchange.scope["method"], exchange.headers)
+        elif not self._keys.admin.accept(key):
             raise RequestRefused(401, "The admin key is needed: send it as `x-pengserve-admin-key` or a bearer key.")
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
@@ -215,10 +200,6 @@ class Guard:
                         return b"".join(chunks)
         except TimeoutError:
             raise RequestRefused(408, f"The body did not arrive within {BODY_TIMEOUT_S:g} s.") from None
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "replace")).digest()
 
 
 def _bearer(headers: Headers) -> str:

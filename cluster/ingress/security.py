@@ -3,6 +3,7 @@
 import os
 
 from pengserve.cluster.ingress.config import IngressConfig
+from pengserve.cluster.security_settings import MAKE_A_KEY
 from pengserve.cluster.settings import refuse_unsafe_environment
 from pengserve.planners.types.errors import ConfigError
 
@@ -14,14 +15,16 @@ def refuse_unsafe(config: IngressConfig) -> None:
 
     Raises:
         ConfigError: vLLM's development mode or insecure serialisation is on, or other machines can reach an ingress
-            that asks for no key.
+            that asks for no key, or an API has keys and the cluster's routes have none.
     """
     refuse_unsafe_environment()
-    if not config.is_loopback and not config.api_keys:
+    if not config.is_loopback and not config.has_api_keys:
         raise ConfigError(
             f"http.host {config.host!r} can be reached from other machines, so security.api_keys must hold at least"
             " one key; or use 127.0.0.1"
         )
+    if config.has_api_keys and not (config.admin_key or config.admin_key_file):
+        raise ConfigError(f"security.admin_key is missing: with API keys, /cluster/... needs its own; {MAKE_A_KEY}")
 
 
 def harden(config: IngressConfig) -> None:

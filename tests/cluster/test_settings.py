@@ -163,11 +163,12 @@ def test_a_missing_file_is_refused_by_name():
 
 
 def test_secrets_show_in_no_representation_but_travel_to_the_builder():
-    settings = load_settings(None, model="m", security={"api_keys": [SECRET], "admin_key": SECRET + "2"})
+    security = {"api_keys": [SECRET], "admin_key": SECRET + "2", "metrics_key": SECRET + "3"}
+    settings = load_settings(None, model="m", security=security)
     shown = [repr(settings), str(settings), str(settings.model_dump()), settings.model_dump_json()]
     assert not any(SECRET in text for text in shown)
     assert Settings.model_validate(settings.to_args()) == settings
-    assert settings.to_args()["security"] == {"api_keys": [SECRET], "admin_key": SECRET + "2"}
+    assert settings.to_args()["security"].items() >= security.items()
 
 
 def test_a_refused_secret_is_not_repeated():
@@ -205,7 +206,36 @@ def test_origins_are_taken_as_browsers_send_them():
 def test_an_open_address_needs_a_key():
     with pytest.raises(ConfigError, match=r"security\.api_keys"):
         load_settings(None, model="m", http={"host": "0.0.0.0"})
-    assert load_settings(None, model="m", http={"host": "0.0.0.0"}, security={"api_keys": "k"}).http.host == "0.0.0.0"
+    for security in ({"api_keys": "k", "admin_key": "a"}, {"api_keys_file": "/k", "admin_key_file": "/a"}):
+        assert load_settings(None, model="m", http={"host": "0.0.0.0"}, security=security).http.host == "0.0.0.0"
+
+
+@pytest.mark.parametrize("security", [{"api_keys": ["k"]}, {"api_keys_file": "/k"}])
+def test_api_keys_need_an_admin_key_beside_them(security):
+    with pytest.raises(ConfigError, match=r"security: admin_key is missing.*`openssl rand -hex 32`"):
+        load_settings(None, model="m", security=security)
+
+
+@pytest.mark.parametrize("name", ["admin_key", "metrics_key"])
+def test_a_key_opens_one_thing_and_is_given_once(name):
+    with pytest.raises(ConfigError, match=f"{name} and {name}_file"):
+        load_settings(None, model="m", security={name: SECRET, f"{name}_file": "/k"})
+    with pytest.raises(ConfigError, match="must differ") as caught:
+        load_settings(None, model="m", security={"admin_key": "a", name: SECRET, "api_keys": [SECRET]})
+    assert SECRET not in str(caught.value)
+
+
+def test_files_of_keys_are_found_from_where_the_command_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "api").write_text("one\ntwo\n")
+    (tmp_path / "admin").write_text("three\n")
+    security = load_settings(None, model="m", security={"api_keys_file": "api", "admin_key_file": "admin"}).security
+    assert security.files == {
+        "security.api_keys_file": str(tmp_path / "api"),
+        "security.admin_key_file": str(tmp_path / "admin"),
+    }
+    assert (security.any_api_key(), security.any_admin_key()) == ("one", "three")
+    assert security.given_in_the_open == []
 
 
 def test_an_empty_key_is_refused():

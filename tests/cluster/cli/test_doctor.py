@@ -5,8 +5,9 @@ import socket
 
 import pytest
 
-from pengserve.cluster.cli.doctor import Level, examine
+from pengserve.cluster.cli.doctor import Level, check_ray, check_settings, examine
 from pengserve.cluster.cli.main import main
+from pengserve.cluster.settings import load_settings
 
 CONFIG = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 256}
 
@@ -82,3 +83,29 @@ def test_a_failure_is_exit_code_1_and_names_itself(tmp_path, capsys):
         main(["doctor", "--model", str(tmp_path / "nowhere")])
     assert end.value.code == 1
     assert "fail  model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("environment", "level", "said"),
+    [
+        ({"RAY_AUTH_MODE": "disabled"}, Level.FAIL, "RAY_AUTH_MODE is disabled"),
+        ({"RAY_AUTH_MODE": "token"}, Level.OK, "asks for the token"),
+        ({}, Level.OK, "set RAY_AUTH_MODE=token"),
+    ],
+)
+def test_a_ray_without_a_token_is_told(environment, level, said, tmp_path):
+    (finding,) = check_ray(environment, tmp_path)
+    assert finding.level is level
+    assert said in finding.text
+
+
+def test_haproxy_as_it_comes_is_told(tmp_path):
+    *_, finding = check_ray({"RAY_SERVE_ENABLE_HA_PROXY": "1"}, tmp_path)
+    assert (finding.level, finding.subject) == (Level.WARN, "haproxy")
+
+
+def test_a_missing_file_of_keys_is_told(tmp_path):
+    (tmp_path / "keys").write_text("key\n")
+    files = {"api_keys_file": str(tmp_path / "keys"), "admin_key_file": str(tmp_path / "nowhere")}
+    (finding,) = check_settings(load_settings(None, model="demo", security=files))
+    assert finding.text.startswith("security.admin_key_file: cannot read the file")

@@ -85,7 +85,7 @@ def test_without_ray_the_cluster_commands_say_so_at_once(command):
 
 def test_the_pasted_line_is_a_request_and_holds_no_key():
     settings = load_settings(
-        None, model="m", served_model_name=["demo"], security={"api_keys": [KEY], "admin_key": KEY}
+        None, model="m", served_model_name=["demo"], security={"api_keys": [KEY], "admin_key": KEY + "-admin"}
     )
     words = shlex.split(curl_line(settings))
     body = json.loads(words[words.index("-d") + 1])
@@ -105,7 +105,12 @@ def test_the_pasted_line_is_a_request_and_holds_no_key():
     ],
 )
 def test_this_machine_finds_the_application_wherever_it_listens(host, url):
-    assert local_url(load_settings(None, model="m", http={"host": host}, security={"api_keys": [KEY]})) == url
+    assert (
+        local_url(
+            load_settings(None, model="m", http={"host": host}, security={"api_keys": [KEY], "admin_key": "admin"})
+        )
+        == url
+    )
 
 
 def test_tls_is_spoken_where_a_certificate_is_given():

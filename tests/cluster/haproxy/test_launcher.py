@@ -12,7 +12,13 @@ import psutil
 import pytest
 
 from pengserve.cluster.haproxy.config import guarded
-from pengserve.cluster.haproxy.launcher import MAX_CONNECTIONS, find_haproxy, max_connections, write_launcher
+from pengserve.cluster.haproxy.launcher import (
+    MAX_CONNECTIONS,
+    find_haproxy,
+    max_connections,
+    proxy_remarks,
+    write_launcher,
+)
 from pengserve.cluster.haproxy.limits import ConnectionLimits
 from pengserve.cluster.haproxy.pages import write_error_pages
 
@@ -86,6 +92,16 @@ def test_connections_fit_the_files_that_may_be_open():
     assert max_connections({}, resource.RLIM_INFINITY) == MAX_CONNECTIONS
     assert max_connections({}, 4096) == 1558
     assert max_connections({"RAY_SERVE_HAPROXY_MAXCONN": "100"}, 4096) is None
+
+
+def test_a_ray_that_runs_haproxy_as_it_comes_is_told(tmp_path):
+    assert "half-open" in " ".join(proxy_remarks({"RAY_SERVE_ENABLE_HA_PROXY": "1"}))
+    for environment in (
+        {},
+        {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_HAPROXY_BINARY_PATH": "/venv/bin/pengserve-haproxy"},
+        {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_HAPROXY_BINARY_PATH": write_launcher(str(tmp_path), "/x")},
+    ):
+        assert proxy_remarks(environment) == []
 
 
 def test_the_command_of_the_recipes_runs_the_haproxy_that_came_with_serve():
