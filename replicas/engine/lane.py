@@ -1,7 +1,7 @@
 """What every lane is: one vLLM scheduler and one runner over the instance's one set of weights and KV memory."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -145,6 +145,10 @@ class Lane(ABC):
     def block_ids(self, request_id: str) -> list[int]:
         """Logical blocks of a request, in the order of its tokens."""
         return self.scheduler.block_ids(request_id)
+
+    def blocks_freed(self, request_ids: Sequence[str]) -> dict[str, tuple[int, list[int]]]:
+        """What `release` would free, by request: see `SchedulerHandle.blocks_freed`."""
+        return self.scheduler.blocks_freed(request_ids)
 
     def release(self, request_ids: Iterable[str]) -> None:
         """Lets requests go that went on elsewhere. Their blocks are free at once, cached prefixes stay."""

@@ -40,7 +40,7 @@ def travellers(member: Member, plan: SwitchPlan, kept: frozenset[str] | None) ->
                 found.append(Traveller(request.request_id, rank, [], handoff, part_ids))
     if plan.group.kind is not GroupKind.TP:
         return found
-    freed = lane.scheduler.blocks_freed([traveller.request_id for traveller in found])
+    freed = lane.blocks_freed([traveller.request_id for traveller in found])
     return [replace(t, num_own=freed[t.request_id][0], shared=freed[t.request_id][1]) for t in found]
 
 
