@@ -107,6 +107,7 @@ class Ingress:
             config=self.config,
             traffic=self.traffic,
             vocab_size=self.client.model_config.get_vocab_size(),
+            max_model_len=lambda: self.client.model_config.max_model_len,
             on_rejected=self.meters.rejected,
             keys=self.keys,
         )

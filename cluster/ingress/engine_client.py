@@ -36,16 +36,18 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
     renderer_from_config,
 )
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.replicas.engine.grammars import DEAD_END
+from pengserve.replicas.engine.grammars import DEAD_END, TOO_COSTLY
 from pengserve.replicas.engine.link import InstanceLink, Moved, StepBatch
 
 logger = logging.getLogger(__name__)
 
 OUTPUTS_PER_SLICE = 128  # outputs processed before other tasks get a turn
-NO_TEXT_FITS = (
-    "No text meets the constraint of this request: its grammar, pattern or schema comes to where it allows no token,"
-    " for example by a rule that never ends."
-)
+GUIDE_FAULTS = {
+    DEAD_END: "No text meets the constraint of this request: its grammar, pattern or schema comes to where it allows no"
+    " token, for example by a rule that never ends.",
+    TOO_COSTLY: "The schema, pattern or grammar of this request takes too much time for each token: make it simpler,"
+    " for example by having only one way to read a text.",
+}
 
 
 class ClusterEngineClient(EngineClient):
@@ -151,7 +153,7 @@ class ClusterEngineClient(EngineClient):
                     finished = output.finished
                     if output is not STREAM_FINISHED:
                         if is_guided:
-                            _refuse_dead_end(output)
+                            _refuse_guide_fault(output)
                         yield output
             outcome = "ok"
         except (asyncio.CancelledError, GeneratorExit):
@@ -416,10 +418,11 @@ def _guide_checker(vllm_config: VllmConfig, renderer: Any, limits: LimitConfig) 
     return GuideChecker(lambda: describe_tokenizer(vllm_config, renderer.get_tokenizer()), limits.compile_cpu_s)
 
 
-def _refuse_dead_end(output: RequestOutput) -> None:
-    """Raises VLLMClientError where a grammar that matches no text has ended the request."""
-    if any(choice.finish_reason == "error" and choice.stop_reason == DEAD_END for choice in output.outputs):
-        raise VLLMClientError(NO_TEXT_FITS)
+def _refuse_guide_fault(output: RequestOutput) -> None:
+    """Raises VLLMClientError where what guides the request has ended it."""
+    for choice in output.outputs:
+        if choice.finish_reason == "error" and choice.stop_reason in GUIDE_FAULTS:
+            raise VLLMClientError(GUIDE_FAULTS[choice.stop_reason])
 
 
 def _unsupported(name: str) -> NoReturn:

@@ -6,9 +6,9 @@ Pure ASGI, so that streams pass through untouched. The body is read here, once, 
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -16,17 +16,20 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pengserve.cluster.ingress import request_ids
 from pengserve.cluster.ingress.body import check_common, check_generation, parse_object
+from pengserve.cluster.ingress.body_reader import BodyReader, bounded, replay
 from pengserve.cluster.ingress.config import IngressConfig
-from pengserve.cluster.ingress.errors import RequestRefused, respond
+from pengserve.cluster.ingress.errors import OverloadedError, RequestRefused, respond
 from pengserve.cluster.ingress.keys import KeyRing, key_id
 from pengserve.cluster.ingress.own_machine import refuse_foreign
 from pengserve.cluster.ingress.request_options import PARALLELISM_HEADER, current_options, read_options
-from pengserve.cluster.ingress.traffic import Ticket, Traffic
+from pengserve.cluster.ingress.traffic import Places, Ticket, Traffic
 from pengserve.planners.types.cluster_id import CLUSTER_HEADER, cluster_id
 
 logger = logging.getLogger(__name__)
 
-BODY_TIMEOUT_S = 60.0
+MAX_TOKEN_BODY_BYTES = 1 << 20  # to count or turn round: their answers are as long, and made on the event loop
+MAX_TOKENIZING = 64  # requests to count or turn round tokens at once
+LONG_TEXT_BYTES = 64 << 10  # of these one at a time: a thread tokenizes for all requests
 GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 TOKEN_PATHS = frozenset({"/tokenize", "/detokenize"})
 ADMIN_PREFIX = "/cluster/"
@@ -60,11 +63,15 @@ class Guard:
         config: IngressConfig,
         traffic: Traffic,
         vocab_size: int,
+        max_model_len: Callable[[], int] = lambda: 0,
         on_rejected: Callable[[str], None] = lambda reason: None,
         keys: KeyRing | None = None,
     ) -> None:
         self._app, self._config, self._traffic, self._vocab_size = app, config, traffic, vocab_size
-        self._on_rejected = on_rejected
+        self._max_model_len, self._on_rejected = max_model_len, on_rejected
+        self._bodies = BodyReader()
+        self._tokenizing = Places(MAX_TOKENIZING, "Too many texts wait to be tokenized. Try again later.")
+        self._long_text = asyncio.Lock()
         self._keys = keys or KeyRing(config)
         self._cluster_id = cluster_id(config.instance.channel_token)
 
@@ -105,6 +112,9 @@ class Guard:
         except RequestRefused as refused:
             self._on_rejected(_REASONS.get(refused.status, "invalid"))
             await respond(refused)(scope, receive, send)
+        except OverloadedError as overloaded:
+            self._on_rejected("no_instance" if self._traffic.is_draining else "overload")
+            await respond(overloaded)(scope, receive, send)
         except Exception as error:  # the last line: any failure gives the client an answer in shape
             if exchange.finished:
                 return  # Starlette raises again what it has answered already
@@ -120,14 +130,21 @@ class Guard:
         self._authenticate(path, exchange)
         scope = _with_own_headers(exchange)
         if exchange.scope["method"] != "POST" or path not in GENERATION_PATHS | TOKEN_PATHS:
-            await self._app(scope, _bounded(receive, self._config.limits.max_body_bytes), send)
+            await self._app(scope, bounded(receive, self._config.limits.max_body_bytes), send)
             return
-        body = await self._read(exchange.headers, receive)
-        data = parse_object(body)
-        replayed = _replay(body, receive)
-        if path in TOKEN_PATHS:
+        is_generation = path in GENERATION_PATHS
+        if is_generation:
+            self._traffic.require_room(1)
+        max_body_bytes = self._config.limits.max_body_bytes
+        most = max_body_bytes if is_generation else min(max_body_bytes, MAX_TOKEN_BODY_BYTES)
+        body = await self._bodies.read(exchange.headers, receive, most)
+        data = parse_object(body, self._max_model_len())
+        replayed = replay(body, receive)
+        if not is_generation:
             check_common(data)
-            await self._app(scope, replayed, send)
+            with self._tokenizing.take(1):
+                async with self._long_text if len(body) > LONG_TEXT_BYTES else nullcontext():
+                    await self._app(scope, replayed, send)
             return
         num_sequences = check_generation(data, self._config.limits, self._vocab_size)
         options = read_options(exchange.headers.get(PARALLELISM_HEADER), data, self._config.degrees)
@@ -176,31 +193,6 @@ class Guard:
         elif not self._keys.admin.accept(key):
             raise RequestRefused(401, "The admin key is needed: send it as `x-pengserve-admin-key` or a bearer key.")
 
-    async def _read(self, headers: Headers, receive: Receive) -> bytes:
-        """The whole body, never more than the limit in memory."""
-        if headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
-            raise RequestRefused(400, "Content-Type must be application/json.", param="Content-Type")
-        most = self._config.limits.max_body_bytes
-        announced = headers.get("content-length", "")
-        if announced.isdecimal() and int(announced[:18]) > most:
-            raise _too_large(most)
-        chunks, size = [], 0
-        try:
-            async with asyncio.timeout(BODY_TIMEOUT_S):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise RequestRefused(400, "The body ended early.")
-                    chunk = message.get("body", b"")
-                    size += len(chunk)
-                    if size > most:
-                        raise _too_large(most)
-                    chunks.append(chunk)
-                    if not message.get("more_body", False):
-                        return b"".join(chunks)
-        except TimeoutError:
-            raise RequestRefused(408, f"The body did not arrive within {BODY_TIMEOUT_S:g} s.") from None
-
 
 def _bearer(headers: Headers) -> str:
     """The bearer key of a request; "" where it has none."""
@@ -228,32 +220,3 @@ def _without_trailing_slash(scope: Scope) -> Scope:
 def _with_own_headers(exchange: _Exchange) -> Scope:
     kept = [(name, value) for name, value in exchange.scope["headers"] if name.lower() not in _DROPPED_HEADERS]
     return {**exchange.scope, "headers": [*kept, (b"x-request-id", exchange.request_id.encode())]}
-
-
-def _replay(body: bytes, receive: Receive) -> Receive:
-    """`receive` with the body, already read, as its first message."""
-    first: list[dict[str, Any]] = [{"type": "http.request", "body": body, "more_body": False}]
-
-    async def replay() -> Message:
-        return first.pop() if first else await receive()
-
-    return replay
-
-
-def _bounded(receive: Receive, most: int) -> Receive:
-    """`receive` that refuses to hand on more than `most` bytes."""
-    size = 0
-
-    async def bounded() -> Message:
-        nonlocal size
-        message = await receive()
-        size += len(message.get("body", b""))
-        if size > most:
-            raise _too_large(most)
-        return message
-
-    return bounded
-
-
-def _too_large(most: int) -> RequestRefused:
-    return RequestRefused(413, f"The body may have at most {most} bytes.")

@@ -10,6 +10,7 @@ from time import monotonic
 from pengserve.cluster.ingress.errors import OverloadedError
 from pengserve.planners.admission import IngressLoad, Refusal, admit
 
+RETRY_AFTER_S = 1
 RATE_WINDOW = 256  # ends of sequences that the rate is taken over
 
 
@@ -50,6 +51,16 @@ class Traffic:
         """
         if ticket.admitted:
             return
+        self.require_room(ticket.num_sequences)
+        ticket.admitted = True
+        self.num_in_flight += ticket.num_sequences
+
+    def require_room(self, num_sequences: int) -> None:
+        """Takes no place; for a look before a body is read and parsed.
+
+        Raises:
+            OverloadedError: there is no room for so many; 429 or, while draining, 503.
+        """
         load = IngressLoad(
             num_in_flight=self.num_in_flight,
             num_slots=self._num_slots(),
@@ -58,7 +69,7 @@ class Traffic:
             finished_per_s=self._rate(),
             is_draining=self.is_draining,
         )
-        admission = admit(load, ticket.num_sequences)
+        admission = admit(load, num_sequences)
         if admission.refusal is Refusal.DRAINING:
             raise OverloadedError("The server is draining.", HTTPStatus.SERVICE_UNAVAILABLE, admission.retry_after_s)
         if admission.refusal is not None:
@@ -67,8 +78,6 @@ class Traffic:
                 HTTPStatus.TOO_MANY_REQUESTS,
                 admission.retry_after_s,
             )
-        ticket.admitted = True
-        self.num_in_flight += ticket.num_sequences
 
     def _rate(self) -> float:
         """Sequences that ended per second lately; 0 where too few did."""
@@ -76,3 +85,27 @@ class Traffic:
             return 0.0
         span_s = monotonic() - self._ended_s[0][0]
         return sum(num for _, num in self._ended_s) / span_s if span_s > 0 else 0.0
+
+
+class Places:
+    """A bounded number of something that requests hold for a while, such as bytes of bodies."""
+
+    def __init__(self, most: int, why: str) -> None:
+        """`why` is what a client reads when there are none left."""
+        self._most, self._why = most, why
+        self.num_taken = 0
+
+    @contextmanager
+    def take(self, count: int) -> Iterator[None]:
+        """Holds `count` places in the block.
+
+        Raises:
+            OverloadedError: there are not so many; 429.
+        """
+        if self.num_taken + count > self._most:
+            raise OverloadedError(self._why, HTTPStatus.TOO_MANY_REQUESTS, RETRY_AFTER_S)
+        self.num_taken += count
+        try:
+            yield
+        finally:
+            self.num_taken -= count

@@ -13,7 +13,8 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import ConfigError, EngineError, UnsupportedShapeError
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.engine.base_memory import OPTIONS, BaseMemory, MemoryOptions
-from pengserve.replicas.engine.grammars import guide_config, noting_dead_ends
+from pengserve.replicas.engine.grammar_budget import bound_grammars
+from pengserve.replicas.engine.grammars import explaining_rejections, guide_config
 from pengserve.replicas.engine.lane import Lane
 from pengserve.replicas.engine.shared_model import plain_weights
 from pengserve.replicas.engine.vllm_seam import (
@@ -106,7 +107,8 @@ class DpLane(Lane):
             self.core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=self.log_stats)
         self._step_core = self.core.step_fn
         guides: Any = self.core.structured_output_manager
-        guides.accept_tokens = noting_dead_ends(guides)
+        bound_grammars(guides)
+        guides.accept_tokens = explaining_rejections(guides)
         scheduler: Any = self.core.scheduler
         kv_config = scheduler.kv_cache_config
         self._num_kv_groups = len(kv_config.kv_cache_groups)

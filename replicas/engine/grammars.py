@@ -4,10 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pengserve.planners.types.errors import ConfigError
+from pengserve.replicas.engine.grammar_budget import is_used_up
 from pengserve.replicas.engine.vllm_seam import Request, StructuredOutputsConfig
 
 DEAD_END = "the grammar allows no token"
 """Stop reason of a request that ended in error because its grammar allowed none of the tokens that there are."""
+
+TOO_COSTLY = "the grammar takes too much time"
+"""Stop reason of a request that ended in error because its grammar used its budget up (`grammar_budget.py`)."""
 
 AcceptTokens = Callable[[Request, Sequence[int]], bool]
 
@@ -28,8 +32,8 @@ def guide_config(given: Mapping[str, Any]) -> StructuredOutputsConfig:
         raise ConfigError(f"engine.structured_outputs_config is not usable: {error}") from error
 
 
-def noting_dead_ends(manager: Any) -> AcceptTokens:
-    """`accept_tokens` of vLLM's StructuredOutputManager that also says whether a rejection is the grammar's fault.
+def explaining_rejections(manager: Any) -> AcceptTokens:
+    """`accept_tokens` of vLLM's StructuredOutputManager that also says when a rejection is the grammar's fault.
 
     Where a grammar allows no token, vLLM samples any, rejects it and fails the request as if the server were at
     fault. Grammars that match no text do so, for example one whose rule never ends (`root ::= root "a"`).
@@ -38,7 +42,9 @@ def noting_dead_ends(manager: Any) -> AcceptTokens:
 
     def accept_tokens(request: Request, new_token_ids: Sequence[int]) -> bool:
         is_accepted = accept(request, new_token_ids)
-        if not is_accepted and _allows_nothing(manager, request):
+        if not is_accepted and is_used_up(request):
+            request.stop_reason = TOO_COSTLY
+        elif not is_accepted and _allows_nothing(manager, request):
             request.stop_reason = DEAD_END
         return is_accepted
 

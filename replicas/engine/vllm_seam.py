@@ -166,9 +166,16 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
     SchedulerOutput: ("make_empty",),
     Request: ("update_block_hashes", "append_output_token_ids", "from_engine_core_request", "record_event"),
     RequestStatus: ("PREEMPTED", "WAITING", "FINISHED_ABORTED"),
-    StructuredOutputManager: ("accept_tokens", "grammar_init"),
+    StructuredOutputManager: ("accept_tokens", "grammar_init", "_create_grammar"),
     StructuredOutputBackend: ("allocate_token_bitmask",),
-    StructuredOutputGrammar: ("fill_bitmask",),
+    StructuredOutputGrammar: (
+        "accept_tokens",
+        "validate_tokens",
+        "fill_bitmask",
+        "rollback",
+        "is_terminated",
+        "reset",
+    ),
     GPUModelRunner: (
         "_update_states",
         "_init_mrope_positions",

@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -72,3 +73,17 @@ def test_what_the_backend_cannot_guide_is_refused_and_not_guided_by_another(
     answer = ask(http, guide)
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["type"] == "BadRequestError"
+
+
+def test_a_grammar_that_costs_too_much_time_ends_its_request_and_no_other(http: httpx.Client) -> None:
+    honest = {"model": "tiny", "prompt": "hello", "max_tokens": 200, "temperature": 0}
+    expected = http.post("/v1/completions", json=honest).json()["choices"][0]["text"]
+    costly = {"grammar": 'root ::= e\ne ::= e e | e e e | "a"'}
+    with ThreadPoolExecutor(9) as pool:
+        honest_ones = [pool.submit(http.post, "/v1/completions", json=honest) for _ in range(8)]
+        answer = ask(http, costly, temperature=0, max_tokens=200, min_tokens=200)
+        texts = [one.result(60).json()["choices"][0]["text"] for one in honest_ones]
+    assert answer.status_code == 400, answer.text
+    require_400(answer.json()["error"])
+    assert "too much time" in answer.json()["error"]["message"]
+    assert texts == [expected] * 8

@@ -48,7 +48,7 @@ def test_a_request_can_be_passed_over_by_the_scheduler() -> None:
 
 
 def test_a_rejected_request_ends_with_the_stop_reason_that_it_has_then() -> None:
-    """`noting_dead_ends` sets it while the tokens are rejected."""
+    """`explaining_rejections` sets it while the tokens are rejected."""
     source = inspect.getsource(vllm_seam.Scheduler.update_from_output)
     assert source.index("structured_output_manager.accept_tokens(") < source.index("stop_reason=request.stop_reason")
 
