@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import errno
+import os
 import sys
 import tempfile
 import threading
@@ -35,6 +37,21 @@ from tests.support.processes import CHANNEL_TOKEN, ENGINE, OFFLINE
 START_TIMEOUT_S = 600.0
 MAX_POLL_S = 1.0  # a controller that was replaced never answers, and its death is no error here
 T = TypeVar("T")
+
+
+class Disk:
+    """The disk of the event log. While it is full it takes a part of what it is given, and then nothing."""
+
+    def __init__(self) -> None:
+        self.is_full = False
+
+    def write(self, file: int, data: memoryview) -> int:
+        """As `os.write`."""
+        if not self.is_full:
+            return os.write(file, data)
+        if len(data) < 2:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return os.write(file, data[: len(data) // 2])
 
 
 class ElasticCluster:
@@ -88,6 +105,7 @@ class ElasticCluster:
         self.port: ProcessPort
         self._files = tempfile.TemporaryDirectory(prefix="pengserve-elastic-")
         self._log_path = f"{self._files.name}/events.jsonl"
+        self.disk = Disk()
 
     def start(self) -> None:
         """Starts everything and waits until all groups can be formed."""
@@ -106,7 +124,7 @@ class ElasticCluster:
         self.wait_formable()
 
     def _begin_controller(self) -> None:
-        self.controller = Controller(self.config, self.port, EventLog(self._log_path))
+        self.controller = Controller(self.config, self.port, EventLog(self._log_path, write=self.disk.write))
         self._run = asyncio.create_task(self.controller.run())
 
     def restart_controller(self) -> None:

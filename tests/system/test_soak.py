@@ -1,8 +1,8 @@
 """Everything at once, at random, for a while: no stream fails, and every token is the one it would have been.
 
 Requests come and clients leave, memory is too small for all, layouts are asked for while others are under way or left
-to the planners, instances fall silent or die, the controller is replaced. `make soak` goes on for as long as it is
-told to; the seed of a failure is in its message.
+to the planners, instances fall silent or die, the controller is replaced, its disk is full. `make soak` goes on for as
+long as it is told to; the seed of a failure is in its message.
 """
 
 import contextlib
@@ -76,6 +76,7 @@ class Soak:
             self.stall: 0.7,
             self.replace_controller: 0.3,
             self.kill: 0.4,
+            self.fill_disk: 0.5,
         }
 
     def disorder(self, until_s: float) -> None:
@@ -140,6 +141,11 @@ class Soak:
         """Another controller takes over."""
         self.told.append("controller")
         self.cluster.restart_controller()
+
+    def fill_disk(self) -> None:
+        """The disk of the event log becomes full, or has room again."""
+        self.cluster.disk.is_full = not self.cluster.disk.is_full
+        self.told.append("disk full" if self.cluster.disk.is_full else "disk has room")
 
     def let_it_run(self) -> None:
         """Nothing happens for a moment."""
