@@ -332,6 +332,10 @@ class Controller:
                 timeout_s + _DRAIN_GRACE_S,
                 patient=True,
             )
+        for life in actions.retirements:
+            timeout_s = max(0.0, life.deadline_s - now_s)
+            retire = partial(self._port.retire, timeout_s=timeout_s)
+            self._begin(Call.RETIRE, life.key, retire, timeout_s + _DRAIN_GRACE_S, patient=True)
         if actions.replace is not None:
             plan = actions.replace
             await self._accept(transitions.create(self._ready_state(), plan.slots, plan.why, now_s))
@@ -401,7 +405,7 @@ class Controller:
 
     def _is_over(self) -> bool:
         state = self._ready_state()
-        return not state.strays and not any(slot.alive or slot.doomed for slot in state.slots)
+        return not state.strays and not state.outgoing and not any(slot.alive or slot.doomed for slot in state.slots)
 
     def _ready_state(self) -> ClusterState:
         if self._successor:
@@ -420,6 +424,6 @@ class Controller:
 
 
 def _meaning(call: Call, result: object) -> Observation | None:
-    if call is Call.DRAIN:
+    if call in (Call.DRAIN, Call.RETIRE):
         return Drained(complete=bool(result))
     return Killed() if call is Call.KILL else None

@@ -50,6 +50,11 @@ class InstanceActor:
         self._obey(term)
         return self._instance.drain(timeout_s)
 
+    def retire(self, timeout_s: float, term: int = 0) -> bool:
+        """Waits until the ingresses of this configuration have left; True when nothing runs here."""
+        self._obey(term)
+        return self._instance.retire(timeout_s)
+
     def connect(self, directory: PeerDirectory, term: int = 0) -> None:
         """Takes a newer directory of peers. The status shows which groups are ready."""
         self._obey(term)

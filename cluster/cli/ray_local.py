@@ -182,7 +182,7 @@ def deploy(settings: Settings) -> None:
         },
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
     )
-    serve.run(application(settings), name=settings.app, route_prefix="/")
+    serve.run(application(settings, settings.app), name=settings.app, route_prefix="/")
 
 
 def identity(app: str) -> str:
