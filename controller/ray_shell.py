@@ -50,12 +50,11 @@ from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, PengServeError
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.ids import NO_VERSION, InstanceId, InstanceKey, Version
+from pengserve.planners.types.names import NAMESPACE, fingerprint_name
 from pengserve.planners.types.plans import LayoutTarget, SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceSnapshot, RoutingTable
 
 logger = logging.getLogger(__name__)
-
-NAMESPACE = "pengserve"
 
 _INSTANCE_CONCURRENCY = 16  # a drain waits inside the actor; status calls must pass it
 _RECOVERY_TIMEOUT_S = 15.0  # for calls that come right after a controller's start
@@ -68,11 +67,6 @@ T = TypeVar("T")
 def instance_name(app: str, key: InstanceKey | InstanceId | str) -> str:
     """Beginning of the names of a life, of a slot, or of all, where `key` is less than a life."""
     return f"pengserve:{app}:instance:{key}"
-
-
-def fingerprint_name(app: str) -> str:
-    """Key of the fingerprint that the application's instances have now."""
-    return f"pengserve:{app}:fingerprint"
 
 
 def fingerprint(*parts: Any) -> str:

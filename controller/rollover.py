@@ -24,7 +24,7 @@ class Outgoing:
 
     key: InstanceKey
     since_s: float
-    deadline_s: float  # after which it is killed, whatever it runs
+    deadline_s: float  # after which it is killed, also while it runs requests
 
 
 def begun(

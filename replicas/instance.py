@@ -134,9 +134,13 @@ class Instance:
         The state stays READY: ingresses of this instance's own configuration send requests until they leave.
         """
         deadline_s = time.monotonic() + timeout_s
-        while not (self._idle.is_set() and not self._server.client_indices()) and time.monotonic() < deadline_s:
+        while not (self._idle.is_set() and not self.is_used()) and time.monotonic() < deadline_s:
             time.sleep(RETIRE_POLL_S)
         return self._idle.is_set()
+
+    def is_used(self) -> bool:
+        """Whether an ingress is connected."""
+        return bool(self._server.client_indices())
 
     def stop(self, timeout_s: float = 10.0) -> None:
         """Ends the instance; requests in flight are lost to it and resumed elsewhere by the ingress."""
