@@ -9,6 +9,10 @@ from ray.exceptions import RayError, RayTaskError
 from pengserve.cluster.ingress.routes import CalledSource
 from pengserve.planners.types.errors import EngineError, PengServeError
 
+ANSWER_TIMEOUT_S = 30.0  # for each call, beyond the time that it asks the controller to wait
+
+_WAITS = {"routing": 1, "drain": 0}  # which argument says for how long the controller may wait
+
 
 class RayRoutingSource(CalledSource):
     """Calls a controller through the handle that `resolve` finds. A failed call forgets the handle."""
@@ -20,11 +24,13 @@ class RayRoutingSource(CalledSource):
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         handle = self._handle
+        wait_s = float(arguments[_WAITS[method]]) if method in _WAITS else 0.0
         try:
-            if handle is None:
-                handle = self._handle = await asyncio.to_thread(self._resolve)
-            return await getattr(handle, method).remote(*arguments)
-        except (RayError, ValueError) as error:
+            async with asyncio.timeout(ANSWER_TIMEOUT_S + wait_s):
+                if handle is None:
+                    handle = self._handle = await asyncio.to_thread(self._resolve)
+                return await getattr(handle, method).remote(*arguments)
+        except (RayError, ValueError, TimeoutError) as error:
             if isinstance(error, RayTaskError) and isinstance(error.cause, PengServeError):
                 raise error.cause from None  # it did answer, and said no
             if self._handle is handle:

@@ -1,5 +1,6 @@
 """What a controller says through Ray reaches the ingress as it was said."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -53,3 +54,33 @@ async def test_anything_else_means_that_the_controller_does_not_answer() -> None
         with pytest.raises(EngineError, match="does not answer"):
             await source.auto_layout()
     assert handles == []
+
+
+class Deaf:
+    """The handle of a controller that was stopped: no call ever ends."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def remote(self, *arguments: Any) -> Any:
+        return asyncio.sleep(3600)
+
+
+async def test_a_controller_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    from pengserve.cluster.ingress import ray_source
+
+    monkeypatch.setattr(ray_source, "ANSWER_TIMEOUT_S", 0.05)
+    asked: list[int] = []
+
+    def resolve() -> Deaf:
+        asked.append(1)
+        return Deaf()
+
+    source = ray_source.RayRoutingSource(resolve)
+    calls = (source.snapshot, lambda: source.routing(-1, 0.05), lambda: source.drain(0.05), source.auto_layout)
+    async with asyncio.timeout(60):
+        for call in calls:
+            with pytest.raises(EngineError, match="does not answer"):
+                await call()
+    assert len(asked) == len(calls), "each call looks for the controller anew"
