@@ -22,7 +22,7 @@ from pengserve.controller.directory import Wiring
 from pengserve.controller.events import Change
 from pengserve.controller.rollover import Outgoing
 from pengserve.controller.routes import Part
-from pengserve.controller.slots import Killed, Observation, Slot, span
+from pengserve.controller.slots import Gone, Killed, Observation, Slot, span
 from pengserve.planners.columns import group_table
 from pengserve.planners.replace import Vacancy, plan_replacements
 from pengserve.planners.types.codec import to_data
@@ -113,6 +113,8 @@ def observe(state: ClusterState, seen: Sequence[tuple[InstanceKey, Observation]]
                 del outgoing[key]
                 strays = (*strays, key)
         elif slot is not None:
+            if isinstance(observation, InstanceSnapshot) and observation.stats.hang:
+                observation = Gone(observation.stats.hang)
             if isinstance(observation, InstanceSnapshot) and slot.alive and (key is slot.key or key == slot.key):
                 answers[at], seen_s[at] = observation, now_s
                 if lives.says_the_same(slot, observation):

@@ -258,7 +258,7 @@ class Instance:
         self._note_idle()
 
     def _newest_stats(self) -> InstanceStats:
-        return self._lanes.up_to_date(self._stats) if self._lanes is not None else self._stats
+        return self._watch.aged(self._lanes.up_to_date(self._stats)) if self._lanes is not None else self._stats
 
     def _failed(self, error: BaseException) -> None:
         self._failure = self._failure or describe_failure(error)  # what comes later follows from the first
@@ -276,7 +276,7 @@ class Instance:
         from pengserve.replicas.engine.wire import Welcome
 
         assert self._lanes is not None
-        return [msgspec.msgpack.encode(Welcome(key=self.key, capacity=self._lanes.capacity))]
+        return [msgspec.msgpack.encode(Welcome(self.key, self._lanes.capacity, self._newest_stats()))]
 
     def heartbeat(self) -> Sequence[Buffer]:
         """Parts of an empty BATCH."""

@@ -16,6 +16,7 @@ SEAMS = {
     "cluster/cli/ray_local.py",  # `run_with_timeout`; `up` watches over the start
     "controller/ray_shell.py",  # in threads; the control loop bounds each call
     "replicas/actor.py",  # `answer_within`
+    "cluster/ray_safety.py",  # a look-up at the start of a replica, which Serve bounds
     "cluster/serve_seam.py",
 }
 CALLS_OF_SERVE = {
