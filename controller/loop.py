@@ -23,7 +23,7 @@ from pengserve.controller.state import ClusterState, Transition
 from pengserve.controller.steering import Steering
 from pengserve.controller.terms import LocalTermStore, Term
 from pengserve.planners.types.config import ControllerConfig
-from pengserve.planners.types.errors import EngineError
+from pengserve.planners.types.errors import EngineError, SupersededError
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import InstanceId, InstanceKey, Version
 from pengserve.planners.types.plans import LayoutTarget
@@ -409,7 +409,7 @@ class Controller:
 
     def _ready_state(self) -> ClusterState:
         if self._successor:
-            raise EngineError(f"{self._successor}; ask that one")
+            raise SupersededError(f"{self._successor}; ask that one")
         if self._state is None:
             raise EngineError("the controller is still recovering; ask again in a moment")
         return self._state

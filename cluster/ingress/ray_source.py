@@ -7,7 +7,7 @@ from typing import Any
 from ray.exceptions import RayError, RayTaskError
 
 from pengserve.cluster.ingress.routes import CalledSource
-from pengserve.planners.types.errors import EngineError, PengServeError
+from pengserve.planners.types.errors import EngineError, PengServeError, SupersededError
 
 ANSWER_TIMEOUT_S = 30.0  # for each call, beyond the time that it asks the controller to wait
 
@@ -32,7 +32,13 @@ class RayRoutingSource(CalledSource):
                 return await getattr(handle, method).remote(*arguments)
         except (RayError, ValueError, TimeoutError) as error:
             if isinstance(error, RayTaskError) and isinstance(error.cause, PengServeError):
+                if isinstance(error.cause, SupersededError):
+                    self._forget(handle)
                 raise error.cause from None  # it did answer, and said no
-            if self._handle is handle:
-                self._handle = None
+            self._forget(handle)
             raise EngineError(f"the controller does not answer: {type(error).__name__}") from error
+
+    def _forget(self, handle: Any) -> None:
+        """Looks for the controller anew at the next call."""
+        if self._handle is handle:
+            self._handle = None
