@@ -99,6 +99,9 @@ class TickPort:
     async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
         return True
 
+    async def retire(self, key: InstanceKey, timeout_s: float) -> bool:
+        return True
+
     async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
         names = tuple(spec.name for spec in directory.groups if key in spec.members)
         self._answer(replace(self.answers[key], groups_ready=names))

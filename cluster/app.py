@@ -18,8 +18,9 @@ import ray
 from ray import serve
 from ray.serve.config import DeploymentActorConfig
 
-from pengserve.cluster import ray_safety, start_failures
+from pengserve.cluster import ray_safety, serve_name, start_failures
 from pengserve.cluster.controller_actor import ControllerActor
+from pengserve.cluster.fingerprint import fingerprinted
 from pengserve.cluster.haproxy.launcher import proxy_remarks
 from pengserve.cluster.ingress.config import IngressConfig, LimitConfig, OpenAIConfig
 from pengserve.cluster.ingress.logs import SERVE_LOGGER, log_with_serve
@@ -47,17 +48,19 @@ class Ingress:
     """One ingress replica. Serve's HTTP proxy, or HAProxy directly, talks to the ASGI application it builds."""
 
     def __init__(self, config: IngressConfig, app: str) -> None:
+        """`app` is the name in the settings; empty where they leave it to Serve."""
         log_with_serve()
         keep_inner_grpc_on_loopback()
-        with start_failures.told_at_once(app):
+        self._config, self._app_name = config, serve.get_replica_context().app_name
+        with start_failures.told_at_once(self._app_name):
+            serve_name.agreed(app, self._app_name)
             ray_safety.refuse_open_ray()
             host = ray_safety.serve_http_host()  # the settings may name another one
             ray_safety.refuse_open_serve(host, has_keys=config.has_api_keys)
-            config = replace(config, host=host)
-            harden(config)
+            self._config = replace(config, host=host)
+            harden(self._config)
         for remark in proxy_remarks(os.environ):
             logging.getLogger(SERVE_LOGGER).warning("%s", remark)
-        self._config, self._app_name = config, app
         self._ingress: Any = None
 
     async def __serve_build_asgi_app__(self) -> Any:
@@ -100,11 +103,12 @@ def build(args: dict[str, Any]) -> serve.Application:
             " those (security.api_keys_file, admin_key_file, metrics_key_file)",
             ", ".join(fields),
         )
-    return application(settings)
+    # Where `app` is left out it is Serve's name, which a builder is not told.
+    return application(settings, settings.app if "app" in args else "")
 
 
-def application(settings: Settings) -> serve.Application:
-    """The application for `settings`.
+def application(settings: Settings, app: str) -> serve.Application:
+    """The application for `settings`. `app` is the name that Serve must have for it; empty: any name.
 
     Raises:
         ConfigError: names the key, and what would be accepted; also where the Ray cluster has fewer devices than
@@ -115,14 +119,17 @@ def application(settings: Settings) -> serve.Application:
     settings = settle(settings, cluster_devices, settings.instances.wait_for_devices_s)
     for remark in remarks(settings):
         logging.getLogger(SERVE_LOGGER).warning("%s", remark)
-    instance = instance_config(settings)
+    instance = fingerprinted(instance_config(settings))
     ingress = ingress_config(settings, instance)
     refuse_unsafe(ingress)
     environment = process_environment(instance)
     controller = DeploymentActorConfig(
         name=CONTROLLER,
         actor_class=ray.remote(ControllerActor),
-        init_kwargs={"config": to_data(settings.controller_config()), "instance_config": to_data(instance)},
+        init_kwargs={
+            "config": to_data(replace(settings.controller_config(), app=app)),
+            "instance_config": to_data(replace(instance, app=app)),
+        },
         actor_options={"num_cpus": 0},
     )
     deployment = serve.deployment(
@@ -143,7 +150,7 @@ def application(settings: Settings) -> serve.Application:
         logging_config={"enable_access_log": False},
         deployment_actors=[controller],
     )
-    return deployment.bind(ingress, settings.app)
+    return deployment.bind(ingress, app)
 
 
 def instance_config(settings: Settings) -> InstanceConfig:

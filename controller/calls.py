@@ -18,6 +18,7 @@ class Call(StrEnum):
     STATUS = "status"
     CONNECT = "connect"
     DRAIN = "drain"
+    RETIRE = "retire"
     KILL = "kill"
 
     __hash__ = str.__hash__  # a thousand look-ups a tick: the enum's own is not computed in C

@@ -23,7 +23,7 @@ from pengserve.controller.state import ClusterState, Transition
 from pengserve.controller.steering import Steering
 from pengserve.controller.terms import LocalTermStore, Term
 from pengserve.planners.types.config import ControllerConfig
-from pengserve.planners.types.errors import EngineError
+from pengserve.planners.types.errors import EngineError, SupersededError
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import InstanceId, InstanceKey, Version
 from pengserve.planners.types.plans import LayoutTarget
@@ -332,6 +332,10 @@ class Controller:
                 timeout_s + _DRAIN_GRACE_S,
                 patient=True,
             )
+        for life in actions.retirements:
+            timeout_s = max(0.0, life.deadline_s - now_s)
+            retire = partial(self._port.retire, timeout_s=timeout_s)
+            self._begin(Call.RETIRE, life.key, retire, timeout_s + _DRAIN_GRACE_S, patient=True)
         if actions.replace is not None:
             plan = actions.replace
             await self._accept(transitions.create(self._ready_state(), plan.slots, plan.why, now_s))
@@ -401,11 +405,11 @@ class Controller:
 
     def _is_over(self) -> bool:
         state = self._ready_state()
-        return not state.strays and not any(slot.alive or slot.doomed for slot in state.slots)
+        return not state.strays and not state.outgoing and not any(slot.alive or slot.doomed for slot in state.slots)
 
     def _ready_state(self) -> ClusterState:
         if self._successor:
-            raise EngineError(f"{self._successor}; ask that one")
+            raise SupersededError(f"{self._successor}; ask that one")
         if self._state is None:
             raise EngineError("the controller is still recovering; ask again in a moment")
         return self._state
@@ -420,6 +424,6 @@ class Controller:
 
 
 def _meaning(call: Call, result: object) -> Observation | None:
-    if call is Call.DRAIN:
+    if call in (Call.DRAIN, Call.RETIRE):
         return Drained(complete=bool(result))
     return Killed() if call is Call.KILL else None

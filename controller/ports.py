@@ -17,7 +17,8 @@ class Discovery:
     """What earlier controllers of this application left behind."""
 
     living: tuple[InstanceKey, ...] = ()  # started from the same configuration; can be adopted
-    leftovers: tuple[InstanceKey, ...] = ()  # reserved resources of the dead, and instances of another configuration
+    leftovers: tuple[InstanceKey, ...] = ()  # reserved resources of the dead
+    outgoing: tuple[InstanceKey, ...] = ()  # living, of another configuration; never adopted, see `retire`
     newest: tuple[InstanceKey, ...] = ()  # the newest life each slot ever had, also where nothing of it is left
 
 
@@ -50,6 +51,14 @@ class ReplicaPort(Protocol):
 
     async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
         """Lets running requests finish; True once nothing runs there.
+
+        Raises:
+            EngineError: the instance is gone.
+        """
+        ...
+
+    async def retire(self, key: InstanceKey, timeout_s: float) -> bool:
+        """Lets an instance of another configuration go on until its ingresses have left; True once nothing runs there.
 
         Raises:
             EngineError: the instance is gone.

@@ -133,6 +133,10 @@ class ProcessPort:
         """Lets running requests finish within `timeout_s`; True once the instance runs none. Raises EngineError."""
         return bool(await self._call(key, "drain", timeout_s=timeout_s))
 
+    async def retire(self, key: InstanceKey, timeout_s: float) -> bool:
+        """Waits until the instance's ingresses have left; True once it runs nothing. Raises EngineError."""
+        return bool(await self._call(key, "retire", timeout_s=timeout_s))
+
     async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
         """Sends the instance the directory of its peers, and does not wait for groups. Raises EngineError."""
         await self._call(key, "connect", directory=directory)

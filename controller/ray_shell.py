@@ -2,14 +2,16 @@
 
 Names in the cluster, all in namespace "pengserve":
 
-    actor             pengserve:{app}:instance:{instance_id}.{incarnation}
-    placement group   pengserve:{app}:instance:{instance_id}.{incarnation}:{fingerprint of the configuration}
+    actor, its        pengserve:{app}:instance:{instance_id}.{incarnation}:{fingerprint of the configuration}
+    placement group   the same
     key-value store   pengserve:{app}:instance:{instance_id} -> the name of the slot's newest life
                       pengserve:{app}:term:{number} -> nothing; the terms of controllers (ray_terms.py)
+                      pengserve:{app}:fingerprint -> that of the controller that recovered last
                       pengserve:{app}:channel-token -> the shared secret of the application's request channels
 
 Actors and groups are detached, so that they outlive a controller; a new one finds them by these names. The fingerprint
-keeps it from adopting instances that run another model or other engine arguments.
+keeps it from adopting, and from ever calling, instances that run another model or other engine arguments: those are
+retired.
 """
 
 import asyncio
@@ -48,12 +50,11 @@ from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, PengServeError
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.ids import NO_VERSION, InstanceId, InstanceKey, Version
+from pengserve.planners.types.names import NAMESPACE, fingerprint_name
 from pengserve.planners.types.plans import LayoutTarget, SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceSnapshot, RoutingTable
 
 logger = logging.getLogger(__name__)
-
-NAMESPACE = "pengserve"
 
 _INSTANCE_CONCURRENCY = 16  # a drain waits inside the actor; status calls must pass it
 _RECOVERY_TIMEOUT_S = 15.0  # for calls that come right after a controller's start
@@ -64,7 +65,7 @@ T = TypeVar("T")
 
 
 def instance_name(app: str, key: InstanceKey | InstanceId | str) -> str:
-    """Name of an instance's actor; of a slot, or the beginning of all, where `key` is less than a life."""
+    """Beginning of the names of a life, of a slot, or of all, where `key` is less than a life."""
     return f"pengserve:{app}:instance:{key}"
 
 
@@ -104,6 +105,7 @@ class RayPort:
         self._env = dict(actor_env)
         self._fingerprint = fingerprint(instance_config, sorted(self._env.items()), self._bundle())
         self._name = re.compile(rf"pengserve:{re.escape(config.app)}:instance:(\d+)\.(\d+)(?::(\w+))?")
+        self._marks: dict[InstanceKey, str] = {}  # fingerprints of living instances of other configurations
         self._handles: dict[InstanceKey, Any] = {}
         self._groups: dict[InstanceKey, PlacementGroup] = {}  # of the instances this controller created
         # A create that outlives its time-out must not leave an instance behind after its kill.
@@ -128,6 +130,11 @@ class RayPort:
         """Lets running requests finish within `timeout_s`; True once the instance runs none. Raises EngineError."""
         handle = await self._handle(key)
         return bool(await _answer(handle.drain.remote(timeout_s, self._term.number)))
+
+    async def retire(self, key: InstanceKey, timeout_s: float) -> bool:
+        """Lets an instance of another configuration go on until its ingresses have left. Raises EngineError."""
+        handle = await self._handle(key)
+        return bool(await _answer(handle.retire.remote(timeout_s, self._term.number)))
 
     async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
         """Sends the instance the directory of its peers, and does not wait for groups. Raises EngineError."""
@@ -154,6 +161,7 @@ class RayPort:
         """Kills the instance's actor, if it lives, and removes its placement group."""
         lock = self._one_at_a_time.setdefault(key, threading.Lock())
         await _in_thread(lock, lambda: self._kill(key))
+        self._marks.pop(key, None)
         self._handles.pop(key, None)
         self._groups.pop(key, None)
         self._one_at_a_time.pop(key, None)
@@ -163,14 +171,14 @@ class RayPort:
         return await asyncio.to_thread(self._discover)
 
     def _create(self, key: InstanceKey) -> Any:
-        name = instance_name(self._config.app, key)
+        if _internal_kv_get(fingerprint_name(self._config.app), namespace=NAMESPACE) != self._fingerprint.encode():
+            raise EngineError("the application has another configuration now; its controller creates instances")
+        name = self._actor_name(key)
         try:
             return ray.get_actor(name, namespace=NAMESPACE)
         except ValueError:
             logger.debug("actor %s does not exist yet", name)
-        group = placement_group(
-            [self._bundle()], strategy="STRICT_PACK", name=f"{name}:{self._fingerprint}", lifetime="detached"
-        )
+        group = placement_group([self._bundle()], strategy="STRICT_PACK", name=name, lifetime="detached")
         self._groups[key] = group
         # Written before the instance lives: a controller that finds nothing of it must not give its key out again.
         _internal_kv_put(instance_name(self._config.app, key.instance_id), name, overwrite=True, namespace=NAMESPACE)
@@ -194,8 +202,12 @@ class RayPort:
         wanted = {"CPU": self._config.cpus_per_instance, "GPU": self._config.gpus_per_instance}
         return {name: amount for name, amount in wanted.items() if amount > 0} or {"CPU": _MIN_CPUS}
 
+    def _actor_name(self, key: InstanceKey) -> str:
+        mark = self._marks.get(key, self._fingerprint)
+        return instance_name(self._config.app, key) + (f":{mark}" if mark else "")
+
     def _kill(self, key: InstanceKey) -> None:
-        name = instance_name(self._config.app, key)
+        name = self._actor_name(key)
         try:
             ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
         except ValueError:
@@ -205,25 +217,25 @@ class RayPort:
             remove_placement_group(self._groups[key])
             return
         for group, group_name in _all_groups():
-            if group_name.startswith(f"{name}:"):
+            if self._key(group_name)[0] == key:
                 remove_placement_group(group)
 
     def _discover(self) -> Discovery:
-        actors = {
-            key
-            for entry in list_named_actors(all_namespaces=True)
-            if entry["namespace"] == NAMESPACE and (key := self._key(entry["name"])[0])
-        }
-        ours, all_keys = set(), set(actors)
-        for _, name in _all_groups():
-            key, mark = self._key(name)
-            if key:
-                all_keys.add(key)
-                if mark == self._fingerprint:
-                    ours.add(key)
-        living = actors & ours
+        _internal_kv_put(
+            fingerprint_name(self._config.app), self._fingerprint.encode(), overwrite=True, namespace=NAMESPACE
+        )
+        actors: dict[InstanceKey, str] = {}
+        for entry in list_named_actors(all_namespaces=True):
+            key, mark = self._key(entry["name"])
+            if key and entry["namespace"] == NAMESPACE:
+                actors[key] = mark
+        reserved = {key for _, name in _all_groups() if (key := self._key(name)[0])}
+        self._marks = {key: mark for key, mark in actors.items() if mark != self._fingerprint}
         return Discovery(
-            living=tuple(sorted(living)), leftovers=tuple(sorted(all_keys - living)), newest=self._newest()
+            living=tuple(sorted(actors.keys() - self._marks.keys())),
+            outgoing=tuple(sorted(self._marks)),
+            leftovers=tuple(sorted(reserved - actors.keys())),
+            newest=self._newest(),
         )
 
     def _newest(self) -> tuple[InstanceKey, ...]:
@@ -240,7 +252,7 @@ class RayPort:
 
     async def _handle(self, key: InstanceKey) -> Any:
         if key not in self._handles:
-            name = instance_name(self._config.app, key)
+            name = self._actor_name(key)
             try:
                 self._handles[key] = await asyncio.to_thread(ray.get_actor, name, namespace=NAMESPACE)
             except ValueError as error:

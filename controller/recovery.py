@@ -69,7 +69,7 @@ async def recover(
     await term.face(reported)
     base = bases(term.number, past)
     state = transitions.empty(config, version=base.version, epoch=base.epoch)
-    return transitions.adopt(state, living, leftovers, found.newest, now_s)
+    return transitions.adopt(state, living, leftovers, found.newest, now_s, found.outgoing)
 
 
 def close_open_spans(past: Sequence[Event], slots: Iterable[Slot]) -> tuple[Change, ...]:

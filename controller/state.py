@@ -4,6 +4,7 @@
     layout.py     how the instances are grouped, by switches and by what they say they run
     directory.py  who their peers are, and which groups must be ready
     routes.py     where requests go
+    rollover.py   instances of an earlier configuration
 
 Each transition goes through them in this order, since each follows from the ones before.
 """
@@ -15,12 +16,13 @@ from typing import Any
 
 from pengserve.controller import directory as wirings
 from pengserve.controller import layout as layouts
-from pengserve.controller import routes
+from pengserve.controller import rollover, routes
 from pengserve.controller import slots as lives
 from pengserve.controller.directory import Wiring
 from pengserve.controller.events import Change
+from pengserve.controller.rollover import Outgoing
 from pengserve.controller.routes import Part
-from pengserve.controller.slots import Killed, Observation, Slot, span
+from pengserve.controller.slots import Gone, Killed, Observation, Slot, span
 from pengserve.planners.columns import group_table
 from pengserve.planners.replace import Vacancy, plan_replacements
 from pengserve.planners.types.codec import to_data
@@ -55,6 +57,7 @@ class ClusterState:
     switch: SwitchPlan | None = None  # under way
     layout_since_s: float = 0.0  # when the layout last changed, on the controller's monotonic clock
     strays: tuple[InstanceKey, ...] = ()  # lives outside the slots, to be killed
+    outgoing: tuple[Outgoing, ...] = ()  # lives of an earlier configuration, outside the slots
     closing: bool = False  # the application ends: nothing is filled again
 
 
@@ -72,6 +75,7 @@ class Actions:
 
     kills: tuple[InstanceKey, ...] = ()
     drains: tuple[InstanceKey, ...] = ()
+    retirements: tuple[Outgoing, ...] = ()
     replace: ReplacePlan | None = None
 
 
@@ -98,12 +102,19 @@ def observe(state: ClusterState, seen: Sequence[tuple[InstanceKey, Observation]]
     changes: list[Change] = []
     slots, strays = list(state.slots), state.strays
     answers, seen_s = list(state.answers), list(state.seen_s)
+    outgoing = {life.key: life for life in state.outgoing}
     for key, observation in seen:
         at = key.instance_id
         slot = slots[at] if at < len(slots) else None
         if isinstance(observation, Killed) and key in strays:
             strays = tuple(k for k in strays if k != key)
+        elif key in outgoing:
+            if rollover.take_in(outgoing[key], observation, now_s, changes):
+                del outgoing[key]
+                strays = (*strays, key)
         elif slot is not None:
+            if isinstance(observation, InstanceSnapshot) and observation.stats.hang:
+                observation = Gone(observation.stats.hang)
             if isinstance(observation, InstanceSnapshot) and slot.alive and (key is slot.key or key == slot.key):
                 answers[at], seen_s[at] = observation, now_s
                 if lives.says_the_same(slot, observation):
@@ -113,7 +124,15 @@ def observe(state: ClusterState, seen: Sequence[tuple[InstanceKey, Observation]]
     for i, slot in enumerate(slots):
         if slot.state is not ready or seen_s[i] < now_s:
             slots[i] = lives.overdue(slot, seen_s[i], state.config, now_s, changes)
-    after = replace(state, slots=_kept(state.slots, slots), answers=tuple(answers), seen_s=tuple(seen_s), strays=strays)
+    late = [key for key, life in outgoing.items() if rollover.overdue(life, now_s, changes)]
+    after = replace(
+        state,
+        slots=_kept(state.slots, slots),
+        answers=tuple(answers),
+        seen_s=tuple(seen_s),
+        strays=(*strays, *late),
+        outgoing=tuple(life for key, life in outgoing.items() if key not in late),
+    )
     # The layout has followed from these slots already, where no switch under way has kept it from that.
     is_followed = after.slots is state.wired and state.switch is None
     return (_rewired if is_followed else _followed)(after, state, changes, now_s)
@@ -139,17 +158,18 @@ def adopt(
     leftovers: Sequence[InstanceKey],
     newest: Sequence[InstanceKey],
     now_s: float,
+    outgoing: Sequence[InstanceKey] = (),
 ) -> Transition:
     """Rebuilds an empty state from what an earlier controller left.
 
     The highest incarnation in a slot wins, the others are killed, as is what is outside the slots. `living` maps to
     None where an instance gave no answer yet: it counts as STARTING. Incarnations go on above `newest`, so that no
-    ingress takes a new life for one that it saw die.
+    ingress takes a new life for one that it saw die. What is `outgoing` is of another configuration: it is in no slot.
     """
     keys_of: dict[InstanceId, list[InstanceKey]] = {}
     for key in {*living, *leftovers}:
         keys_of.setdefault(key.instance_id, []).append(key)
-    last = {key.instance_id: key for key in sorted(newest)}
+    last = {key.instance_id: key for key in sorted([*newest, *outgoing])}
     changes: list[Change] = []
     slots = []
     for slot in state.slots:
@@ -175,6 +195,7 @@ def adopt(
         answers=tuple(slot.snapshot for slot in slots),
         seen_s=(now_s,) * len(slots),
         strays=strays,
+        outgoing=rollover.begun(outgoing, state.config, now_s, changes),
         layout=layout,
         layout_since_s=now_s,
     )
@@ -239,7 +260,8 @@ def drain_all(state: ClusterState, why: str, timeout_s: float, now_s: float) -> 
             changes.append(Change(kind=EventKind.INSTANCE_ERROR, span=span(slot.key), why=f"not ready yet when {why}"))
             slot = lives.ended(slot, why, now_s)
         slots.append(slot)
-    return _rewired(replace(state, slots=tuple(slots), closing=True), state, changes, now_s)
+    outgoing = tuple(replace(life, deadline_s=min(life.deadline_s, now_s + timeout_s)) for life in state.outgoing)
+    return _rewired(replace(state, slots=tuple(slots), outgoing=outgoing, closing=True), state, changes, now_s)
 
 
 def plan(state: ClusterState, now_s: float) -> Actions:
@@ -262,6 +284,7 @@ def plan(state: ClusterState, now_s: float) -> Actions:
     return Actions(
         kills=tuple(kills),
         drains=tuple(drains),
+        retirements=state.outgoing,
         replace=None
         if state.closing
         else plan_replacements(vacancies, epoch=state.layout.epoch, now_s=now_s, num_starts=_starts_left(state, now_s)),

@@ -2,21 +2,25 @@
 
 import logging
 import os
-import threading
 import time
 
 import ray
+from ray.experimental.internal_kv import _internal_kv_get
 from ray.util import get_current_placement_group, remove_placement_group
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.names import NAMESPACE, fingerprint_name
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot
+from pengserve.replicas.ending import LeaseWatch, answer_within
 from pengserve.replicas.instance import Instance
 from pengserve.replicas.lease import Lease
 
 logger = logging.getLogger(__name__)
+
+ASK_TIMEOUT_S = 10.0  # for the question whether the application is still there
 
 
 class InstanceActor:
@@ -29,9 +33,15 @@ class InstanceActor:
             node_id=ray.get_runtime_context().get_node_id(), node_ip=node_ip, device=_device(config), pid=os.getpid()
         )
         self._instance = Instance(config, key, device, bind_host=config.channel_host or node_ip)
-        self._lease = Lease(config.lease_s, now=time.monotonic, application_exists=lambda: _has_app(config.app))
+        own = (ray.get_runtime_context().get_actor_name() or "").rpartition(":")[2]
+        self._lease = Lease(
+            config.lease_s,
+            now=time.monotonic,
+            application_exists=lambda: application_exists(config.app, own),
+            is_used=self._instance.is_used,
+        )
         self._instance.start()
-        threading.Thread(target=self._watch_lease, name="lease", daemon=True).start()
+        LeaseWatch(self._lease, self._instance, drain_timeout_s=config.drain_timeout_s, release=_release).start()
 
     # Each call carries the term of its controller (`controller/terms.py`); orders of an older one raise FenceError.
 
@@ -49,6 +59,11 @@ class InstanceActor:
         """Waits until nothing runs or waits here; True when that is so."""
         self._obey(term)
         return self._instance.drain(timeout_s)
+
+    def retire(self, timeout_s: float, term: int = 0) -> bool:
+        """Waits until the ingresses of this configuration have left; True when nothing runs here."""
+        self._obey(term)
+        return self._instance.retire(timeout_s)
 
     def connect(self, directory: PeerDirectory, term: int = 0) -> None:
         """Takes a newer directory of peers. The status shows which groups are ready."""
@@ -78,33 +93,34 @@ class InstanceActor:
         self._instance.terms.require(term)
         self._lease.renew()
 
-    def _watch_lease(self) -> None:
-        config = self._instance.config
-        while not self._lease.ended():
-            time.sleep(config.lease_s / 5)
-        logger.warning("application %s is gone; instance %s drains and exits", config.app, self._instance.key)
-        self._instance.drain(config.drain_timeout_s)
-        self._instance.stop()
-        group = get_current_placement_group()
-        if group is not None:
-            remove_placement_group(group)
-        os._exit(0)  # from a thread; Ray's own exit works in an actor's method alone
-
 
 def _device(config: InstanceConfig) -> str:
     gpu_ids = ray.get_gpu_ids()
     return f"cuda:{gpu_ids[0]}" if config.device == "cuda" and gpu_ids else config.device
 
 
-def _has_app(app: str) -> bool:
-    """Whether Serve still knows the application. True where the cluster cannot be asked."""
-    from ray import serve
-    from ray.serve.exceptions import RayServeException
+def _release() -> None:
+    """Gives the reserved resources back."""
+    group = get_current_placement_group()
+    if group is not None:
+        remove_placement_group(group)
+
+
+def application_exists(app: str, fingerprint: str) -> bool | None:
+    """Whether Serve still runs the application, with instances of this fingerprint; None where it cannot be asked."""
+    return answer_within(ASK_TIMEOUT_S, lambda: _ask(app, fingerprint))
+
+
+def _ask(app: str, fingerprint: str) -> bool:
+    """Not `serve.status()`: that keeps its handle, so after a shutdown of Serve it would fail for ever."""
+    from ray.serve._private.constants import SERVE_CONTROLLER_NAME, SERVE_NAMESPACE  # takes a second
 
     try:
-        return app in serve.status().applications
-    except RayServeException:
+        controller = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+    except ValueError:
         return False  # Serve itself was shut down
-    except Exception:
-        logger.exception("cannot ask Serve for application %s", app)
-        return True
+    details = ray.get(controller.get_serve_instance_details.remote(), timeout=ASK_TIMEOUT_S)
+    if app not in details["applications"]:
+        return False
+    newest: bytes | None = _internal_kv_get(fingerprint_name(app), namespace=NAMESPACE)
+    return newest is None or not fingerprint or newest.decode() == fingerprint

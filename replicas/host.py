@@ -83,6 +83,8 @@ class ControlLines:
         self._instance.terms.require(term)
         if name == "drain":
             return self._instance.drain(float(args["timeout_s"]))
+        if name == "retire":
+            return self._instance.retire(float(args["timeout_s"]))
         if name == "connect":
             return self._instance.connect(from_data(PeerDirectory, args["directory"]))
         if name == "prepare":

@@ -25,6 +25,7 @@ from pengserve.replicas.revisions import Revisions
 from pengserve.replicas.step_loop import StepLoop
 from pengserve.replicas.step_watch import StepWatch
 from pengserve.replicas.terms import TermFence
+from pengserve.replicas.versions import versions
 
 if TYPE_CHECKING:
     from pengserve.replicas.engine.lanes import Lanes
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from pengserve.replicas.switching.agent import Agent
 
 logger = logging.getLogger(__name__)
+
+RETIRE_POLL_S = 0.2
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -125,6 +128,20 @@ class Instance:
             self._state = InstanceState.DRAINING
         return self._idle.wait(timeout_s)
 
+    def retire(self, timeout_s: float) -> bool:
+        """Waits until every ingress has left and nothing runs here; True when nothing runs, also at the time-out.
+
+        The state stays READY: ingresses of this instance's own configuration send requests until they leave.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not (self._idle.is_set() and not self.is_used()) and time.monotonic() < deadline_s:
+            time.sleep(RETIRE_POLL_S)
+        return self._idle.is_set()
+
+    def is_used(self) -> bool:
+        """Whether an ingress is connected."""
+        return bool(self._server.client_indices())
+
     def stop(self, timeout_s: float = 10.0) -> None:
         """Ends the instance; requests in flight are lost to it and resumed elsewhere by the ingress."""
         self._state = InstanceState.DEAD
@@ -180,6 +197,8 @@ class Instance:
     # The step loop's side -------------------------------------------------------------------------------------
 
     def _build_lanes(self) -> "Lanes":
+        if self.config.versions and self.config.versions != (own := versions()):
+            raise EngineError(f"this node has {own}, the application runs {self.config.versions}; install that here")
         # vLLM takes seconds to import and needs its environment set first: only a process with an engine imports it.
         from pengserve.replicas.engine.lanes import Lanes
         from pengserve.replicas.engine.wire import Codec
@@ -239,7 +258,7 @@ class Instance:
         self._note_idle()
 
     def _newest_stats(self) -> InstanceStats:
-        return self._lanes.up_to_date(self._stats) if self._lanes is not None else self._stats
+        return self._watch.aged(self._lanes.up_to_date(self._stats)) if self._lanes is not None else self._stats
 
     def _failed(self, error: BaseException) -> None:
         self._failure = self._failure or describe_failure(error)  # what comes later follows from the first
@@ -257,7 +276,7 @@ class Instance:
         from pengserve.replicas.engine.wire import Welcome
 
         assert self._lanes is not None
-        return [msgspec.msgpack.encode(Welcome(key=self.key, capacity=self._lanes.capacity))]
+        return [msgspec.msgpack.encode(Welcome(self.key, self._lanes.capacity, self._newest_stats()))]
 
     def heartbeat(self) -> Sequence[Buffer]:
         """Parts of an empty BATCH."""

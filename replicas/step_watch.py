@@ -3,7 +3,9 @@
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
+from pengserve.planners.types.snapshot import InstanceStats
 from pengserve.replicas.step_loop import StepLoop
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,11 @@ class StepWatch:
     def stop(self) -> None:
         """Ends the watch."""
         self._over.set()
+
+    def aged(self, stats: InstanceStats) -> InstanceStats:
+        """`stats` with the age of the step under way, where that has lasted longer than `PERIOD_S`."""
+        stalled_s = self._loop.stalled_s
+        return replace(stats, step_age_s=stalled_s, step_limit_s=self.limit_s()) if stalled_s > PERIOD_S else stats
 
     def limit_s(self) -> float:
         """For how long the loop may stand still now."""

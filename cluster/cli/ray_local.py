@@ -29,6 +29,8 @@ SPARE_CPUS = 4  # logical CPUs for the ingress, the controller and Serve's own a
 OBJECT_STORE_BYTES = 128 * MIB  # tokens and KV do not travel through it
 SHUTDOWN_TIMEOUT_S = 20.0
 CONNECT_TIMEOUT_S = 5.0
+STATUS_TIMEOUT_S = 30.0  # for Serve to say what it runs
+DELETE_TIMEOUT_S = 120.0  # ... and to delete an application
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +184,7 @@ def deploy(settings: Settings) -> None:
         },
         logging_config={"enable_access_log": False, "log_level": "WARNING"},
     )
-    serve.run(application(settings), name=settings.app, route_prefix="/")
+    serve.run(application(settings, settings.app), name=settings.app, route_prefix="/")
 
 
 def identity(app: str) -> str:
@@ -208,15 +210,26 @@ def start_failure(app: str) -> str:
 
 def serve_failure(app: str) -> str:
     """What Serve knows about why a deployment of the application failed; may be empty."""
-    from ray import serve
-    from ray.exceptions import RayError
-
     try:
-        status = serve.status().applications.get(app)
-    except (RayError, RuntimeError):
+        status = serve_status().applications.get(app)
+    except ConfigError:
         return ""  # Serve is gone
     messages = [deployment.message for deployment in status.deployments.values()] if status else []
     return "; ".join(dict.fromkeys(last_error(message) for message in messages if message))
+
+
+def serve_status() -> Any:
+    """Serve's own view of itself, a `ray.serve.schema.ServeStatus`.
+
+    Raises:
+        ConfigError: it does not answer within `STATUS_TIMEOUT_S`, or is gone.
+    """
+    from ray import serve
+
+    found: list[Any] = []
+    if not run_with_timeout(lambda: found.append(serve.status()), STATUS_TIMEOUT_S) or not found:
+        raise ConfigError(f"Ray Serve gave no answer within {STATUS_TIMEOUT_S:g} s; look at its controller's log")
+    return found[0]
 
 
 def last_error(text: str) -> str:
@@ -232,11 +245,11 @@ def remove_application(app: str) -> int:
     """
     from ray import serve
 
-    if app in serve.status().applications:
-        serve.delete(app)
+    if app in serve_status().applications and not run_with_timeout(lambda: serve.delete(app), DELETE_TIMEOUT_S):
+        raise ConfigError(f"Ray Serve did not delete the application {app} within {DELETE_TIMEOUT_S:g} s; try again")
     num_left = _remove_instances(app)
-    if not serve.status().applications:
-        serve.shutdown()
+    if not serve_status().applications:
+        stop_serve()
     return num_left
 
 

@@ -72,7 +72,13 @@ class Ingress:
             report_lost=source.report_lost,
             fingerprint=config.instance.fingerprint,
         )
-        self.book = RequestBook(self.client, config.limits, self.links, lambda: self.client.model_config.max_model_len)
+        self.book = RequestBook(
+            self.client,
+            config.limits,
+            self.links,
+            lambda: self.client.model_config.max_model_len,
+            is_superseded=lambda: self.watcher.is_superseded,
+        )
         self.demand = DemandReporter(self.book, source, client_id)
         self.client.use_book(self.book)
         self.watcher = RouteWatcher(source, self._on_table, lambda up: self.meters.cluster.on_controller(up=up))

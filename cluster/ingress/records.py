@@ -56,6 +56,7 @@ from pengserve.replicas.engine.link import InstanceLink, Moved
 
 logger = logging.getLogger(__name__)
 
+SUPERSEDED_WAIT_S = 5.0  # for a link that comes back, where no new instance will come
 PLACE_PERIOD_S = 0.25  # how often waiting requests are tried again and their time-outs checked
 MAX_REDIRECTS_IN_PLACE = 8  # in a row without a new token; more of them wait a period each
 MAX_REMEMBERED_LOSSES = 4096
@@ -71,8 +72,14 @@ class RequestBook:
         links: Links,
         max_model_len: Callable[[], int],
         clock: Callable[[], float] = monotonic,
+        is_superseded: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`max_model_len` tells the tokens that the widest group this cluster can form holds for one request."""
+        """
+        Args:
+            max_model_len: tokens that the widest group this cluster can form holds for one request.
+            is_superseded: whether another configuration has taken over, so that no instance will come any more.
+        """
+        self._is_superseded = is_superseded
         self._events, self._limits, self._links, self._max_model_len = events, limits, links, max_model_len
         self._clock = clock
         self._dispatcher = Dispatcher(clock)
@@ -266,7 +273,10 @@ class RequestBook:
                     continue
             if self._place(record):
                 continue
-            if now_s - record.waiting_since_s > self._limits.no_instance_timeout_s:
+            waited_s = now_s - record.waiting_since_s
+            if waited_s > SUPERSEDED_WAIT_S and self._is_superseded() and not self._links.ready():
+                self._fail(record, RetryableRequestError("The server has another configuration now. Try again."))
+            elif waited_s > self._limits.no_instance_timeout_s:
                 self._fail(record, RetryableRequestError("No instance became ready in time. Try again later."))
             else:
                 self._waiting.append(record)

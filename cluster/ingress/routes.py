@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from pengserve.planners.types.errors import EngineError
+from pengserve.planners.types.errors import EngineError, SupersededError
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.ids import NO_VERSION, Epoch, InstanceKey, Version
 from pengserve.planners.types.plans import LayoutTarget
@@ -104,6 +104,7 @@ class RouteWatcher:
         self._source, self._on_table, self._on_controller = source, on_table, on_controller
         self.table = EMPTY_TABLE
         self.controller_up = False
+        self.is_superseded = False  # a controller that this ingress cannot reach has taken over
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -113,11 +114,13 @@ class RouteWatcher:
                 async with asyncio.timeout(POLL_TIMEOUT_S + GRACE_S):
                     table = await self._source.routing(self.table.version, POLL_TIMEOUT_S)
             except (EngineError, TimeoutError) as error:
+                self.is_superseded = isinstance(error, SupersededError)
                 self._set_up(False, str(error) or "no answer")
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, MAX_PAUSE_S)
                 continue
             pause_s = FIRST_PAUSE_S
+            self.is_superseded = False
             self._set_up(True, "")
             if table.version > self.table.version:
                 self._on_table(table)  # before it counts as known: where this fails, the table comes again

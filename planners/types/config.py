@@ -24,6 +24,7 @@ class InstanceConfig:
     engine: Mapping[str, Any] = field(default_factory=dict)  # vLLM engine arguments, by their Python names
     channel_token: str = ""  # shared secret of request and peer channels
     fingerprint: str = ""  # of model, configuration and versions; processes of two fingerprints never talk
+    versions: str = ""  # of PengServe and vLLM, that the instance's node must have; empty: any
     channel_host: str = ""  # address to bind; empty: the node's own
     degrees: tuple[int, ...] = ()  # tensor-parallel degrees to build lanes for; empty: dp alone, and stock weights
     max_stages: int = 1  # of pipelines to build lanes for; 1: parameters are never dropped

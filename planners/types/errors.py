@@ -6,6 +6,7 @@
     +-- StepError                a step of a transition failed; the undo is possible
     |   +-- FenceError           the message carries a stale epoch or term; the receiver changed nothing
     +-- EngineError              an engine or its instance failed
+    |   +-- SupersededError      a controller of a newer term has taken over; ask that one
     |   +-- LinkLostError        the connection to an instance broke; its requests must be resumed elsewhere
     +-- UnsupportedShapeError    this model or device cannot run that shape; other shapes still work
 
@@ -42,6 +43,10 @@ class FenceError(StepError):
 
 class EngineError(PengServeError):
     """An engine failed. Its requests can be resumed on another instance."""
+
+
+class SupersededError(EngineError):
+    """A controller of a newer term has taken over; this one knows nothing any more. Ask that one."""
 
 
 class LinkLostError(EngineError):

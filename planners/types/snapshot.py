@@ -43,6 +43,9 @@ class KvCapacity:
         return _capacity, tuple(getattr(self, name) for name in self.__slots__)
 
 
+STEP_GRACE_S = 15.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InstanceStats:
     """One instance's load, taken at a step boundary and sent with every token batch."""
@@ -68,6 +71,19 @@ class InstanceStats:
     num_paused: int = 0  # requests that wait in a lane that is not stepped (hard preemption)
     total_stage_busy_s: float = 0.0  # that its stages of pipelines computed
     total_stage_idle_s: float = 0.0  # ... and stood idle between microbatches while the pipeline had work
+    # Of the step or command under way, in heartbeats and answers alone; 0 while the step loop comes on.
+    step_age_s: float = 0.0
+    step_limit_s: float = 0.0  # the age beyond which the instance gives up
+
+    @property
+    def hang(self) -> str:
+        """Why the instance counts as dead though its other threads live, or an empty string.
+
+        The instance itself gives up at the limit. Others wait `STEP_GRACE_S` longer, for its own watch may hang too.
+        """
+        if not self.step_age_s or self.step_age_s <= self.step_limit_s + STEP_GRACE_S:
+            return ""
+        return f"a step hangs for {self.step_age_s:.0f} s, and {self.step_limit_s:.0f} s is the limit"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,9 +85,12 @@ class InstanceLink:
                     continue
                 batch = self._codec.decode_batch(frame.parts)
                 self.stats = batch.stats
+                if batch.stats.hang:
+                    raise LinkLostError(batch.stats.hang)
                 yield batch
         except (LinkLostError, msgspec.MsgspecError, IndexError) as error:
-            self._lost = self._lost or f"instance {self.key} closed its channel"
+            hang = f"instance {self.key}: {self.stats.hang}" if self.stats.hang else ""
+            self._lost = self._lost or hang or f"instance {self.key} closed its channel"
             raise LinkLostError(self._lost) from error
         finally:
             self._is_watched = False
@@ -122,6 +125,9 @@ class InstanceLink:
 
 def _welcome(endpoint: str, frame: Frame) -> Welcome:
     try:
-        return msgspec.msgpack.decode(frame.parts[0], type=Welcome)
+        welcome = msgspec.msgpack.decode(frame.parts[0], type=Welcome)
     except (msgspec.MsgspecError, IndexError) as error:
         raise LinkLostError(f"what listens at {endpoint} is no PengServe instance") from error
+    if welcome.stats.hang:
+        raise LinkLostError(welcome.stats.hang)
+    return welcome

@@ -18,10 +18,11 @@ class AddRequest(msgspec.Struct, array_like=True):
 
 
 class Welcome(msgspec.Struct):
-    """First frame of an instance after the handshake: which instance this is and what it holds."""
+    """First frame of an instance after the handshake: which instance this is, what it holds, and its load."""
 
     key: InstanceKey
     capacity: KvCapacity
+    stats: InstanceStats = InstanceStats()
 
 
 class Moved(msgspec.Struct, array_like=True):

@@ -37,6 +37,10 @@ class SimPort:
         instance.state = InstanceState.DRAINING
         return not instance.requests()
 
+    async def retire(self, key: InstanceKey, timeout_s: float) -> bool:
+        """True where the instance holds no request; a simulation has one configuration. Raises EngineError."""
+        return not self._cluster.find(key).requests()
+
     async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
         """Gives the instance the directory of its peers. Its groups are ready at once. Raises EngineError."""
         self._cluster.connect(key, directory)

@@ -99,6 +99,7 @@ class FakePort:
         self.terms = LocalTermStore()  # as the instances, it outlives controllers
         self.instances: dict[InstanceKey, FakeInstance] = {}
         self.reserved: set[InstanceKey] = set()  # as placement groups: freed by a kill alone
+        self.outgoing: set[InstanceKey] = set()  # lives of another configuration
         self.refusal = ""  # why nothing can be created
         self.starts_ready = True
         self.created: list[InstanceKey] = []  # the newest life of each slot is known to the cluster for ever
@@ -115,7 +116,7 @@ class FakePort:
     async def create(self, key: InstanceKey) -> None:
         if self.refusal:
             raise EngineError(self.refusal)
-        others = [k for k in self.instances if k.instance_id == key.instance_id]
+        others = [k for k in self.instances if k.instance_id == key.instance_id and k not in self.outgoing]
         assert not others, f"slot {key.instance_id} would have two lives: {others} and {key}"
         state = InstanceState.READY if self.starts_ready else InstanceState.STARTING
         self.instances[key] = FakeInstance(answer(key, state, degrees=self.degrees, max_stages=self.max_stages))
@@ -141,6 +142,11 @@ class FakePort:
         instance = self._instance(key)
         instance.said = replace(instance.said, state=InstanceState.DRAINING)
         return not instance.stays_busy
+
+    async def retire(self, key: InstanceKey, timeout_s: float) -> bool:
+        if self._instance(key).stays_busy:
+            await asyncio.sleep(timeout_s)
+        return not self._instance(key).stays_busy
 
     async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
         instance = self._instance(key)
@@ -220,7 +226,10 @@ class FakePort:
     async def discover(self) -> Discovery:
         living = set(self.instances)
         return Discovery(
-            living=tuple(sorted(living)), leftovers=tuple(sorted(self.reserved - living)), newest=tuple(self.created)
+            living=tuple(sorted(living - self.outgoing)),
+            outgoing=tuple(sorted(living & self.outgoing)),
+            leftovers=tuple(sorted(self.reserved - living)),
+            newest=tuple(self.created),
         )
 
     def crash(self, key: InstanceKey) -> None:

@@ -16,7 +16,7 @@ from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.ids import NO_VERSION, InstanceKey
-from pengserve.planners.types.snapshot import InstanceState, RoutingTable
+from pengserve.planners.types.snapshot import STEP_GRACE_S, InstanceState, RoutingTable
 from tests.controller.fakes import FakePort, answer, life
 
 CONFIG = ControllerConfig(
@@ -276,3 +276,20 @@ async def test_a_log_of_another_cluster_or_a_damaged_one_keeps_no_controller_fro
         port.crash(life(1))
         await routed(controller, routes(life(0), life(1, 2)))
         assert controller.snapshot().policy.is_auto
+
+
+async def test_an_instance_whose_step_hangs_is_replaced_though_it_answers() -> None:
+    port = FakePort()
+    log = EventLog()
+    async with running(port, log=log) as controller:
+        await routed(controller, lambda table: len(table.routes) == 2)
+        instance = port.instances[life(0)]
+        stats = replace(instance.said.stats, step_limit_s=90.0, step_age_s=90.0 + STEP_GRACE_S)
+        instance.said = replace(instance.said, stats=stats)
+        await asyncio.sleep(5 * CONFIG.tick_s)
+        assert life(0) in port.instances, "as long as its own watch may still act"
+        instance.said = replace(instance.said, stats=replace(stats, step_age_s=91.0 + STEP_GRACE_S))
+        await routed(controller, lambda table: life(0, 2) in {route.key for route in table.routes})
+    lost = [event for event in log.tail(limit=100) if event.kind is EventKind.INSTANCE_LOST]
+    assert [event.span for event in lost] == ["instance:0.1"]
+    assert lost[0].why == "a step hangs for 106 s, and 90 s is the limit"

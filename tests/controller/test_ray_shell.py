@@ -101,6 +101,13 @@ def light_instance() -> type:
             self.draining = True
             return True
 
+        def retire(self, timeout_s: float) -> bool:
+            import time
+
+            if self.config.get("busy"):
+                time.sleep(timeout_s)
+            return not self.config.get("busy")
+
     return LightInstance
 
 
@@ -249,6 +256,33 @@ def test_instances_of_another_configuration_are_replaced_not_adopted(ray: Any) -
     assert second.call("drain", 10.0)
     second.die()
     until(lambda: group_names(ray) == [])
+
+
+def test_two_controllers_of_one_name_and_two_configurations_never_mix(ray: Any) -> None:
+    first = Client(ray, CONFIG, {"model": "a", "busy": "requests of its ingresses run"})
+    old = first.routed(lambda table: len(table.routes) == 2)
+    old_pids = {i.device.pid for i in first.snapshot().instances}
+    second = Client(ray, CONFIG, {"model": "b"})
+    new = second.routed(lambda table: len(table.routes) == 2)
+    endpoints = {route.endpoint for route in old.routes}
+    assert endpoints.isdisjoint(route.endpoint for route in new.routes)
+    assert {route.endpoint for route in first.call("routing", -1, 1.0).routes} == endpoints, "they go on beside the new"
+    assert all(Path(f"/proc/{pid}").exists() for pid in old_pids)
+
+    os.kill(min(old_pids), signal.SIGKILL)
+    (left,) = first.routed(lambda table: len(table.routes) == 1).routes
+
+    def why_not() -> list[str]:
+        return [e.why for e in first.call("events", 0, 100) if e.kind is EventKind.INSTANCE_ERROR]
+
+    until(lambda: bool(why_not()))
+    assert "the application has another configuration now" in why_not()[0], "none is created any more"
+    assert {route.endpoint for route in first.call("routing", -1, 1.0).routes} == {left.endpoint}
+    first.die()
+    assert not second.call("drain", 2.0), "requests of the old ingresses still ran"
+    second.die()
+    until(lambda: group_names(ray) == [])
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in old_pids))
 
 
 def test_a_failed_engine_is_tried_again_and_shows_why(ray: Any) -> None:

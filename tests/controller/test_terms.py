@@ -10,7 +10,7 @@ from pengserve.cluster.ingress.routes import RouteWatcher
 from pengserve.controller.events import EventLog
 from pengserve.controller.loop import Controller
 from pengserve.controller.terms import LocalTermStore, Term
-from pengserve.planners.types.errors import EngineError, FenceError
+from pengserve.planners.types.errors import FenceError, SupersededError
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.ids import NO_VERSION, InstanceKey, Version
 from pengserve.planners.types.snapshot import InstanceSnapshot, RoutingTable
@@ -112,7 +112,7 @@ async def test_the_older_of_two_controllers_stops_and_says_so_once() -> None:
     stops = [event for event in old.events(limit=999) if event.kind is EventKind.CONTROLLER_STOP]
     assert [stop.why for stop in stops] == ["controller term 2 has taken over from term 1"]
     for question in (waiting, old.routing(NO_VERSION, 30)):
-        with pytest.raises(EngineError, match="has taken over"):
+        with pytest.raises(SupersededError, match="has taken over"):
             await question
     orders = list(ports[0].orders)
     cluster.crash(life(0))

@@ -12,10 +12,16 @@ from typing import Any
 
 import pytest
 
+from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import StepError
+from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.snapshot import InstanceState
 from pengserve.replicas.host import ControlLines
+from pengserve.replicas.instance import Instance
 from pengserve.replicas.terms import TermFence
+from pengserve.replicas.versions import versions
 from tests.support.processes import InstanceProcess
+from tests.support.waiting import until
 
 
 def answer(error: Exception) -> dict[str, Any]:
@@ -64,3 +70,12 @@ def test_an_instance_of_its_own_world_has_one_thread_of_gloo(instances: list[Ins
     tasks = Path(f"/proc/{instances[0].process.pid}/task")
     names = [(task / "comm").read_text().strip() for task in tasks.iterdir()]
     assert names.count("gloo_tcp_loop") == 1
+
+
+def test_a_node_with_other_versions_runs_no_instance(tmp_path: Path) -> None:
+    config = InstanceConfig(app="a", model=str(tmp_path), versions="PengServe 9.9.9, vLLM 9.9.9")
+    instance = Instance(config, InstanceKey(instance_id=InstanceId(0), incarnation=0))
+    instance.start()
+    until(lambda: instance.status().state is InstanceState.DEAD)
+    assert f"this node has {versions()}, the application runs PengServe 9.9.9, vLLM 9.9.9" in instance.failure()
+    instance.stop()

@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from pengserve.planners.types.snapshot import InstanceStats
 from pengserve.replicas import step_watch
 from pengserve.replicas.step_watch import StepWatch
 from tests.replicas.test_step_loop import WAIT_S, Harness
@@ -89,4 +90,21 @@ def test_a_command_that_hangs_is_noticed(watched: tuple[Harness, list[str]]) -> 
     harness.loop.submit(lambda: go_on.wait(WAIT_S))
     until(lambda: bool(told))
     go_on.set()
+    assert harness.loop.stop(WAIT_S)
+
+
+def test_the_age_of_a_step_is_told_while_it_lasts(
+    watched: tuple[Harness, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_watch, "PERIOD_S", 0.05)
+    harness, _ = watched
+    watch = StepWatch(harness.loop, lambda why: None)
+    run_steps(harness, step_watch.FIRST_STEPS)
+    stats = InstanceStats(step=7)
+    assert watch.aged(stats) is stats, "an idle loop costs nothing"
+    go_on = hang(harness)
+    until(lambda: watch.aged(stats).step_age_s > 0.1)
+    assert watch.aged(stats).step_limit_s == watch.limit_s() and watch.aged(stats).step == 7
+    go_on.set()
+    until(lambda: watch.aged(stats) is stats)
     assert harness.loop.stop(WAIT_S)

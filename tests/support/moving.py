@@ -182,7 +182,10 @@ class Cluster:
         patient = LimitConfig(max_losses=10_000, max_losses_in_place=10_000, max_deaths_alone=10_000)
         self.passed_s = 0.0  # that the book's clock is ahead
         clock = lambda: monotonic() + self.passed_s  # noqa: E731
-        self.book = RequestBook(self, limits or patient, self.pool, lambda: self.max_model_len, clock)
+        self.is_superseded = False  # another configuration has taken over
+        self.book = RequestBook(
+            self, limits or patient, self.pool, lambda: self.max_model_len, clock, lambda: self.is_superseded
+        )
         self.instances = [
             FakeInstance(InstanceKey(instance_id=InstanceId(i), incarnation=0), self.lengths)
             for i in range(num_instances)

@@ -11,7 +11,7 @@ import pytest
 
 from pengserve.cluster.ingress.links import LinkPool
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey, Version
-from pengserve.planners.types.snapshot import Address, InstanceStats, Route, RoutingTable
+from pengserve.planners.types.snapshot import STEP_GRACE_S, Address, InstanceStats, Route, RoutingTable
 from pengserve.replicas.channel.frames import FrameKind, encode
 from pengserve.replicas.channel.server import credentials
 from pengserve.replicas.engine import link
@@ -34,15 +34,24 @@ class Listener:
     def __init__(self, instance_id: int) -> None:
         self.key = InstanceKey(instance_id=InstanceId(instance_id), incarnation=0)
         self.writers: list[asyncio.StreamWriter] = []
+        self.stats = InstanceStats()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await let_in(reader, writer, credentials(TOKEN, ""))
-        writer.writelines(encode(FrameKind.WELCOME, [msgspec.msgpack.encode(Welcome(self.key, CAPACITY))]))
+        writer.writelines(encode(FrameKind.WELCOME, [msgspec.msgpack.encode(Welcome(self.key, CAPACITY, self.stats))]))
         self.writers.append(writer)
 
     def batch(self, step: int) -> None:
         codec = Codec()
         parts = [codec.encode_stats(InstanceStats(step=step)), *codec.encode_outputs(EngineCoreOutputs())]
+        self.writers[-1].writelines(encode(FrameKind.BATCH, parts))
+
+    def heartbeat(self, step_age_s: float) -> None:
+        """As an instance sends it whose channel is well and whose step has lasted for so long."""
+        codec = Codec()
+        stats = InstanceStats(step_age_s=step_age_s, step_limit_s=90.0)
+        parts = [codec.encode_stats(stats), *codec.encode_outputs(EngineCoreOutputs())]
+        self.stats = stats
         self.writers[-1].writelines(encode(FrameKind.BATCH, parts))
 
     def moved(self, part: bytes) -> None:
@@ -199,3 +208,20 @@ async def test_an_instance_that_says_nothing_is_given_up(monkeypatch: pytest.Mon
         pool.apply(RoutingTable(version=v(1), epoch=Epoch(0), routes=(route(listener, endpoint),)))
         await until(lambda: "lost" in handler.said)
         await until(lambda: len(listener.writers) > 1)
+
+
+async def test_an_instance_whose_step_hangs_is_given_up_though_its_heartbeats_come() -> None:
+    listener = Listener(0)
+    async with listening(listener) as endpoint, pooling() as (pool, handler):
+        pool.apply(RoutingTable(version=v(1), epoch=Epoch(0), routes=(route(listener, endpoint),)))
+        await until(pool.ready)
+        for step_age_s in (5.0, 60.0, 90.0 + STEP_GRACE_S):
+            listener.heartbeat(step_age_s)
+        await until(lambda: len(handler.said) == 4)
+        assert "lost" not in handler.said, "as long as its own watch may still act"
+        listener.heartbeat(91.0 + STEP_GRACE_S)
+        await until(lambda: "lost" in handler.said)
+        await until(lambda: len(listener.writers) > 2)
+        assert handler.said.count("up") == 1 and not pool.ready(), "it gets no request until the step has ended"
+        listener.stats = InstanceStats()
+        await until(lambda: handler.said.count("up") == 2)

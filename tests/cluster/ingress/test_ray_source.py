@@ -1,10 +1,12 @@
 """What a controller says through Ray reaches the ingress as it was said."""
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from pengserve.planners.types.errors import EngineError, PlanError
+from pengserve.planners.types.errors import EngineError, PlanError, SupersededError
+from pengserve.planners.types.ids import NO_VERSION
 from pengserve.planners.types.plans import LayoutTarget
 
 
@@ -53,3 +55,41 @@ async def test_anything_else_means_that_the_controller_does_not_answer() -> None
         with pytest.raises(EngineError, match="does not answer"):
             await source.auto_layout()
     assert handles == []
+
+
+async def test_a_controller_that_has_given_way_is_looked_for_anew() -> None:
+    source, handles = source_of(raised(SupersededError("ask that one")), raised(SupersededError("ask that one")))
+    for _ in range(2):
+        with pytest.raises(SupersededError):
+            await source.routing(NO_VERSION, 1.0)
+    assert handles == []
+
+
+class Deaf:
+    """The handle of a controller that was stopped: no call ever ends."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def remote(self, *arguments: Any) -> Any:
+        return asyncio.sleep(3600)
+
+
+async def test_a_controller_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    from pengserve.cluster.ingress import ray_source
+
+    monkeypatch.setattr(ray_source, "ANSWER_TIMEOUT_S", 0.05)
+    asked: list[int] = []
+
+    def resolve() -> Deaf:
+        asked.append(1)
+        return Deaf()
+
+    source = ray_source.RayRoutingSource(resolve)
+    calls = (source.snapshot, lambda: source.routing(NO_VERSION, 0.05), lambda: source.drain(0.05), source.auto_layout)
+    async with asyncio.timeout(60):
+        for call in calls:
+            with pytest.raises(EngineError, match="does not answer"):
+                await call()
+    assert len(asked) == len(calls), "each call looks for the controller anew"

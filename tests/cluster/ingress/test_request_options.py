@@ -6,7 +6,9 @@ import pytest
 
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.errors import RequestRefused
+from pengserve.cluster.ingress.records import SUPERSEDED_WAIT_S
 from pengserve.cluster.ingress.request_options import PARALLELISM_HEADER, RequestOptions, read_options
+from pengserve.cluster.ingress.vllm_openai_seam import RetryableRequestError
 from pengserve.planners.types.snapshot import Demand, InstanceStats
 from tests.support.moving import PROMPT, Cluster, FakeLink
 
@@ -195,3 +197,20 @@ def test_a_wait_for_a_wide_group_ends() -> None:
     cluster.passed_s += 6.0
     cluster.book.tend()
     assert list(cluster.failed) == ["r2"]
+
+
+def test_a_request_whose_configuration_has_gone_ends_soon_and_one_with_an_instance_goes_on() -> None:
+    cluster = Cluster(1)
+    cluster.connect(cluster.instances[0])
+    cluster.request(1, 5)
+    cluster.is_superseded = True
+    cluster.passed_s += 100.0
+    cluster.book.tend()
+    assert not cluster.failed, "it finishes on its old instance"
+    cluster.instances[0].cut(0, refuses=True)
+    cluster.settle(1)
+    assert not cluster.failed, "the link may come back"
+    cluster.passed_s += SUPERSEDED_WAIT_S + 1.0
+    cluster.book.tend()
+    assert isinstance(cluster.failed["r1"], RetryableRequestError), "503 with Retry-After, not a wait of minutes"
+    assert "another configuration" in str(cluster.failed["r1"])

@@ -1,0 +1,112 @@
+"""How the process of an orphaned instance ends: gently if that works, and for certain in any case."""
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeVar
+
+import psutil
+
+from pengserve.replicas.lease import Lease
+
+logger = logging.getLogger(__name__)
+
+EXIT_MARGIN_S = 30.0  # beyond the time-out of the drain, until the process ends although a part hangs
+LOOKS_PER_LEASE = 5
+
+T = TypeVar("T")
+
+
+class Retiring(Protocol):
+    """What the watch needs of an instance."""
+
+    def retire(self, timeout_s: float) -> bool:
+        """Waits until its ingresses have left and nothing runs."""
+
+    def stop(self) -> None:
+        """Ends engine and channels."""
+
+
+class LeaseWatch:
+    """A thread that waits for the end of the lease. Then the instance finishes what it has, and the process exits.
+
+    A step, a lock or a call to the cluster that hangs does not keep the process: a second thread ends it.
+    """
+
+    def __init__(
+        self,
+        lease: Lease,
+        instance: Retiring,
+        *,
+        drain_timeout_s: float,
+        release: Callable[[], object],
+        exit_process: Callable[[int], object] | None = None,
+        exit_margin_s: float = EXIT_MARGIN_S,
+    ) -> None:
+        """
+        Args:
+            release: frees what the cluster keeps for the instance.
+        """
+        self._lease, self._instance, self._release = lease, instance, release
+        self._drain_timeout_s, self._exit_margin_s = drain_timeout_s, exit_margin_s
+        self._exit = exit_process or exit_with_children
+        self._thread = threading.Thread(target=self._run, name="lease", daemon=True)
+
+    def start(self) -> None:
+        """Begins to watch."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._has_ended():
+            time.sleep(self._lease.lease_s / LOOKS_PER_LEASE)
+        logger.warning("no controller has called and the application is gone: this instance ends")
+        finish = partial(self._instance.retire, self._drain_timeout_s)
+        for step in (self._arm, finish, self._instance.stop, self._release):
+            try:
+                step()
+            except Exception:
+                logger.exception("a part of this instance's end failed; going on")
+        self._exit(0)
+
+    def _arm(self) -> None:
+        last_resort = threading.Timer(self._drain_timeout_s + self._exit_margin_s, self._exit, (1,))
+        last_resort.daemon = True
+        last_resort.start()
+
+    def _has_ended(self) -> bool:
+        try:
+            return self._lease.ended()
+        except Exception:
+            logger.exception("the lease could not be checked; trying again")
+            return False
+
+
+def exit_with_children(status: int) -> None:
+    """Ends this process at once, after its descendants: an engine's workers may hang as well."""
+    try:
+        for child in psutil.Process().children(recursive=True):
+            try:
+                child.kill()
+            except psutil.Error:
+                continue
+    finally:
+        os._exit(status)
+
+
+def answer_within(timeout_s: float, ask: Callable[[], T]) -> T | None:
+    """What `ask` returns, from a thread of its own; None where it takes longer or raises."""
+    answers: list[T] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except Exception as error:
+            logger.warning("the cluster could not be asked: %s: %s", type(error).__name__, error)
+
+    thread = threading.Thread(target=run, name="ask", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    return answers[0] if answers else None
