@@ -48,6 +48,7 @@ TOKEN_ID_LISTS = ("stop_token_ids", "allowed_token_ids", "logprob_token_ids")
 LONG_LISTS = frozenset({"prompt", "tokens", "allowed_token_ids", *SCHEMAS})
 
 _LONG_NUMBER = re.compile(rb"\d{19}")  # what may not fit into 64 bits
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -115,6 +116,8 @@ def check_common(data: Mapping[str, Any]) -> None:
         value = data.get(name)
         if isinstance(value, str) and len(value) > MAX_ID_CHARS:
             _refuse(name, f"at most {MAX_ID_CHARS} characters are accepted")
+        if isinstance(value, str) and _CONTROL.search(value):
+            _refuse(name, "line breaks and other control characters are not accepted")
 
 
 def _check_count(data: Mapping[str, Any], limits: LimitConfig) -> int:

@@ -14,7 +14,7 @@ from pengserve.cluster.ingress.meters import IngressMeters
 from pengserve.cluster.ingress.record import RequestRecord
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
-from pengserve.cluster.ingress.request_options import current_options
+from pengserve.cluster.ingress.request_options import current_deadline_s, current_options
 from pengserve.cluster.ingress.vllm_openai_seam import (
     STREAM_FINISHED,
     EngineClient,
@@ -141,20 +141,24 @@ class ClusterEngineClient(EngineClient):
         collector: RequestOutputCollector | None = None
         outcome = "failed"
         try:
-            request = await self._process_inputs(request_id, prompt, sampling_params, inputs)
+            deadline_s = current_deadline_s.get()
+            async with asyncio.timeout_at(deadline_s):
+                request = await self._process_inputs(request_id, prompt, sampling_params, inputs)
             request.reasoning_ended = reasoning_ended
             request.reasoning_parser_kwargs = reasoning_parser_kwargs
             collector = self._start(request, extract_prompt_components(self.model_config, prompt).text)
             is_guided = sampling_params.structured_outputs is not None
-            async with asyncio.timeout(self._limits.request_timeout_s or None):
-                finished = False
-                while not finished:
+            finished = False
+            while not finished:
+                if deadline_s is None:
                     output = collector.get_nowait() or await collector.get()
-                    finished = output.finished
-                    if output is not STREAM_FINISHED:
-                        if is_guided:
-                            _refuse_guide_fault(output)
-                        yield output
+                else:
+                    output = await _next_output(collector, deadline_s)
+                finished = output.finished
+                if output is not STREAM_FINISHED:
+                    if is_guided:
+                        _refuse_guide_fault(output)
+                    yield output
             outcome = "ok"
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "aborted"
@@ -416,6 +420,20 @@ def _guide_checker(vllm_config: VllmConfig, renderer: Any, limits: LimitConfig) 
         return None
     parse_without_compiling()
     return GuideChecker(lambda: describe_tokenizer(vllm_config, renderer.get_tokenizer()), limits.compile_cpu_s)
+
+
+async def _next_output(collector: RequestOutputCollector, deadline_s: float) -> Any:
+    """The next output. vLLM takes each output of a list of prompts in a task of its own, so each wait has its time-out.
+
+    Raises:
+        TimeoutError: `deadline_s` has passed.
+    """
+    async with asyncio.timeout_at(deadline_s):
+        output = collector.get_nowait()
+        if output is None:
+            return await collector.get()
+        await asyncio.sleep(0)  # where a time-out that is due is noticed
+        return output
 
 
 def _refuse_guide_fault(output: RequestOutput) -> None:

@@ -21,7 +21,12 @@ from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.errors import OverloadedError, RequestRefused, respond
 from pengserve.cluster.ingress.keys import KeyRing, key_id
 from pengserve.cluster.ingress.own_machine import refuse_foreign
-from pengserve.cluster.ingress.request_options import PARALLELISM_HEADER, current_options, read_options
+from pengserve.cluster.ingress.request_options import (
+    PARALLELISM_HEADER,
+    current_deadline_s,
+    current_options,
+    read_options,
+)
 from pengserve.cluster.ingress.traffic import Places, Ticket, Traffic
 from pengserve.planners.types.cluster_id import CLUSTER_HEADER, cluster_id
 
@@ -132,6 +137,8 @@ class Guard:
         if exchange.scope["method"] != "POST" or path not in GENERATION_PATHS | TOKEN_PATHS:
             await self._app(scope, bounded(receive, self._config.limits.max_body_bytes), send)
             return
+        timeout_s = self._config.limits.request_timeout_s
+        deadline_s = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
         is_generation = path in GENERATION_PATHS
         if is_generation:
             self._traffic.require_room(1)
@@ -151,12 +158,13 @@ class Guard:
         if self._keys.api:
             options = replace(options, key_id=key_id(_bearer(exchange.headers)))
         with self._traffic.ticket(num_sequences) as ticket:
-            tokens = current_ticket.set(ticket), current_options.set(options)
+            tokens = current_ticket.set(ticket), current_options.set(options), current_deadline_s.set(deadline_s)
             try:
                 await self._app(scope, replayed, send)
             finally:
                 current_ticket.reset(tokens[0])
                 current_options.reset(tokens[1])
+                current_deadline_s.reset(tokens[2])
 
     def _noting(self, exchange: _Exchange, send: Send) -> Send:
         """`send` that puts the request id on the answer and notes that it has begun."""

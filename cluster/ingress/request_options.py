@@ -30,6 +30,9 @@ class RequestOptions:
 
 NO_OPTIONS = RequestOptions()
 
+current_deadline_s: ContextVar[float | None] = ContextVar("current_deadline_s", default=None)
+"""When the HTTP request must be answered, in the event loop's time; None: no limit."""
+
 current_options: ContextVar[RequestOptions] = ContextVar("current_wish", default=NO_OPTIONS)
 
 

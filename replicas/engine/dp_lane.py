@@ -32,6 +32,10 @@ from pengserve.replicas.own_arguments import OWN_ARGUMENTS
 
 logger = logging.getLogger(__name__)
 
+# Requests name URLs of images, and the server would fetch them from inside its network. vLLM takes an empty list for
+# "from everywhere", so this names a domain that cannot exist (RFC 2606).
+NO_MEDIA_DOMAINS = ["none-until-engine.allowed_media_domains-is-set.invalid"]
+
 
 def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
     """vLLM engine arguments of an instance: the user's, with PengServe's defaults where the user gave none.
@@ -56,6 +60,7 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
         "enable_prefix_caching": True,
         # vLLM keeps this cache twice, in one frontend and in its one engine. Here are several of both.
         "mm_processor_cache_gb": 0,
+        "allowed_media_domains": NO_MEDIA_DOMAINS,
     }
     if config.device == "cpu":
         defaults |= {"enforce_eager": True}

@@ -207,3 +207,13 @@ def test_values_are_counted_without_parsing(value: Any) -> None:
     if commas:
         with pytest.raises(RequestRefused, match=f"more than {commas - 1} values"):
             _check_counts(body, commas - 1)
+
+
+@pytest.mark.parametrize("name", ["user", "session_id", "request_id", "previous_response_id", "prompt_cache_key"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+async def test_an_id_that_would_break_a_line_of_a_log_is_refused(name: str, path: str) -> None:
+    guard, rejected = guarded()
+    for value in ("a\nWARNING forged", "a\x1b[2J", "\x00", "\u2028", "\x85"):
+        assert await ask(guard, path, json.dumps({name: value}).encode()) == 400
+    assert rejected == ["invalid"] * 5
+    assert await ask(guard, path, json.dumps({name: "Jörg Müller 日本 \u00a0-1"}).encode()) == 200

@@ -78,10 +78,10 @@ def test_what_the_backend_cannot_guide_is_refused_and_not_guided_by_another(
 def test_a_grammar_that_costs_too_much_time_ends_its_request_and_no_other(http: httpx.Client) -> None:
     honest = {"model": "tiny", "prompt": "hello", "max_tokens": 200, "temperature": 0}
     expected = http.post("/v1/completions", json=honest).json()["choices"][0]["text"]
-    costly = {"grammar": 'root ::= e\ne ::= e e | e e e | "a"'}
+    costly = {"grammar": 'root ::= a\na ::= a a | a b | b a | ""\nb ::= "x" b | a | "a"'}  # 0.4 s for the 200th token
     with ThreadPoolExecutor(9) as pool:
         honest_ones = [pool.submit(http.post, "/v1/completions", json=honest) for _ in range(8)]
-        answer = ask(http, costly, temperature=0, max_tokens=200, min_tokens=200)
+        answer = ask(http, costly, temperature=0, max_tokens=600, min_tokens=600)
         texts = [one.result(60).json()["choices"][0]["text"] for one in honest_ones]
     assert answer.status_code == 400, answer.text
     require_400(answer.json()["error"])

@@ -231,3 +231,18 @@ def test_a_drain_that_another_ingress_was_asked_for_is_heard_of(instances: list[
         while client.get("/ready").json()["why"] != "draining":
             assert time.monotonic() < deadline_s
         assert client.post("/v1/completions", json=BODY).status_code == 503
+
+
+@pytest.mark.parametrize("prompt", ["hello", ["hello", "world"], [[5, 6], [7], [8]]], ids=["one", "texts", "ids"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long_ends_as_a_whole(
+    instances: list[InstanceProcess], prompt: object, stream: bool
+) -> None:
+    config = ingress_config(instances, limits=LimitConfig(request_timeout_s=0.3))
+    with serving(config, FixedRoutes(instances)) as url, httpx.Client(base_url=url, trust_env=False) as client:
+        wait_ready(url)
+        body = {**BODY, "prompt": prompt, "max_tokens": 2000, "ignore_eos": True, "stream": stream}
+        answer = client.post("/v1/completions", json=body, timeout=120)
+        assert "longer than this server allows" in answer.text
+        assert answer.status_code == (200 if stream else 503)
+        assert '"code":503' in answer.text.replace(" ", "")

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
+from vllm.multimodal.media import MediaConnector
+
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import ConfigError
 from pengserve.replicas.engine.dp_lane import engine_arguments
@@ -55,3 +57,12 @@ def test_an_engine_with_workers_has_them_in_processes_that_share_its_memory(tmp_
     )
     given = engine_arguments(config)
     assert given["kv_cache_memory_bytes"] == given["additional_config"]["pengserve_memory"]["memory_bytes"] == 1 << 29
+
+
+def test_media_are_fetched_from_nowhere_until_a_domain_is_named(tmp_path: Path) -> None:
+    connector = MediaConnector(allowed_media_domains=arguments(tmp_path)["allowed_media_domains"])
+    for url in ("http://127.0.0.1:1/x.png", "http://169.254.169.254/latest", "https://example.org/x.png"):
+        with pytest.raises(ValueError, match="allowed_media_domains-is-set"):
+            connector.fetch_image(url)
+    given = ["images.example.org"]
+    assert arguments(tmp_path, allowed_media_domains=given)["allowed_media_domains"] == given
