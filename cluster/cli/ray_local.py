@@ -225,16 +225,26 @@ def last_error(text: str) -> str:
     return lines[-1] if lines else ""
 
 
+def is_deployed(app: str) -> bool:
+    """Whether the connected cluster's Serve has an application of this name."""
+    from ray import serve
+
+    return app in serve.status().applications
+
+
 def remove_application(app: str) -> int:
-    """Delete a Serve application and the instances it left behind; the number of those.
+    """Delete a Serve application, its secret, and the instances it left behind; the number of those.
 
     Serve itself goes with the last application, or the next one could not choose another port.
     """
     from ray import serve
 
+    from pengserve.controller.ray_shell import forget_channel_token
+
     if app in serve.status().applications:
         serve.delete(app)
     num_left = _remove_instances(app)
+    forget_channel_token(app)
     if not serve.status().applications:
         serve.shutdown()
     return num_left

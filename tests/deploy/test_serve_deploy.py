@@ -140,6 +140,8 @@ def test_serve_deploy_answers_and_shuts_down(head: Head) -> None:
     assert len(head.instances()) == 2
     check_that_keys_are_hidden(head)
     check_that_haproxy_is_guarded(head)
+    head.run("pengserve", "down", "--app", "another", "--url", head.url)
+    assert _is_up(f"{head.url}/ready"), "it drained an application of another name"
     # Nobody drains here. The instances are detached actors: their leases end, and they find their application gone.
     head.run("serve", "shutdown", "--yes", "--address", head.dashboard)
     _await(lambda: not _is_up(f"{head.url}/live"), STOP_TIMEOUT_S)
