@@ -42,7 +42,7 @@ setup: .venv/.installed ## Create .venv with the locked CPU set and PengServe it
 		|| { echo "The lock is for Python 3.11 and 3.12: run make PYTHON=/path/to/python3.11 $(MAKECMDGOALS)"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@echo "Installing the locked CPU set into .venv (about 2.5 GB, once)"
-	@$(PYTHON) deploy/install.py $(BIN)/python requirements-cpu.txt
+	@$(PYTHON) deploy/install.py $(if $(NO_HASHES),--without-hashes) $(BIN)/python requirements-cpu.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 

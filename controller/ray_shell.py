@@ -33,7 +33,7 @@ from ray.exceptions import (
     RayTaskError,
     RuntimeEnvSetupError,
 )
-from ray.experimental.internal_kv import _internal_kv_get, _internal_kv_list, _internal_kv_put
+from ray.experimental.internal_kv import _internal_kv_del, _internal_kv_get, _internal_kv_list, _internal_kv_put
 from ray.util import list_named_actors, placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -79,10 +79,19 @@ def channel_token(app: str) -> str:
 
     It is kept here because Serve shows the arguments of deployments and their actors on its dashboard.
     """
-    name = f"pengserve:{app}:channel-token"
+    name = _channel_token_name(app)
     _internal_kv_put(name, secrets.token_urlsafe(32), overwrite=False, namespace=NAMESPACE)
     token: bytes = _internal_kv_get(name, namespace=NAMESPACE)
     return token.decode()
+
+
+def forget_channel_token(app: str) -> None:
+    """Have the application's next start make another secret. Call when nothing of it runs any more."""
+    _internal_kv_del(_channel_token_name(app), namespace=NAMESPACE)
+
+
+def _channel_token_name(app: str) -> str:
+    return f"pengserve:{app}:channel-token"
 
 
 class RayPort:

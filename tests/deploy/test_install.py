@@ -1,8 +1,11 @@
 """What `make setup` prints while pip works."""
 
+import hashlib
 import importlib.util
+import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -25,6 +28,57 @@ def test_every_pin_of_the_lock_is_counted(install: ModuleType) -> None:
     lines = (ROOT / "requirements-cpu.txt").read_text().splitlines()
     pins = [line for line in lines if line and not line.startswith("#")]
     assert len(install.required(lines)) == len(pins) > 100
+
+
+def test_every_pin_of_the_lock_has_the_hash_of_its_file(install: ModuleType) -> None:
+    lines = (ROOT / "requirements-cpu.txt").read_text().splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    assert all(re.search(r"==\S+ --hash=sha256:[0-9a-f]{64}$", pin) for pin in pins)
+    plain = install.without_hashes(lines)
+    assert install.required(plain) == install.required(lines)
+    assert not any("--hash" in line for line in plain if not line.startswith("#"))
+
+
+def test_a_file_that_is_another_one_is_refused(tmp_path: Path) -> None:
+    wheel(tmp_path, "small", "1.0")
+    lock = tmp_path / "lock.txt"
+    right = hashlib.sha256((tmp_path / "small-1.0-py3-none-any.whl").read_bytes()).hexdigest()
+    for digest, options, expected in (("0" * 64, [], 1), (right, [], 0), ("0" * 64, ["--without-hashes"], 0)):
+        lock.write_text(f"small==1.0 --hash=sha256:{digest}\n")
+        done = run_install(lock, tmp_path / "target", tmp_path, *options)
+        assert done.returncode == expected, done.stderr
+        assert ("DO NOT MATCH THE HASHES" in done.stderr) is (expected == 1)
+
+
+def test_hashes_are_renewed(tmp_path: Path) -> None:
+    wheel(tmp_path, "small", "1.0")
+    lock = tmp_path / "lock.txt"
+    lock.write_text("# why\nsmall==1.0 --hash=sha256:" + "0" * 64 + "\n")
+    assert run_install(lock, tmp_path / "target", tmp_path, "--renew-hashes").returncode == 0
+    right = hashlib.sha256((tmp_path / "small-1.0-py3-none-any.whl").read_bytes()).hexdigest()
+    assert lock.read_text() == f"# why\nsmall==1.0 --hash=sha256:{right}\n"
+
+
+def wheel(directory: Path, name: str, version: str) -> None:
+    """Write the smallest wheel that pip installs."""
+    info = f"{name}-{version}.dist-info"
+    with zipfile.ZipFile(directory / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}.py", "")
+        archive.writestr(f"{info}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+
+
+def run_install(lock: Path, target: Path, wheels: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """deploy/install.py without an index, into a folder of the test's own."""
+    environment = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(wheels), "PIP_TARGET": str(target), "PIP_UPGRADE": "1"}
+    return subprocess.run(
+        [sys.executable, ROOT / "deploy" / "install.py", *options, sys.executable, lock],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**environment, "PATH": "/usr/bin:/bin"},
+    )
 
 
 def test_it_says_what_is_fetched_and_how_much_is_left(install: ModuleType, tmp_path: Path) -> None:

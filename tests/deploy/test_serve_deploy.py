@@ -1,6 +1,10 @@
-"""`ray start --head`, `serve deploy deploy/serve-cpu.yaml`, an answer, and everything gone again. As a user would."""
+"""`ray start --head`, `serve deploy deploy/serve-cpu.yaml`, an answer, and everything gone again. As a user would.
+
+With keys in files, and with HAProxy as the recipe says.
+"""
 
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -26,6 +30,7 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 MARK = "PYTEST_RAY_HEAD"  # inherited by every process of this Ray, to find those that stay behind
 LEASE_S = 3.0
+KEY, ADMIN_KEY = "api-key-of-the-tests", "admin-key-of-the-tests"
 START_TIMEOUT_S, READY_TIMEOUT_S, STOP_TIMEOUT_S = 300.0, 900.0, 240.0
 
 
@@ -38,6 +43,7 @@ class Head:
     dashboard: str
     environment: dict[str, str]
     mark: str
+    haproxy: Path  # the folder of its configuration
 
     def instances(self) -> list[int]:
         """Process ids of the instances that live in this Ray."""
@@ -72,6 +78,9 @@ def head(block: PortBlock) -> Iterator[Head]:
     args = document["applications"][0]["args"]
     document["http_options"]["port"] = args["http"]["port"] = ports["http"]
     args.setdefault("instances", {})["lease_s"] = LEASE_S
+    for name, key in (("api", KEY), ("admin", ADMIN_KEY)):
+        (scratch / name).write_text(f"{key}\n")
+    args["security"] = {"api_keys_file": str(scratch / "api"), "admin_key_file": str(scratch / "admin")}
     (scratch / "serve.yaml").write_text(yaml.safe_dump(document))
     mark = secrets.token_hex(8)
     environment = {
@@ -81,6 +90,7 @@ def head(block: PortBlock) -> Iterator[Head]:
         "PATH": f"{BIN}:{os.environ['PATH']}",
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
+        "RAY_SERVE_HAPROXY_BINARY_PATH": str(BIN / "pengserve-haproxy"),
         "RAY_ADDRESS": f"127.0.0.1:{ports['gcs']}",
     }
     with (scratch / "ray.log").open("w") as log:
@@ -107,6 +117,7 @@ def head(block: PortBlock) -> Iterator[Head]:
             dashboard=dashboard,
             environment=environment,
             mark=mark,
+            haproxy=scratch,
         )
     finally:
         _stop(ray, mark)
@@ -119,6 +130,7 @@ def test_serve_deploy_answers_and_shuts_down(head: Head) -> None:
     answer = httpx.post(
         f"{head.url}/v1/chat/completions",
         json={"model": "demo", "max_tokens": 32, "messages": [{"role": "user", "content": "What does json.dumps do?"}]},
+        headers={"Authorization": f"Bearer {KEY}"},
         timeout=60,
     )
     assert answer.status_code == 200, answer.text
@@ -126,10 +138,43 @@ def test_serve_deploy_answers_and_shuts_down(head: Head) -> None:
     status = yaml.safe_load(head.run("serve", "status", "--address", head.dashboard))
     assert status["applications"]["pengserve"]["status"] == "RUNNING"
     assert len(head.instances()) == 2
+    check_that_keys_are_hidden(head)
+    check_that_haproxy_is_guarded(head)
+    head.run("pengserve", "down", "--app", "another", "--url", head.url)
+    assert _is_up(f"{head.url}/ready"), "it drained an application of another name"
     # Nobody drains here. The instances are detached actors: their leases end, and they find their application gone.
     head.run("serve", "shutdown", "--yes", "--address", head.dashboard)
     _await(lambda: not _is_up(f"{head.url}/live"), STOP_TIMEOUT_S)
     _await(lambda: not head.instances(), STOP_TIMEOUT_S)
+
+
+def check_that_keys_are_hidden(head: Head) -> None:
+    """Nowhere that Ray and Serve show what runs."""
+    token = {"Authorization": f"Bearer {head.environment['RAY_AUTH_TOKEN']}"}
+    shown = [
+        head.run("serve", "status", "--address", head.dashboard),
+        head.run("serve", "config", "--address", head.dashboard),
+        *(
+            httpx.get(f"{head.dashboard}/api/{path}", headers=token, timeout=60).text
+            for path in ("serve/applications/", "v0/actors?detail=true", "jobs/")
+        ),
+    ]
+    assert "api_keys_file" in shown[1] and "api_keys_file" in shown[2]
+    assert not any(key in text for key in (KEY, ADMIN_KEY) for text in shown)
+    assert httpx.get(f"{head.url}/cluster/status", headers={"x-pengserve-admin-key": ADMIN_KEY}).status_code == 200
+    for path in ("/v1/models", "/cluster/status", "/metrics"):
+        assert httpx.get(f"{head.url}{path}", timeout=60).status_code == 401
+
+
+def check_that_haproxy_is_guarded(head: Head) -> None:
+    """A half-open connection ends within the time for headers; statistics have no port."""
+    (config,) = head.haproxy.rglob("haproxy.cfg")
+    text = config.read_text()
+    assert "timeout http-request 10s" in text and "sc0_conn_cur gt 2048" in text
+    assert not re.search(r"bind (:|\*:)", text)
+    with socket.create_connection(("127.0.0.1", httpx.URL(head.url).port), timeout=60) as half_open:
+        half_open.sendall(b"GET /v1/models HTTP/1.1\r\n")
+        assert half_open.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 def test_the_dashboard_wants_the_token(head: Head) -> None:

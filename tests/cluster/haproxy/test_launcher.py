@@ -108,7 +108,10 @@ def test_the_command_of_the_recipes_runs_the_haproxy_that_came_with_serve():
     if find_haproxy() is None:
         pytest.skip("no HAProxy")
     command = Path(sys.executable).with_name("pengserve-haproxy")
-    told = subprocess.run([command, "-v"], capture_output=True, text=True, timeout=60, check=True).stdout
+    environment = os.environ | {"RAY_SERVE_HAPROXY_BINARY_PATH": str(command)}  # as Serve has it
+    told = subprocess.run(
+        [command, "-v"], env=environment, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
     assert told.startswith("HAProxy version")
 
 
