@@ -240,9 +240,7 @@ def last_error(text: str) -> str:
 
 def is_deployed(app: str) -> bool:
     """Whether the connected cluster's Serve has an application of this name."""
-    from ray import serve
-
-    return app in serve.status().applications
+    return app in serve_status().applications
 
 
 def remove_application(app: str) -> int:
