@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -122,6 +123,51 @@ def head(block: PortBlock) -> Iterator[Head]:
     finally:
         _stop(ray, mark)
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+@pytest.mark.shapes
+def test_a_redeploy_with_another_configuration_rolls_over_and_loses_no_answer(head: Head) -> None:
+    head.run("serve", "deploy", "--address", head.dashboard, str(head.document))
+    _await(lambda: _is_up(f"{head.url}/ready"), READY_TIMEOUT_S)
+    _await(lambda: len(head.instances()) == 2, READY_TIMEOUT_S)
+    old = set(head.instances())
+    ends: list[str] = []
+    over = threading.Event()
+    clients = [threading.Thread(target=_ask_on_and_on, args=(head.url, over, ends)) for _ in range(3)]
+    for client in clients:
+        client.start()
+    document = yaml.safe_load(head.document.read_text())
+    document["applications"][0]["args"]["engine"]["max_num_seqs"] = 32
+    changed = head.document.with_name("changed.yaml")
+    changed.write_text(yaml.safe_dump(document))
+    try:
+        head.run("serve", "deploy", "--address", head.dashboard, str(changed))
+        _await(lambda: not old & set(head.instances()), READY_TIMEOUT_S)
+        _await(lambda: _is_up(f"{head.url}/ready"), READY_TIMEOUT_S)
+        _await(lambda: len(head.instances()) == 2, READY_TIMEOUT_S)
+        num_before = len(ends)
+        _await(lambda: len(ends) > num_before + 3, READY_TIMEOUT_S)
+    finally:
+        over.set()
+        for client in clients:
+            client.join(STOP_TIMEOUT_S)
+    assert set(ends) == {"[DONE]"}, "every answer came whole, from one configuration"
+    head.run("serve", "shutdown", "--yes", "--address", head.dashboard)
+    _await(lambda: not head.instances(), STOP_TIMEOUT_S)
+
+
+def _ask_on_and_on(url: str, over: threading.Event, ends: list[str]) -> None:
+    """Streams one answer after the other; notes the last line of each, or what went wrong."""
+    body = {"model": "demo", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
+    body["messages"] = [{"role": "user", "content": "What does json.dumps do?"}]
+    while not over.is_set():
+        try:
+            with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=400) as answer:
+                lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+            is_whole = any('"finish_reason":"length"' in line for line in lines)
+            ends.append(lines[-1] if answer.status_code == 200 and is_whole else f"{answer.status_code} {lines}")
+        except httpx.HTTPError as error:
+            ends.append(repr(error))
 
 
 def test_serve_deploy_answers_and_shuts_down(head: Head) -> None:
