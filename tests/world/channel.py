@@ -48,11 +48,12 @@ class Pipe:
 class IngressEnd:
     """What `InstanceLink` takes for its `StreamWriter`, and for that one's transport."""
 
-    def __init__(self, reader: asyncio.StreamReader, pipe: Pipe) -> None:
-        self.transport, self._reader, self._pipe = self, reader, pipe
+    def __init__(self, chaos: Chaos, reader: asyncio.StreamReader, pipe: Pipe) -> None:
+        self.transport, self._chaos, self._reader, self._pipe = self, chaos, reader, pipe
         self._is_closed = False
 
     def writelines(self, buffers: list[Buffer]) -> None:
+        self._chaos.reach("link.write")
         self._pipe.send(b"".join(buffers))
 
     def is_closing(self) -> bool:
@@ -90,7 +91,7 @@ class InstanceEnd:
         self._reader = asyncio.StreamReader(limit=1 << 20)
         ingress_reader = asyncio.StreamReader(limit=1 << 20)
         to_instance = Pipe(chaos, ends, self._hear)
-        self.ingress_reader, self.ingress_end = ingress_reader, IngressEnd(ingress_reader, to_instance)
+        self.ingress_reader, self.ingress_end = ingress_reader, IngressEnd(chaos, ingress_reader, to_instance)
         self._to_ingress = Pipe(chaos, ends, self.ingress_end.hear)
 
     def send(self, parts: list[Buffer], kind: FrameKind = FrameKind.BATCH) -> None:

@@ -49,7 +49,7 @@ class Chaos:
     async def travel(self, one: str, other: str) -> None:
         """The way of a call: it arrives when the network is whole."""
         await asyncio.sleep(LATENCY_S)
-        while until_s := self.heals_at_s(one, other):
+        while until_s := self.heals_at_s(one, other):  # noqa: ASYNC110
             await asyncio.sleep(until_s - self.now_s + LATENCY_S)
 
     async def ray(self) -> None:

@@ -7,6 +7,7 @@ from random import Random
 CALM_S = 1.0  # of seconds at the start without a fault
 STORM_S = 16.0  # when the last fault begins at the latest; at the storm's end everything heals
 HEALED_S = 20.0
+LONG, ENDLESS = 150, 900  # tokens of answers that no client waits for
 POISON_SHARE = 0.0  # of the seeds: one of their requests kills instances
 
 
@@ -37,7 +38,7 @@ _OFTEN = (Kind.CRASH, Kind.EXCEPTION, Kind.EXCEPTION, Kind.EXCEPTION, Kind.LAYOU
 POINTS = (
     "ingress.on_table", "ingress.on_up", "ingress.on_batch", "ingress.on_moved", "ingress.on_down",
     "events.on_ended", "events.on_dispatched", "events.on_resumed", "events.on_request_moved", "events.on_failed",
-    "source.routing", "source.report_lost", "source.report_demand", "ingress.connect",
+    "link.write", "source.routing", "source.report_lost", "source.report_demand", "ingress.connect",
     "port.create", "port.created", "port.status", "port.statuses", "port.drain", "port.connect", "port.prepare",
     "port.commit", "port.abort", "port.kill", "port.killed", "port.discover", "terms.claim", "terms.newest",
     "disk.write",
@@ -73,6 +74,7 @@ class Scenario:
     is_elastic: bool
     lengths: tuple[int, ...]  # of the answer of each request, in tokens
     arrivals_s: tuple[float | None, ...]  # None: that one never comes
+    leave_s: tuple[float | None, ...]  # when the client of each request goes away; None: it waits for the end
     poison: tuple[int, ...]  # requests that kill each instance which computes their third token
     faults: tuple[Fault, ...]
 
@@ -87,13 +89,19 @@ def draw(seed: int) -> Scenario:
     kinds = [*Kind, *_OFTEN] if rng.random() < 0.6 else rng.sample([*Kind, *_OFTEN], 3)
     size = num_instances, num_ingresses, num_requests
     faults = sorted((_fault(rng, rng.choice(kinds), size) for _ in range(rng.randint(1, 16))), key=lambda f: f.at_s)
+    lengths = tuple(rng.randint(1, rng.choice((5, 40, 150, ENDLESS))) for _ in range(num_requests))
+    arrivals_s = tuple(sorted(round(rng.uniform(0.0, STORM_S), 3) for _ in range(num_requests)))
     return Scenario(
         seed=seed,
         num_instances=num_instances,
         num_ingresses=num_ingresses,
         is_elastic=is_elastic,
-        lengths=tuple(rng.randint(1, rng.choice((5, 40, 150))) for _ in range(num_requests)),
-        arrivals_s=tuple(sorted(round(rng.uniform(0.0, STORM_S), 3) for _ in range(num_requests))),
+        lengths=lengths,
+        arrivals_s=arrivals_s,
+        # No client waits for the longest answers: an instance that is not told of that would compute on.
+        leave_s=tuple(
+            round(rng.uniform(arrivals_s[i], HEALED_S), 3) if lengths[i] > LONG else None for i in range(num_requests)
+        ),
         poison=(rng.randrange(num_requests),) if rng.random() < POISON_SHARE else (),
         faults=tuple(faults),
     )

@@ -104,7 +104,7 @@ class IngressProcess:
 
     def on_down(self, link: InstanceLink, *, lost: bool) -> None:
         self._chaos.reach("ingress.on_down")
-        self.book.lose(link, is_death=lost and not link.was_silent)
+        self.book.lose(link, is_death=lost and link.was_closed_there)
 
     def is_busy(self, link: InstanceLink) -> bool:
         return self.book.is_busy(link)

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import msgspec
 
@@ -81,7 +80,7 @@ class ScriptedInstance:
 
     async def may_run(self) -> None:
         """Waits while the process is stopped."""
-        while self._stopped_until_s > self._chaos.now_s:
+        while self._stopped_until_s > self._chaos.now_s:  # noqa: ASYNC110
             await asyncio.sleep(min(1.0, self._stopped_until_s - self._chaos.now_s))
 
     def fail(self) -> None:
@@ -234,7 +233,7 @@ class ScriptedInstance:
         if self.state is InstanceState.READY:
             self.state = InstanceState.DRAINING
         until_s = self._chaos.now_s + timeout_s
-        while self.copies and self._chaos.now_s < until_s:
+        while self.copies and self._chaos.now_s < until_s:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_LOOK_S)
         return not self.copies
 
@@ -338,6 +337,3 @@ def require_alive(instance: ScriptedInstance | None) -> ScriptedInstance:
     if instance is None or not instance.is_alive:
         raise EngineError("its process has ended")
     return instance
-
-
-Found = Callable[[InstanceKey], Any]

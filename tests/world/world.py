@@ -78,6 +78,11 @@ class World:
         arrivals = enumerate(self.scenario.arrivals_s)
         moments: list[tuple[float, Any]] = [(at_s, number) for number, at_s in arrivals if at_s is not None]
         moments += [(fault.at_s, fault) for fault in self.scenario.faults]
+        moments += [
+            (at_s, Fault(at_s=at_s, kind=Kind.LEAVE, target=number))
+            for number, at_s in enumerate(self.scenario.leave_s)
+            if at_s is not None
+        ]
         for at_s, what in sorted(moments, key=lambda moment: moment[0]):
             await asyncio.sleep(at_s - self.chaos.now_s)
             if isinstance(what, Fault):
@@ -103,12 +108,12 @@ class World:
             self.controllers.start()
 
     async def _rest(self) -> None:
-        deadline_s, num_quiet, missing = self.chaos.now_s + REST_S, 0, [""]
+        deadline_s, num_quiet = self.chaos.now_s + REST_S, 0
         while num_quiet < QUIET_LOOKS:
             await asyncio.sleep(LOOK_S)
             missing = list(unfinished(self))
             num_quiet = 0 if missing else num_quiet + 1
-            if self.chaos.now_s > deadline_s:
+            if missing and self.chaos.now_s > deadline_s:
                 self.breaks("healed and not at rest: " + "; ".join(missing))
                 return
         for law in broken_at_the_end(self):
