@@ -223,7 +223,8 @@ class ClusterEngineClient(EngineClient):
     def on_down(self, link: InstanceLink, *, lost: bool) -> None:
         """A link is gone: its requests go on elsewhere."""
         self._shapes.pop(link.key, None)
-        self.book.lose(link, is_death=lost)  # before the figures: a fault in them must cost no request
+        # Before the figures: a fault in them must cost no request.
+        self.book.lose(link, is_death=lost and link.was_closed_there)
         self._meters.link_down(link, lost=lost)
 
     def is_busy(self, link: InstanceLink) -> bool:

@@ -172,8 +172,22 @@ class LinkPool:
         finally:
             self.discard(link)
             await link.close()
-            self._handler.on_down(link, lost=key not in self._closing)
+            await self._tell_down(link)
         return ""
+
+    async def _tell_down(self, link: InstanceLink) -> None:
+        """Until the handler has taken it in, requests would wait for a link that is gone; so it is told again."""
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                self._handler.on_down(link, lost=link.key not in self._closing)
+                return
+            except Exception:
+                logger.exception("instance %s: its end is told again before connecting again", link.key)
+                if link.key in self._closing and not self._endpoints:
+                    return  # the pool is closed, and waits for this
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
     def _report(self, key: InstanceKey, why: str) -> None:
         task = asyncio.create_task(self._send_report(key, why))

@@ -40,6 +40,7 @@ from pengserve.cluster.ingress.moves import Move, Orphans, Stash
 from pengserve.cluster.ingress.quarantine import PoisonousRequestError, Quarantine
 from pengserve.cluster.ingress.record import Links, RecordEvents, RequestRecord
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
+from pengserve.cluster.ingress.told import Told
 from pengserve.cluster.ingress.trials import Trials
 from pengserve.cluster.ingress.vllm_openai_seam import (
     EngineCoreOutput,
@@ -80,7 +81,7 @@ class RequestBook:
             is_superseded: whether another configuration has taken over, so that no instance will come any more.
         """
         self._is_superseded = is_superseded
-        self._events, self._limits, self._links, self._max_model_len = events, limits, links, max_model_len
+        self._events, self._limits, self._links, self._max_model_len = Told(events), limits, links, max_model_len
         self._clock = clock
         self._dispatcher = Dispatcher(clock)
         self._records: dict[str, RequestRecord] = {}  # by request id

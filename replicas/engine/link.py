@@ -27,6 +27,7 @@ class InstanceLink:
         self._lost: str = ""
         self._num_frames = self._num_seen = self._num_silent = 0  # frames; those at the last look; looks without any
         self._is_watched = False
+        self.was_closed_there = False  # by the instance or its end; else the instance may live
         self.key: InstanceKey = welcome.key
         self.capacity: KvCapacity = welcome.capacity
         self.stats = InstanceStats()
@@ -89,6 +90,7 @@ class InstanceLink:
                     raise LinkLostError(batch.stats.hang)
                 yield batch
         except (LinkLostError, msgspec.MsgspecError, IndexError) as error:
+            self.was_closed_there = not self._lost
             hang = f"instance {self.key}: {self.stats.hang}" if self.stats.hang else ""
             self._lost = self._lost or hang or f"instance {self.key} closed its channel"
             raise LinkLostError(self._lost) from error
@@ -120,7 +122,12 @@ class InstanceLink:
     def _send(self, kind: FrameKind, parts: Sequence[bytes | bytearray | memoryview]) -> None:
         if self._lost or self._writer.is_closing():
             raise LinkLostError(self._lost or f"instance {self.key} closed its channel")
-        self._writer.writelines(encode(kind, parts))
+        try:
+            self._writer.writelines(encode(kind, parts))
+        except (OSError, RuntimeError) as error:  # uvloop raises the latter where the transport has just closed
+            self._lost = f"the channel to instance {self.key} cannot be written: {error}"
+            self._writer.transport.abort()  # the reader ends with an error
+            raise LinkLostError(self._lost) from error
 
 
 def _welcome(endpoint: str, frame: Frame) -> Welcome:
