@@ -23,7 +23,8 @@ class FakeLane:
     """A lane of either kind; `running_ids` are requests that run in it."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.shard, self.followers = rank, Shard(rank, 2), ()
+        self.rank, self.shard, self.leads = rank, Shard(rank, 2), rank == 0
+        self.is_held, self.num_in_flight, self.is_settled, self.is_exchanging = False, 0, True, False
         self.name = str(GROUP)
         self.table = SimpleNamespace(leased=list)
         self.capacity, self.num_held = SimpleNamespace(max_model_len=1024, num_blocks=8), 0
@@ -44,6 +45,9 @@ class FakeLane:
 
     def knows(self, request_id: str) -> bool:
         return request_id in self.running_ids
+
+    def hold(self, is_held: bool) -> None:
+        self.is_held = is_held
 
     def pause_new(self, paused: bool) -> None:
         self.is_paused = paused
@@ -76,6 +80,7 @@ class FakeLanes:
         self.on_broken: Callable[[BaseException], None] = lambda error: None
         self.num_here = 0
         self.refused: dict[str, str] = {}
+        self.registry = self.leases = self.stepper = self
 
     @property
     def current(self) -> FakeLane:
@@ -97,7 +102,7 @@ class FakeLanes:
     def share_machine(self, num_instances: int) -> None:
         self.num_here = num_instances
 
-    def enter(self, lane: FakeLane, seed: int, collectives: object) -> None:
+    def enter(self, lane: FakeLane, run: object) -> None:
         self.running = lane
 
     def leave(self) -> None:
@@ -115,7 +120,8 @@ class FakeLanes:
 class FakePool:
     """All groups of the directory are ready until they fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self.names: set[str] = set()
         self.failed_names: set[str] = set()
         self.fault_text = ""
@@ -133,7 +139,7 @@ class FakePool:
         return self.fault_text
 
     def get(self, name: str) -> Any:
-        return SimpleNamespace(members=KEYS)
+        return SimpleNamespace(name=name, members=KEYS, rank=self.rank, timeout_s=1.0)
 
     def mark_failed(self, name: str) -> None:
         self.failed_names.add(name)
@@ -145,7 +151,7 @@ class FakeMember:
     """One member and its step thread; what raises there would end a real instance."""
 
     def __init__(self, key: InstanceKey, timeout_s: float) -> None:
-        self.lanes, self.pool = FakeLanes(KEYS.index(key)), FakePool()
+        self.lanes, self.pool = FakeLanes(KEYS.index(key)), FakePool(KEYS.index(key))
         self.network = PeerNetwork(key, "127.0.0.1", "token", lambda *_: None, lambda _: None, timeout_s)
         self.owner = SimpleNamespace(
             handoff=lambda request: None, welcome=lambda h: None, moved=lambda ids, to, carried: None
