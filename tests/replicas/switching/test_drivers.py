@@ -1,4 +1,4 @@
-"""Law: whatever a change does, all members carry it out, or none does; and what one member fails at ends at all.
+"""Laws of the drivers: all members carry a change out, or none does, and where one member fails all of them stop.
 
 `Leading` and `Following` drive a change that only notes its steps and fails where it is told to.
 """
@@ -201,7 +201,7 @@ def test_after_it_every_member_is_alone_and_undoes_what_it_has_begun(
 ) -> None:
     switch = begin_at(pair, is_merge)
     Scripted.script = {(victim, step): act}
-    with pytest.raises(EngineError, match="failed half-way .*all members are in dp"):
+    with pytest.raises(EngineError, match=r"failed half-way .*all members are in dp"):
         carry_out(pair, switch)
     settle(pair, False)
     assert Scripted.notes[LEADER].count("undo") == 1
