@@ -46,11 +46,6 @@ class GroupRun:
         return self.communicator.members
 
     @property
-    def rank(self) -> int:
-        """This member's."""
-        return self.communicator.rank
-
-    @property
     def leader(self) -> InstanceKey:
         """The member that schedules."""
         return self.members[0]

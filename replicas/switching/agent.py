@@ -26,18 +26,7 @@ from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.following import Following
 from pengserve.replicas.switching.leading import Leading
 from pengserve.replicas.switching.member import SWITCH, Member, RequestOwner
-from pengserve.replicas.switching.messages import (
-    Cancel,
-    Drain,
-    Drained,
-    DropMet,
-    Meet,
-    MergeMet,
-    RestoreMet,
-    Return,
-    SplitMet,
-    SwitchCodec,
-)
+from pengserve.replicas.switching.messages import Cancel, Drain, Drained, Meet, Met, Return, SwitchCodec
 from pengserve.replicas.switching.prepared import Prepared
 from pengserve.replicas.switching.running_group import BROKEN, RunningGroup, end_run
 from pengserve.replicas.switching.step_thread import StepThread, Submit
@@ -192,7 +181,7 @@ class Agent:
                 self._submit(lambda: following.bring_back(word.plan, word.withheld))
             case Meet():
                 self._submit(lambda: following.join(word.plan))
-            case MergeMet() | SplitMet() | DropMet() | RestoreMet():
+            case _ if isinstance(word, Met):
                 self._submit(lambda: leading.on_met(key, plan_id, word))
             case _:
                 if isinstance(word, Cancel):

@@ -4,7 +4,9 @@ import queue
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from pengserve.planners.stages import Parts
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.plans import SwitchPlan
 from pengserve.replicas.comm.peers import PeerNetwork
 from pengserve.replicas.comm.pool import CommunicatorPool
 from pengserve.replicas.engine.handoff import Handoff
@@ -39,3 +41,9 @@ class Member:
     owner: RequestOwner
     timeout_s: float
     inbox: "queue.SimpleQueue[tuple[InstanceKey, SwitchMessage | None]]" = field(default_factory=queue.SimpleQueue)
+
+    def parts_of(self, plan: SwitchPlan) -> Parts:
+        """The parts that the plan's pipeline is formed of, or ends in."""
+        assert self.lanes.dp.memory is not None
+        num_layers = self.lanes.dp.memory.layers.sizes.num_layers
+        return Parts(num_layers, tuple(part.degree for part in plan.parts))

@@ -12,7 +12,6 @@ from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.weights_return import WeightsReturn
 from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.member import Member
-from pengserve.replicas.switching.parts import parts_of
 from pengserve.replicas.switching.step_thread import Submit
 from pengserve.replicas.switching.wiring import Wiring
 
@@ -22,7 +21,7 @@ SETTLED = "settled"  # ... that say that a member has all that a movement brings
 OnBroken = Callable[[BaseException], None]
 
 
-@dataclass(eq=False, kw_only=True)
+@dataclass(eq=False)
 class _Movement:
     """Memory of the pipeline that changes hands beside its steps."""
 
@@ -30,8 +29,10 @@ class _Movement:
     lane: PpLane
     run: GroupRun
     mover: DropExchange | WeightsReturn
-    unsettled: set[InstanceKey]  # leader: members to which something has still to come
     on_all_settled: Callable[[], None]  # leader
+
+    def __post_init__(self) -> None:
+        self.unsettled = set(self.run.members)  # leader: members to which something has still to come
 
 
 class PipelineTraffic:
@@ -55,7 +56,7 @@ class PipelineTraffic:
         """The group runs, and where it has begun by a drop, KV follows the requests of that beside the steps."""
         self._run, self._lane = run, lane
         if exchange is not None:
-            self._move(b"", lane, run, exchange, lane.arrived)
+            self._start(_Movement(b"", lane, run, exchange, lane.arrived))
 
     def lead_return(
         self, plan: SwitchPlan, tell: Callable[[list[int]], None], on_all_settled: Callable[[], None]
@@ -70,7 +71,7 @@ class PipelineTraffic:
             StepError: there is no room. LinkLostError: a member is gone. All is as it was.
         """
         assert self._lane is not None
-        withheld = self._lane.give_up_blocks(parts_of(self._member, plan))
+        withheld = self._lane.give_up_blocks(self._member.parts_of(plan))
         try:
             tell(withheld)
             reached("returning")
@@ -89,32 +90,18 @@ class PipelineTraffic:
         """
         if self._run is None or self._lane is None:
             raise StepError(f"instance {self._member.key} runs no pipeline")
-        returning = WeightsReturn(self._member.lanes, self._lane, parts_of(self._member, plan))
+        returning = WeightsReturn(self._member.lanes, self._lane, self._member.parts_of(plan))
         returning.begin(withheld)
-        self._move(plan.plan_id.encode(), self._lane, self._run, returning, on_all_settled)
+        self._start(_Movement(plan.plan_id.encode(), self._lane, self._run, returning, on_all_settled))
         early, self._early = self._early, []
         for key, parts in early:
             self._take(key, parts)
 
-    def _move(
-        self,
-        movement_id: bytes,
-        lane: PpLane,
-        run: GroupRun,
-        mover: DropExchange | WeightsReturn,
-        on_all_settled: Callable[[], None],
-    ) -> None:
-        self._movement = movement = _Movement(
-            id=movement_id,
-            lane=lane,
-            run=run,
-            mover=mover,
-            unsettled=set(run.members),
-            on_all_settled=on_all_settled,
-        )
-        mover.send = lambda rank, parts: run.send(rank, PIECE, [movement_id, *parts])
+    def _start(self, movement: _Movement) -> None:
+        self._movement, mover, run = movement, movement.mover, movement.run
+        mover.send = lambda rank, parts: run.send(rank, PIECE, [movement.id, *parts])
         mover.on_done = lambda: self._settled(movement)
-        lane.note_settled(False)
+        movement.lane.note_settled(False)
         self._member.lanes.stepper.do_beside(mover.advance)
 
     def undo_return(self, plan_id: str) -> None:

@@ -18,7 +18,6 @@ from pengserve.replicas.switching.changes.joining import brought, check_joining,
 from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.member import Member
 from pengserve.replicas.switching.messages import DropDone, DropMet, DropWave
-from pengserve.replicas.switching.parts import parts_of
 from pengserve.replicas.switching.running_group import RunningGroup
 from pengserve.replicas.switching.wiring import Wiring
 
@@ -34,7 +33,7 @@ class Drop(Change[DropMet, DropWave, DropDone]):
         super().__init__(member, wiring, running_group, plan)
         self.run = self._new_run(plan.group, plan.members)
         self._lane = member.lanes.registry.pp(plan.group)
-        self._exchange = DropExchange(member.lanes, self._lane, parts_of(member, plan))
+        self._exchange = DropExchange(member.lanes, self._lane, member.parts_of(plan))
         self._num_carried = self._num_left = 0
 
     @staticmethod

@@ -23,7 +23,6 @@ from pengserve.replicas.switching.changes.leaving import check_leaving
 from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.member import Member
 from pengserve.replicas.switching.messages import Place, Placed, RestoreDone, RestoreMet, RestoreWave
-from pengserve.replicas.switching.parts import parts_of
 from pengserve.replicas.switching.running_group import RunningGroup
 from pengserve.replicas.switching.wiring import Wiring
 
@@ -36,7 +35,7 @@ class Restore(Change[RestoreMet, Place | RestoreWave, Placed | RestoreDone]):
 
     def __init__(self, member: Member, wiring: Wiring, running_group: RunningGroup, plan: SwitchPlan) -> None:
         super().__init__(member, wiring, running_group, plan)
-        self._lane, parts = member.lanes.registry.pp(plan.group), parts_of(member, plan)
+        self._lane, parts = member.lanes.registry.pp(plan.group), member.parts_of(plan)
         self._parts, communicator = parts, member.pool.get(running_group.name)
         self._restore = LayerRestore(member.lanes, self._lane, parts, communicator)
         part = plan.part_of(member.key)

@@ -164,7 +164,7 @@ def test_every_message_of_a_run_begins_with_its_stamp_and_goes_to_the_member_of_
     keys = tuple(InstanceKey(instance_id=InstanceId(i), incarnation=1) for i in range(3))
     sent: list[Any] = []
     post: Any = SimpleNamespace(send=lambda key, kind, parts: sent.append((key, kind, list(parts))))
-    group: Any = SimpleNamespace(name="tp/3", members=keys, rank=0, timeout_s=1.0)
+    group: Any = SimpleNamespace(name="tp/3", members=keys, timeout_s=1.0)
     run = GroupRun(communicator=group, seed=1, post=post)
     run.send(2, "hidden", [b"x"])
     run.send_step([b"s"])
@@ -172,4 +172,4 @@ def test_every_message_of_a_run_begins_with_its_stamp_and_goes_to_the_member_of_
         (keys[2], "hidden", [b"tp/3", b"x"]),
         *((key, STEP, [b"tp/3", b"s"]) for key in keys[1:]),
     ]
-    assert (run.leader, run.members, run.rank, run.timeout_s) == (keys[0], keys, 0, 1.0)
+    assert (run.leader, run.members, run.timeout_s) == (keys[0], keys, 1.0)
