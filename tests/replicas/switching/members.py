@@ -29,6 +29,7 @@ class FakeLane:
         self.table = SimpleNamespace(leased=list)
         self.capacity, self.num_held = SimpleNamespace(max_model_len=1024, num_blocks=8), 0
         self.running_ids: set[str] = set()
+        self.waiting_ids: set[str] = set()
         self.is_paused = False
 
     def carriable(self) -> list[Any]:
@@ -41,7 +42,8 @@ class FakeLane:
         return {}
 
     def requests(self) -> list[Any]:
-        return []
+        ids = self.running_ids | self.waiting_ids
+        return [SimpleNamespace(request_id=i, num_prompt_tokens=1, max_tokens=1) for i in sorted(ids)]
 
     def knows(self, request_id: str) -> bool:
         return request_id in self.running_ids
@@ -66,7 +68,9 @@ class FakeLane:
     known_ids = shrink_all
 
     def release(self, request_ids: Iterable[str]) -> None:
-        self.running_ids.difference_update(request_ids)
+        ids = set(request_ids)
+        self.running_ids -= ids
+        self.waiting_ids -= ids
 
     forget = release
 
@@ -109,8 +113,9 @@ class FakeLanes:
         self.running = None
 
     def abandon(self) -> list[str]:
+        lost = [request.request_id for request in self.current.requests()]
         self.running = None
-        return []
+        return lost
 
     def discard(self, lane: FakeLane) -> None: ...
 
@@ -153,8 +158,11 @@ class FakeMember:
     def __init__(self, key: InstanceKey, timeout_s: float) -> None:
         self.lanes, self.pool = FakeLanes(KEYS.index(key)), FakePool(KEYS.index(key))
         self.network = PeerNetwork(key, "127.0.0.1", "token", lambda *_: None, lambda _: None, timeout_s)
+        self.moved: list[str] = []  # requests that ingresses were told of
         self.owner = SimpleNamespace(
-            handoff=lambda request: None, welcome=lambda h: None, moved=lambda ids, to, carried: None
+            handoff=lambda request: None,
+            welcome=lambda h: None,
+            moved=lambda ids, to, carried: self.moved.extend(ids),
         )
         self.errors: list[BaseException] = []
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
