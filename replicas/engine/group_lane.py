@@ -83,6 +83,7 @@ class GroupLane(Lane):
         """Gives vLLM's code back to the `dp` lane."""
         self._active.activate(None)
         self._run = self.group.collectives = None
+        self._known = []
         torch.set_rng_state(self._random_state)
 
     def hold(self, is_held: bool) -> None:

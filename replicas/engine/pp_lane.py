@@ -173,7 +173,6 @@ class PpLane(GroupLane):
         super().leave()
         self._in_flight.clear()
         self._arriving.clear()
-        self._known = []
         self._is_exchanging = False
         self.runner.intermediate_tensors = None
         if self.leads:

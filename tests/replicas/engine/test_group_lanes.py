@@ -15,6 +15,7 @@ from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.engine.group_run import STEP, GroupRun
 from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
+from pengserve.replicas.engine.step_message import ResumedRequest
 from pengserve.replicas.engine.tp_lane import LEASE_CHUNK, TpLane
 from pengserve.replicas.engine.vllm_seam import Request
 from pengserve.simulator.engine.options import SchedulerOptions
@@ -153,6 +154,18 @@ def test_a_pipeline_that_is_held_finishes_what_is_in_it() -> None:
     lane._in_flight.append(object())  # type: ignore[arg-type]
     lane.hold(True)
     assert lane.has_work() and lane.num_in_flight == 1
+
+
+def test_what_a_run_has_not_sent_is_no_part_of_the_next() -> None:
+    """A half-decoded request may come while the lane is held, and go with the group before any step."""
+    lane = tp_lane()
+    lane._active = SimpleNamespace(activate=lambda group: None)  # type: ignore[assignment]
+    keys = tuple(InstanceKey(instance_id=InstanceId(i), incarnation=1) for i in range(2))
+    group: Any = SimpleNamespace(name="tp/3", members=keys)
+    lane.enter(GroupRun(communicator=group, seed=1, post=None))  # type: ignore[arg-type]
+    lane._known = [ResumedRequest("a", [1], SamplingParams(), [2])]
+    lane.leave()
+    assert lane._known == []
 
 
 def test_a_lane_that_does_not_run_sends_nothing() -> None:
