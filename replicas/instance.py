@@ -109,7 +109,7 @@ class Instance:
             device=self._device,
             capacity=lanes.capacity if lanes else None,
             stats=self._newest_stats(),
-            lanes=lanes.infos() if lanes else (),
+            lanes=lanes.registry.infos() if lanes else (),
             lane=running.name if running else "dp",
             epoch=agent.epoch if agent else Epoch(0),
             peer_endpoint=agent.endpoint if agent else "",
@@ -219,7 +219,7 @@ class Instance:
         except Exception as error:
             why = f"this instance works alone ({one_line(error)})"
             logger.warning("instance %s: %s", self.key, why, exc_info=not isinstance(error, PengServeError))
-            lanes.refuse_all(why)
+            lanes.registry.refuse_all(why)
 
     def _build_agent(self, lanes: "Lanes") -> "Agent":
         from pengserve.replicas.switching.agent import Agent
@@ -324,7 +324,7 @@ class Instance:
 
     def _admit(self, request: "Request") -> None:
         assert self._lanes is not None
-        if self._lanes.is_following and self._agent is not None:
+        if self._lanes.stepper.is_following and self._agent is not None:
             # The ingress sent it before it learned that another instance leads.
             self._requests.moved([request.request_id], self._agent.leader, carried=False)
             self._note_idle()

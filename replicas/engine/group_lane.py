@@ -4,19 +4,19 @@ A lane has no memory of its own. Its block ids are logical; each member's table 
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.dp_lane import DpLane
+from pengserve.replicas.engine.group_run import GroupRun
 from pengserve.replicas.engine.lane import Lane
 from pengserve.replicas.engine.lane_build import block_hasher
-from pengserve.replicas.engine.lane_groups import ActiveGroup, Collectives, LaneGroup
+from pengserve.replicas.engine.lane_groups import ActiveGroup, LaneGroup
 from pengserve.replicas.engine.step_message import ResumedRequest, StepCodec
 from pengserve.replicas.engine.vllm_seam import (
     Request,
@@ -46,9 +46,9 @@ class GroupLane(Lane):
     ) -> None:
         self.base, self.group, self.rank, self.config, self.runner = base, group, rank, config, runner
         self.table = BlockTable(capacity.num_blocks + 1)
-        self.on_step: Callable[[Sequence[Buffer]], None] = lambda parts: None  # sends a step to the followers
-        self.followers: tuple[InstanceKey, ...] = ()
         self._active = active
+        self._run: GroupRun | None = None
+        self._is_held = False
         self._codec = StepCodec()
         self._known: list[ResumedRequest] = []
         super().__init__(
@@ -65,20 +65,55 @@ class GroupLane(Lane):
 
     # Shape ------------------------------------------------------------------------------------------------------------
 
-    def enter(self, seed: int, collectives: Collectives) -> None:
-        """Makes this the lane that vLLM's code sees. `seed` is the same on all members."""
-        self.group.collectives = collectives
+    @property
+    def run(self) -> GroupRun:
+        """The run of the group that the lane was entered with; only between `enter` and `leave`."""
+        assert self._run is not None, f"{self.name} does not run"
+        return self._run
+
+    def enter(self, run: GroupRun) -> None:
+        """Makes this the lane that vLLM's code sees."""
+        self._run, self._is_held = run, False
+        self.group.collectives = run.communicator
         self._active.activate(self.group)
         self._random_state = torch.get_rng_state()
-        torch.manual_seed(seed)
+        torch.manual_seed(run.seed)
 
     def leave(self) -> None:
         """Gives vLLM's code back to the `dp` lane."""
         self._active.activate(None)
-        self.group.collectives = None
+        self._run = self.group.collectives = None
+        self._known = []
         torch.set_rng_state(self._random_state)
 
+    def hold(self, is_held: bool) -> None:
+        """Leader: while it is held no new step begins, so that soon none is in flight."""
+        self._is_held = is_held
+
+    @property
+    def num_in_flight(self) -> int:
+        """Leader: steps that have begun and whose tokens have not come back."""
+        return 0
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether this member has all of its memory, and its part of all KV."""
+        return True
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Leader: whether some member waits for KV or memory since the group began."""
+        return False
+
+    def check_table(self, num_leased: int) -> Sequence[str]:
+        """Whether the lane's table and the ledger agree; a sentence where they do not."""
+        return ()
+
     # Steps ------------------------------------------------------------------------------------------------------------
+
+    def has_work(self) -> bool:
+        """Leader: whether `step` has anything to do."""
+        return not self._is_held and super().has_work()
 
     @abstractmethod
     def follow(self, parts: Sequence[Buffer]) -> None:

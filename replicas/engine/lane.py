@@ -9,6 +9,7 @@ from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 from pengserve.replicas.engine.handoff import can_carry
 from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import EngineCoreEventType, EngineCoreOutputs, Request, RequestStatus
+from pengserve.replicas.memory.layers import LayerMemory
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
 _TOTALS = ("_steps", "_resumed", "_generated", "_prompted", "_preempted", "_prefix_queries", "_prefix_hits")
@@ -155,6 +156,10 @@ class Lane(ABC):
         ids = list(request_ids)
         self.abort(ids)
         self.forget(self.scheduler.take_finished(ids))
+
+    def check_memory(self, memory: LayerMemory) -> Sequence[str]:
+        """Laws of the memory that KV and weights share while this lane runs, as sentences where one is broken."""
+        return memory.check(memory.sizes.all_layers, memory.base_blocks)
 
     # Figures ---------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ a time, but for chunks of its prompt; stages run microbatches in the order in wh
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,9 +24,10 @@ from pengserve.planners.types.errors import StepError, UnsupportedShapeError
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.group_lane import GroupLane
+from pengserve.replicas.engine.group_run import HIDDEN, GroupRun
 from pengserve.replicas.engine.hidden import HiddenCodec, HiddenInbox
 from pengserve.replicas.engine.lane_build import build_runner, build_scheduler, group_config
-from pengserve.replicas.engine.lane_groups import ActiveGroup, Collectives, LaneGroup
+from pengserve.replicas.engine.lane_groups import ActiveGroup, LaneGroup
 from pengserve.replicas.engine.microbatches import FIRST_MODEL, Microbatches, chunks_of
 from pengserve.replicas.engine.shared_model import share_layers
 from pengserve.replicas.engine.stage_clock import StageClock
@@ -94,19 +95,14 @@ class PpLane(GroupLane):
         if not hasattr(runner.model, "make_empty_intermediate_tensors"):
             raise UnsupportedShapeError(f"{type(runner.model).__name__} cannot be cut into stages")
         self.inbox = HiddenInbox()
-        self.stamp = b""  # of the group's communicators: what the stage before sends carries it
-        self.send_hidden: Callable[[int, Sequence[Buffer]], None] = lambda rank, parts: None
-        self.timeout_s = 0.0  # of a stage's silence
         self._hidden = HiddenCodec(runner.model, base.worker.device)
         self.max_in_flight = num_stages  # leader: microbatches, where members share no processors
         self._in_flight: deque[_Microbatch] = deque()
         self._clock = clock or StageClock()
         self._stage_s = 0.0  # leader: of its stage, for the newest microbatch
-        self._is_held = False
         self._was_empty = True  # leader: nothing was to compute since the newest microbatch
         self._arriving: dict[str, Request] = {}  # requests whose KV is on its way
-        self.is_settled = True  # whether this member has all of its memory, and its part of all KV
-        self.is_exchanging = False  # leader: whether some member waits for KV or memory since the drop
+        self._is_settled, self._is_exchanging = True, False
         self._withheld: list[int] = []  # blocks without memory yet, in the order in which it comes
         super().__init__(
             base,
@@ -143,12 +139,26 @@ class PpLane(GroupLane):
         """Leader: microbatches whose tokens have not come back."""
         return len(self._in_flight)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether this member has all of its memory, and its part of all KV."""
+        return self._is_settled
+
+    def note_settled(self, is_settled: bool) -> None:
+        """Something that this member misses is on its way to it, or all has come."""
+        self._is_settled = is_settled
+
+    @property
+    def is_exchanging(self) -> bool:
+        """Leader: whether some member waits for KV or memory since the drop."""
+        return self._is_exchanging
+
     # Shape ------------------------------------------------------------------------------------------------------------
 
-    def enter(self, seed: int, collectives: Collectives) -> None:
-        """Makes this the lane that vLLM's code sees, with an empty pipeline. `seed` is the same on all members."""
-        super().enter(seed, collectives)
-        self._is_held, self._was_empty = False, True
+    def enter(self, run: GroupRun) -> None:
+        """Makes this the lane that vLLM's code sees, with an empty pipeline."""
+        super().enter(run)
+        self._was_empty = self._is_settled = True
         self._clock.forget()
         if self.stage > 0:
             scheduler = self.config.scheduler_config
@@ -163,15 +173,17 @@ class PpLane(GroupLane):
         super().leave()
         self._in_flight.clear()
         self._arriving.clear()
-        self._known = []
+        self._is_exchanging = False
         self.runner.intermediate_tensors = None
         if self.leads:
             self.offer_all()
             self.scheduler.offer(self.scheduler.withhold(self.num_free()))
 
-    def hold(self, is_held: bool) -> None:
-        """Leader: while it is held no new microbatch begins, so that soon none is in flight."""
-        self._is_held = is_held
+    def check_memory(self, memory: LayerMemory) -> Sequence[str]:
+        """Laws of the memory that KV and weights share while this lane runs, as sentences where one is broken."""
+        if not self._is_settled:
+            return memory.check_chunks()
+        return memory.check(self.layers, memory.sizes.num_blocks(self.layers))
 
     # Requests whose KV comes while others run ---------------------------------------------------------------------
 
@@ -188,7 +200,11 @@ class PpLane(GroupLane):
         return block_ids
 
     def withhold_free(self) -> list[int]:
-        """Leader: no free block may be handed out; their ids. `offer` gives them back, the first ones first."""
+        """Leader of a drop: no free block may be handed out before it has memory on all members; their ids.
+
+        `offer` gives them back, the first ones first.
+        """
+        self._is_exchanging = True
         self._withheld = self.scheduler.withhold(self.num_free())
         return list(self._withheld)
 
@@ -224,7 +240,7 @@ class PpLane(GroupLane):
             self.scheduler.enqueue(request)
             self.settle(request)
         self._arriving = {}
-        self.is_exchanging = False
+        self._is_exchanging = False
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forgets requests, also those whose KV is on its way: the scheduler must first be told of them."""
@@ -241,7 +257,7 @@ class PpLane(GroupLane):
 
     def has_work(self) -> bool:
         """Whether a microbatch is in flight or another one may begin."""
-        return bool(self._in_flight) or (not self._is_held and super().has_work())
+        return bool(self._in_flight) or super().has_work()
 
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Leader: keeps the pipeline full, and finishes the microbatch that has been in it for longest."""
@@ -270,7 +286,7 @@ class PpLane(GroupLane):
             self._recompute_if_stuck(output)
         if not output.total_num_scheduled_tokens and not output.finished_req_ids and not self._known:
             return False
-        self.on_step(self._codec.encode(output, None, (), self._known, is_first=self._was_empty))
+        self.run.send_step(self._codec.encode(output, None, (), self._known, is_first=self._was_empty))
         self._known = []
         self._in_flight.append(_Microbatch(output, self._was_empty))
         if output.total_num_scheduled_tokens:
@@ -288,7 +304,7 @@ class PpLane(GroupLane):
         hidden: IntermediateTensors | None = None
         output, num_tokens = microbatch.output, microbatch.output.total_num_scheduled_tokens
         if num_tokens and self.stage > 0:
-            hidden = self._hidden.decode(self.inbox.get(self.stamp, self.timeout_s), num_tokens)
+            hidden = self._hidden.decode(self.inbox.get(self.run.stamp, self.run.timeout_s), num_tokens)
         if num_tokens:
             self._clock.begin(is_first=microbatch.is_first)
         with set_current_vllm_config(self.config), torch.inference_mode():
@@ -298,5 +314,5 @@ class PpLane(GroupLane):
         if num_tokens:
             self._stage_s = self._clock.end()
             if self.stage < self.num_stages - 1:
-                self.send_hidden(rank_of(self.stage + 1, self.num_stages), self._hidden.encode(result))
+                self.run.send(rank_of(self.stage + 1, self.num_stages), HIDDEN, self._hidden.encode(result))
         return result

@@ -112,6 +112,11 @@ class TpLane(GroupLane):
         """Leader: withdraws all free blocks; their ids."""
         return self.shrink(self.num_free())
 
+    def check_table(self, num_leased: int) -> Sequence[str]:
+        """Whether the lane's table and the ledger agree; a sentence where they do not."""
+        found = len(self.table.leased())
+        return () if found == num_leased else (f"{self.name} has {found} blocks, the ledger says {num_leased}",)
+
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def step(self) -> Mapping[int, EngineCoreOutputs]:
@@ -120,7 +125,7 @@ class TpLane(GroupLane):
         output = self.scheduler.schedule()
         self._recompute_if_stuck(output)
         grammar = self.scheduler.grammar_bitmask(output)
-        self.on_step(self._codec.encode(output, grammar, self._lease, self._known))
+        self.run.send_step(self._codec.encode(output, grammar, self._lease, self._known))
         self._lease, self._known = [], []
         result = self._execute(output, grammar)
         outputs = self.scheduler.update(output, result)

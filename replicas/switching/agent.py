@@ -19,15 +19,16 @@ from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.replicas.comm.peers import PeerNetwork
 from pengserve.replicas.comm.pool import CommunicatorPool
+from pengserve.replicas.engine.group_run import STEP
 from pengserve.replicas.engine.lanes import Lanes
-from pengserve.replicas.switching.commit import drains, is_restore
+from pengserve.replicas.switching.changes.table import change_of
 from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.following import Following
 from pengserve.replicas.switching.leading import Leading
 from pengserve.replicas.switching.member import SWITCH, Member, RequestOwner
-from pengserve.replicas.switching.messages import MessageKind, SwitchCodec, SwitchMessage
+from pengserve.replicas.switching.messages import Cancel, Drain, Drained, Meet, Met, Return, SwitchCodec
 from pengserve.replicas.switching.prepared import Prepared
-from pengserve.replicas.switching.running_group import BROKEN, STEP, RunningGroup, end_group
+from pengserve.replicas.switching.running_group import BROKEN, RunningGroup, end_run
 from pengserve.replicas.switching.step_thread import StepThread, Submit
 from pengserve.replicas.switching.wiring import Wiring
 
@@ -41,11 +42,11 @@ class Agent:
         self._member, self._submit, self._on_changed = member, submit, on_changed
         self._steps = StepThread(submit, member.timeout_s)
         self._wiring = Wiring(member, submit, self._require_group)
-        self._prepared = Prepared(member, self._wiring)
         self._running_group = RunningGroup(member, self._wiring, submit, self._broken)
-        parts = member, self._wiring, self._steps, self._prepared, self._running_group
-        self._leading = Leading(*parts, on_changed, self._broken)
-        self._following = Following(*parts, self._leading.check, on_changed, self._broken)
+        self._prepared = Prepared(member, self._wiring, self._running_group)
+        parts = member, self._steps, self._prepared, self._running_group
+        self._leading = Leading(*parts, on_changed)
+        self._following = Following(*parts, self._leading.require_free, on_changed)
         self.endpoint = ""  # where peers connect
         member.lanes.on_broken = self._broken
         member.network.subscribe(
@@ -125,7 +126,8 @@ class Agent:
         """
 
         def prepare() -> None:
-            self._leading.check(plan)
+            self._leading.require_free()
+            self._prepared.check(plan)
             self._prepared.note(plan)
             reached("prepared")
 
@@ -138,12 +140,14 @@ class Agent:
             StepError: nothing was changed, and why.
             EngineError: it failed half-way; all members are in dp, and no request is lost.
         """
-        commit = self._steps.ask(lambda: self._leading.begin(plan))
-        if isinstance(commit, SwitchReport):
-            return commit
-        timeout_s = 4 * self._member.timeout_s + (plan.drain_timeout_s if drains(plan) or is_restore(plan) else 0.0)
+        switch = self._steps.ask(lambda: self._leading.begin(plan))
+        if isinstance(switch, SwitchReport):
+            return switch
+        change = change_of(plan)
+        waits_first = change.returns_weights or plan.strategy in change.drains_for
+        timeout_s = 4 * self._member.timeout_s + (plan.drain_timeout_s if waits_first else 0.0)
         try:
-            return commit.outcome.result(timeout_s)
+            return switch.outcome.result(timeout_s)
         except FutureTimeoutError:
             raise EngineError(f"the switch {plan.plan_id} took longer than {timeout_s:g} s") from None
 
@@ -165,33 +169,31 @@ class Agent:
     # What peers say ---------------------------------------------------------------------------------------------------
 
     def _on_switch(self, key: InstanceKey, kind: str, parts: list[memoryview]) -> None:
-        """In a reader thread. Messages that begin a phase wait for a step boundary; others go to the `Conversation`."""
+        """In a reader thread. Words that begin a phase wait for a step boundary; others go to the `Conversation`."""
         message = SwitchCodec().decode(parts)
-        leading, following = self._leading, self._following
-        if message.kind is MessageKind.MEET and message.plan is not None:
-            plan = message.plan
-            self._submit(lambda: following.join(plan))
-        elif message.kind is MessageKind.DRAIN and message.plan is not None:
-            plan = message.plan
-            self._submit(lambda: following.drain(key, plan))
-        elif message.kind is MessageKind.RETURN and message.plan is not None:
-            plan = message.plan
-            self._submit(lambda: following.bring_back(plan, message.lease))
-        elif message.kind is MessageKind.DRAINED:
-            self._submit(lambda: leading.on_drained(message.plan_id, key))
-        elif message.kind is MessageKind.MET and leading.awaits_met(message.plan_id):
-            self._submit(lambda: leading.on_met(key, message))
-        else:
-            if message.kind is MessageKind.CANCEL:
-                self._submit(lambda: self._on_cancel(key, message))
-            self._member.inbox.put((key, message))
+        plan_id, word, leading, following = message.plan_id, message.word, self._leading, self._following
+        match word:
+            case Drain():
+                self._submit(lambda: following.drain(key, word.plan))
+            case Drained():
+                self._submit(lambda: leading.on_drained(plan_id, key))
+            case Return():
+                self._submit(lambda: following.bring_back(word.plan, word.withheld))
+            case Meet():
+                self._submit(lambda: following.join(word.plan))
+            case _ if isinstance(word, Met):
+                self._submit(lambda: leading.on_met(key, plan_id, word))
+            case _:
+                if isinstance(word, Cancel):
+                    self._submit(lambda: self._on_cancel(key, plan_id, word.why))
+                self._member.inbox.put((key, message))
 
-    def _on_cancel(self, key: InstanceKey, message: SwitchMessage) -> None:
-        """A CANCEL from instance `key`: as a leader it calls off its drain, as a follower it cannot meet."""
-        if self._leading.is_about(message.plan_id):
-            self._leading.fail(StepError(f"instance {key} cannot take part: {message.why}"))
+    def _on_cancel(self, key: InstanceKey, plan_id: str, why: str) -> None:
+        """Instance `key` has called a plan off: its leader, or a follower that cannot take part."""
+        if self._leading.is_about(plan_id):
+            self._leading.fail(StepError(f"instance {key} cannot take part: {why}"))
         else:
-            self._following.call_off(key, message.plan_id)
+            self._following.call_off(key, plan_id)
 
     # Steps and faults -------------------------------------------------------------------------------------------------
 
@@ -201,17 +203,17 @@ class Agent:
         self._following.boundary()
 
     def _on_lost(self, key: InstanceKey) -> None:
-        if key in self._running_group.mates:
+        if key in self._running_group.members:
             self._running_group.pipeline.interrupt()
         self._member.inbox.put((key, None))
         self._submit(lambda: self._lost(key))
 
     def _lost(self, key: InstanceKey) -> None:
-        commit = self._leading.commit
-        if commit is not None and key in commit.plan.members:
+        switch = self._leading.switch
+        if switch is not None and key in switch.plan.members:
             self._leading.fail(StepError(f"instance {key} was lost"))
         self._following.lost(key)
-        if key in self._running_group.mates:
+        if key in self._running_group.members:
             self._broken(EngineError(f"instance {key} was lost"))
         self._wiring.lost(key)
 
@@ -237,9 +239,10 @@ class Agent:
         if lanes.running is None:
             return
         logger.warning("instance %s leaves %s: %s", self._member.key, lanes.running.name, error)
-        end_group(self._member, self._running_group.name, self._running_group.mates)
+        if self._running_group.run is not None:
+            end_run(self._member, self._running_group.run)
         self._running_group.end()
-        if self._leading.commit is not None:
+        if self._leading.switch is not None:
             self._leading.fail(error)
         lost = lanes.abandon()
         self._member.owner.moved(lost, None, carried=False)

@@ -6,13 +6,13 @@ from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
 from pengserve.replicas.engine.lane import Lane
 
 
-class Drain:
+class Draining:
     """One member's drain. New requests wait; under soft they run meanwhile where nothing else does."""
 
     def __init__(self, lane: Lane, plan: SwitchPlan, on_drained: Callable[[], None]) -> None:
         self.plan, self._lane, self._on_drained = plan, lane, on_drained
         self._left = {request.request_id for request in lane.carriable()}
-        self.kept = frozenset(self._left)
+        self._kept = frozenset(self._left)
         self._is_over = False
         lane.pause_new(True)
 
@@ -30,4 +30,4 @@ class Drain:
     def end(self) -> frozenset[str]:
         """The switch happens, or is called off: new requests begin again. The ids that ran when it was asked for."""
         self._lane.pause_new(False)
-        return self.kept
+        return self._kept

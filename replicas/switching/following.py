@@ -1,55 +1,39 @@
 """A follower's side of switches: it drains, stops at a step boundary, moves requests, and changes with the leader.
 
-(drain) -> meet: stop at a step boundary -> move requests -> commit
+(drain, or weights come back) -> meet: stop at a step boundary -> move -> commit
 """
 
 import contextlib
-import logging
 from collections.abc import Callable
-from typing import cast
 
 from pengserve.planners.types.errors import LinkLostError, PengServeError, StepError
-from pengserve.planners.types.ids import Epoch, InstanceKey
-from pengserve.planners.types.layout import GroupKind
+from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.plans import SwitchPlan
-from pengserve.replicas.engine.pp_lane import PpLane
-from pengserve.replicas.engine.tp_lane import TpLane
-from pengserve.replicas.switching.draining import Drain
-from pengserve.replicas.switching.dropping import join_drop
+from pengserve.replicas.switching.conversation import CalledOff, Conversation, foreseen
+from pengserve.replicas.switching.draining import Draining
 from pengserve.replicas.switching.failpoints import reached
-from pengserve.replicas.switching.member import Conversation, Member, empty_inbox
-from pengserve.replicas.switching.merging import join_merge, travellers
-from pengserve.replicas.switching.messages import MessageKind
-from pengserve.replicas.switching.pipeline import OnBroken
+from pengserve.replicas.switching.member import Member
+from pengserve.replicas.switching.messages import Commit, Drained, Meet
 from pengserve.replicas.switching.prepared import Prepared
-from pengserve.replicas.switching.restore_target import RestoreTarget
-from pengserve.replicas.switching.restoring import join_restore
-from pengserve.replicas.switching.running_group import RunningGroup, tell_broken
-from pengserve.replicas.switching.splitting import join_split
+from pengserve.replicas.switching.running_group import RunningGroup
 from pengserve.replicas.switching.step_thread import StepThread
-from pengserve.replicas.switching.wiring import Wiring
-
-logger = logging.getLogger(__name__)
 
 
 class Following:
-    """Belongs to the step thread. `check` says whether a plan can be joined now."""
+    """Belongs to the step thread. `require_free` raises where this member leads a switch itself."""
 
     def __init__(
         self,
         member: Member,
-        wiring: Wiring,
         steps: StepThread,
         prepared: Prepared,
         running_group: RunningGroup,
-        check: Callable[[SwitchPlan], None],
+        require_free: Callable[[], None],
         on_changed: Callable[[], None],
-        on_broken: OnBroken,
     ) -> None:
-        self._member, self._wiring, self._steps = member, wiring, steps
-        self._prepared, self._running_group, self._check = prepared, running_group, check
-        self._on_changed, self._on_broken = on_changed, on_broken
-        self._drain: Drain | None = None
+        self._member, self._steps, self._prepared = member, steps, prepared
+        self._running_group, self._require_free, self._on_changed = running_group, require_free, on_changed
+        self._draining: Draining | None = None
         self._joining: SwitchPlan | None = None  # waits until the pipeline that this member leads is empty
 
     # Before the meeting -----------------------------------------------------------------------------------------------
@@ -57,68 +41,70 @@ class Following:
     def drain(self, leader: InstanceKey, plan: SwitchPlan) -> None:
         """Lets running requests end, and then tells the leader."""
         talk = Conversation(self._member, plan)
-        if plan.plan_id not in self._prepared:
-            talk.cancel(f"it has not prepared {plan.plan_id}")
+        try:
+            self._require_prepared(plan)
+        except StepError as error:
+            talk.cancel(str(error))
             return
 
         def drained() -> None:
             with contextlib.suppress(LinkLostError):  # `lost` calls the drain off
-                talk.say(leader, MessageKind.DRAINED)
+                talk.say(leader, Drained())
 
-        self._drain = drain = Drain(self._member.lanes.current, plan, drained)
-        drain.check()
+        self._draining = draining = Draining(self._member.lanes.current, plan, drained)
+        draining.check()
         reached("draining")
         # The leader may die while this member pauses new requests for it.
         timeout_s = plan.drain_timeout_s + 2 * self._member.timeout_s
-        self._steps.after(timeout_s, lambda: self._drain is drain and self._end_drain())
+        self._steps.after(timeout_s, lambda: self._draining is draining and self._end_draining())
 
     def bring_back(self, plan: SwitchPlan, withheld: list[int]) -> None:
         """Restore: weights come back beside the steps."""
-        talk, lane = Conversation(self._member, plan), self._member.lanes.running
         try:
-            if plan.plan_id not in self._prepared or not isinstance(lane, PpLane):
-                raise StepError(f"it has not prepared {plan.plan_id}")
+            self._require_prepared(plan)
             reached("returning")
-            self._running_group.pipeline.begin_return(lane, plan, withheld)
+            self._running_group.pipeline.begin_return(plan, withheld)
         except PengServeError as error:
-            talk.cancel(str(error))
+            Conversation(self._member, plan).cancel(str(error))
 
     def call_off(self, key: InstanceKey, plan_id: str) -> None:
-        """Instance `key` has cancelled the plan: this member's drain for it ends, and its wait to join.
+        """Instance `key` has called the plan off: this member's drain for it ends, and its wait to join.
 
         Where `key` leads the running pipeline, a return of weights ends too.
         """
         if self._joining is not None and self._joining.plan_id == plan_id:
             self._end_joining()
-        if self._drain is not None and self._drain.plan.plan_id == plan_id:
-            self._end_drain()
-        lane = self._member.lanes.running
-        if isinstance(lane, PpLane) and lane.rank != 0 and key == self._running_group.leader:
-            self._running_group.pipeline.undo_return(lane)
+        if self._draining is not None and self._draining.plan.plan_id == plan_id:
+            self._end_draining()
+        if key == self._running_group.leader:
+            self._running_group.pipeline.undo_return(plan_id)
 
     def lost(self, key: InstanceKey) -> None:
         """A peer is gone."""
         if self._joining is not None and key in self._joining.members:
             self._end_joining()
-        if self._drain is not None and key in self._drain.plan.members:
-            self._end_drain()
+        if self._draining is not None and key in self._draining.plan.members:
+            self._end_draining()
 
     def boundary(self) -> None:
         """After each step."""
-        if self._drain is not None:
-            self._drain.check()
+        if self._draining is not None:
+            self._draining.check()
         if self._joining is not None:
             self.join(self._joining)
 
-    def _end_joining(self) -> None:
-        """The pipeline that this member leads goes on."""
-        self._joining, lane = None, self._member.lanes.running
-        if isinstance(lane, PpLane) and lane.rank == 0:
-            lane.hold(False)
+    def _require_prepared(self, plan: SwitchPlan) -> None:
+        if plan.plan_id not in self._prepared:
+            raise StepError(f"it has not prepared {plan.plan_id}")
 
-    def _end_drain(self) -> frozenset[str] | None:
-        drain, self._drain = self._drain, None
-        return drain.end() if drain is not None else None
+    def _end_joining(self) -> None:
+        """The group that this member leads goes on, where there is one still."""
+        self._joining = None
+        self._running_group.go_on()
+
+    def _end_draining(self) -> frozenset[str] | None:
+        draining, self._draining = self._draining, None
+        return draining.end() if draining is not None else None
 
     # The meeting ------------------------------------------------------------------------------------------------------
 
@@ -127,71 +113,39 @@ class Following:
 
         Where it leads a pipeline, that first finishes what is in it, and then its followers join too.
         """
-        lane = self._member.lanes.running
-        if plan.is_merge and isinstance(lane, PpLane) and lane.rank == 0:
-            lane.hold(True)
-            if lane.num_in_flight:
-                self._joining = plan
-                return
+        if self._running_group.led_here and not self._running_group.stop():
+            self._joining = plan
+            return
         self._join(plan)
         self._end_joining()
 
     def _join(self, plan: SwitchPlan) -> None:
         reached("meeting")
-        talk = Conversation(self._member, plan)
-        kept = self._end_drain()
-        empty_inbox(self._member, plan)
-        lane = self._member.lanes.running
+        talk, kept = Conversation(self._member, plan), self._end_draining()
+        change, has_begun = None, False
         try:
-            if plan.plan_id not in self._prepared:
-                raise StepError(f"it has not prepared {plan.plan_id}")
-            self._check(plan)
-            if plan.is_merge:
-                self._merge(talk, kept)
-            else:
-                self._split(talk)
+            talk.catch_up()
+            self._require_prepared(plan)
+            self._require_free()
+            change = self._prepared.change(plan)
+            for key in self._running_group.led_here:
+                talk.say(key, Meet(plan=plan))
+            talk.say(plan.leader, change.begin(kept))
+            reached("met")
+            while not isinstance(word := talk.hear(Commit, *change.rounds)[1], Commit):
+                has_begun = True
+                talk.say(plan.leader, change.take(word))
+            has_begun = True
+            reached("committed")
+            change.commit()
         except Exception as error:
-            if not isinstance(error, PengServeError):
-                logger.exception("the switch %s failed here", plan.plan_id)
-            talk.cancel(str(error))
-            if plan.is_merge:
-                self._running_group.end_if_gone()
-                self._tell_broken(plan)  # the others may have gone on without this one
-            elif lane is not None and lane.name == str(plan.group):
-                self._on_broken(error)
+            failure = foreseen(plan, error)
+            talk.cancel(str(failure))
+            # Where it was called off before the first round, all members go on as they were. Else some may not have
+            # heard that this one does not take part.
+            if change is not None and (has_begun or not isinstance(failure, CalledOff)):
+                change.fail(failure, has_begun=has_begun)
             self._on_changed()
             return
-        self._prepared.epoch = Epoch(plan.epoch + 1)
-        self._prepared.forget(plan.plan_id)
+        self._prepared.committed(plan)
         self._on_changed()
-
-    def _merge(self, talk: Conversation, kept: frozenset[str] | None) -> None:
-        plan, name = talk.plan, self._wiring.spec(talk.plan).name
-        part = plan.keys(plan.part_of(self._member.key))
-        if part[0] == self._member.key:
-            for key in part[1:]:
-                talk.say(key, MessageKind.MEET, plan=plan)
-        own = travellers(self._member, plan, kept)
-        if plan.group.kind is GroupKind.PP:
-            self._running_group.begin(name, plan.members, join_drop(talk, name, own))
-        else:
-            join_merge(talk, name, own)
-            self._running_group.begin(name, plan.members)
-
-    def _split(self, talk: Conversation) -> None:
-        lane = self._member.lanes.running
-        if not isinstance(lane, PpLane):
-            join_split(talk, cast(TpLane, lane), self._running_group.name)
-            self._running_group.end()
-            return
-        target = RestoreTarget(self._member, self._wiring, talk.plan)
-        try:
-            join_restore(talk, lane, target, self._running_group.name)
-        except Exception:
-            target.tell_broken()
-            raise
-        target.show_in(self._running_group)
-
-    def _tell_broken(self, plan: SwitchPlan) -> None:
-        with contextlib.suppress(StepError):  # a group that no directory lists has no members that run it
-            tell_broken(self._member, self._wiring.spec(plan).name, plan.members)

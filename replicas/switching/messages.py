@@ -1,62 +1,169 @@
-"""What members say to each other during a switch.
+"""What members say to each other during a switch: one struct a word, with the fields of that word.
 
     leader                            follower
-    DRAIN  ------------------------>           (sequential, soft) let running requests end
-           <------------------------  DRAINED
-    RETURN ------------------------>           (restore) let weights come back beside the steps
-    MEET   ------------------------>           stop at a step boundary (a pipeline that grows: its leader tells its
-                                               followers, after its last step)
-           <------------------------  MET      free blocks; on a merge, the requests that can be carried
-    PLACE  ------------------------>           (restore) give these requests blocks where they go on
-           <------------------------  PLACED   those that found room, with their blocks
-    WAVE   ------------------------>           move these requests' KV (zero or more waves); on a merge, release
-                                               those that are given up
-           <------------------------  DONE     free blocks, what was refused
-    COMMIT ------------------------>           the new shape holds from the next step on
+    Drain  ------------------------>           (sequential, soft) let running requests end
+           <------------------------  Drained
+    Return ------------------------>           (restore) let weights come back beside the steps
+    Meet   ------------------------>           stop at a step boundary (in a part that is a group, its leader tells
+                                               the others of the part, after its last step)
+           <------------------------  *Met     stopped; what this member brings
+    *Wave, ------------------------>           one round of the move (zero or more): KV of these requests moves; before
+    Place                                      a restore's, those that lead the parts give the requests blocks there
+           <------------------------  *Done,   what has become of the round here
+                                      Placed
+    Commit ------------------------>           the new shape holds from the next step on
 
-Either side may say CANCEL instead, with a reason. Before the first wave that leaves everything as it was.
+Either side may say Cancel instead, with a reason. Before the first round that leaves everything as it was.
 """
 
 from collections.abc import Sequence
-from enum import StrEnum
+from typing import TypeVar
 
 import msgspec
 
+from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.reshard import Traveller
 from pengserve.replicas.engine.vllm_seam import MsgpackDecoder, MsgpackEncoder
 
 
-class MessageKind(StrEnum):
-    """What a message is for."""
-
-    DRAIN = "drain"
-    DRAINED = "drained"
-    RETURN = "return"
-    MEET = "meet"
-    MET = "met"
-    PLACE = "place"
-    PLACED = "placed"
-    WAVE = "wave"
-    DONE = "done"
-    COMMIT = "commit"
-    CANCEL = "cancel"
+class _Word(msgspec.Struct, kw_only=True, tag=True, tag_field="word"):
+    """A word of the conversation."""
 
 
-class SwitchMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One message; most fields belong to one kind only."""
+class Drain(_Word):
+    """Let what runs end, and say when it has."""
 
-    kind: MessageKind
+    plan: SwitchPlan
+
+
+class Drained(_Word):
+    """What ran has ended."""
+
+
+class Return(_Word):
+    """Let the weights come back that the plan's parts need."""
+
+    plan: SwitchPlan
+    withheld: list[int]  # logical blocks whose memory becomes room for them
+
+
+class Meet(_Word):
+    """Stop at the next step boundary."""
+
+    plan: SwitchPlan
+
+
+class Commit(_Word):
+    """The new shape holds from the next step on."""
+
+
+class Cancel(_Word):
+    """The plan is called off, or has failed."""
+
+    why: str
+
+
+class MergeMet(_Word):
+    """A member stands still, and brings these requests."""
+
+    num_free: int  # blocks of `dp`
+    num_lendable: int  # blocks of `dp` that no paused request keeps
+    travellers: list[Traveller]
+
+
+class MergeWave(_Word):
+    """These requests move into the group's lane."""
+
+    travellers: list[Traveller]
+    lease: list[int]  # logical blocks that join the lane with it
+    given_up: list[str]  # requests for whose KV there is no room: they go on from their tokens
+
+
+class MergeDone(_Word):
+    """A wave has moved."""
+
+    num_free: int  # blocks of `dp`
+
+
+class SplitMet(_Word):
+    """A member stands still."""
+
+    num_free: int  # blocks of `dp`
+
+
+class SplitWave(_Word):
+    """These requests leave the group's lane."""
+
+    travellers: list[Traveller]
+    release: list[int]  # logical blocks that leave the lane before it
+
+
+class SplitDone(_Word):
+    """A wave has moved."""
+
+    num_free: int  # blocks of `dp`
+    refused: list[str]  # requests that were to come here and found no room
+
+
+class DropMet(_Word):
+    """A member stands still, and brings these requests."""
+
+    travellers: list[Traveller]
+
+
+class DropWave(_Word):
+    """Memory of weights becomes room for KV, and these requests go to the leader."""
+
+    travellers: list[Traveller]
+    order: list[int]  # the lane's other logical blocks, in the order in which they get memory
+
+
+class DropDone(_Word):
+    """Memory has changed hands."""
+
+    num_backed: int  # blocks of `order` that have memory here
+
+
+class RestoreMet(_Word):
+    """A member stands still."""
+
+
+class Place(_Word):
+    """Give these requests blocks where they go on."""
+
+    travellers: list[Traveller]
+
+
+class Placed(_Word):
+    """These have blocks, in parts that this member leads."""
+
+    travellers: list[Traveller]
+
+
+class RestoreWave(_Word):
+    """The KV of these requests goes to their parts."""
+
+    travellers: list[Traveller]
+
+
+class RestoreDone(_Word):
+    """It is there."""
+
+
+Met = MergeMet | SplitMet | DropMet | RestoreMet
+Round = MergeWave | SplitWave | DropWave | Place | RestoreWave
+Answer = MergeDone | SplitDone | DropDone | Placed | RestoreDone
+Word = Drain | Drained | Return | Meet | Met | Round | Answer | Commit | Cancel
+SomeWord = TypeVar("SomeWord", bound=_Word)
+
+
+class SwitchMessage(msgspec.Struct, array_like=True):
+    """A word about one plan."""
+
     plan_id: str
-    plan: SwitchPlan | None = None  # DRAIN, MEET
-    num_free: int = 0  # MET, DONE: blocks of `dp` that are free; of a drop, blocks of `lease` that have memory
-    num_lendable: int = 0  # MET, of a merge: blocks of `dp` that no paused request keeps
-    travellers: list[Traveller] = []  # MET: requests that can be carried; PLACE, PLACED, WAVE: requests that move
-    lease: list[int] = []  # WAVE: logical blocks that join the lane with it; of a drop, in the order they get memory
-    release: list[int] = []  # WAVE: logical blocks that leave the tp lane before it
-    refused: list[str] = []  # requests that found no room. Merge, WAVE: their members release them; split: DONE
-    why: str = ""  # CANCEL
+    word: Word
 
 
 class SwitchCodec:
@@ -71,6 +178,13 @@ class SwitchCodec:
         return self._encoder.encode(message)
 
     def decode(self, parts: Sequence[Buffer]) -> SwitchMessage:
-        """Inverse of `encode`. Raises msgspec.MsgspecError on what is no such message."""
-        message: SwitchMessage = self._decoder.decode(parts)
+        """Inverse of `encode`.
+
+        Raises:
+            EngineError: it is no such message.
+        """
+        try:
+            message: SwitchMessage = self._decoder.decode(parts)
+        except Exception as error:  # vLLM's hooks raise what they come upon
+            raise EngineError(f"a peer sent what is no message of a switch ({type(error).__name__})") from error
         return message

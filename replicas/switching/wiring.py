@@ -71,9 +71,9 @@ class Wiring:
                 logger.warning("%s", error)  # groups with those peers fail, the others are built
             mine = [spec for spec in directory.groups if member.key in spec.members]
             built = threading.Event()
-            self._submit(partial(member.lanes.share_machine, directory.num_beside(member.key)))
+            self._submit(partial(member.lanes.registry.share_machine, directory.num_beside(member.key)))
             for spec in mine:
-                self._submit(partial(member.lanes.build, spec.group, spec.members.index(member.key)))
+                self._submit(partial(member.lanes.registry.build, spec.group, spec.members.index(member.key)))
             self._submit(built.set)
             built.wait(_BUILD_LANES_S)
             member.pool.build(mine)

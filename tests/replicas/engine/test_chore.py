@@ -6,13 +6,18 @@ from typing import Any
 
 import pytest
 
-from pengserve.replicas.engine.lanes import Lanes
+from pengserve.replicas.engine.stepper import Stepper
 
 STEP_S = 0.05
 
 
 class SlowLane:
-    """A group's lane, as far as `Lanes` steps it."""
+    """A group's lane, as far as it is stepped."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def enter(self, run: object) -> None: ...
 
     def has_work(self) -> bool:
         return True
@@ -28,12 +33,14 @@ class SlowLane:
 @pytest.mark.parametrize("is_leading", [True, False])
 def test_a_piece_is_as_long_as_the_newest_step(is_leading: bool) -> None:
     pieces: list[float] = []
-    lanes: Any = Lanes.__new__(Lanes)  # no engine: this is about the order of steps and pieces alone
-    lanes._running, lanes._is_leading, lanes._step_s = SlowLane(), is_leading, 0.001
-    lanes.chore = lambda step_s: bool(pieces.append(step_s)) or len(pieces) == 2
+    stepper: Any = Stepper(None, lambda error: None)  # type: ignore[arg-type]  # the `dp` lane takes no step here
+    stepper.enter(SlowLane(0 if is_leading else 1), None)
+    stepper.do_beside(lambda step_s: bool(pieces.append(step_s)) or len(pieces) == 2)
     for _ in range(2):
         if not is_leading:
-            lanes.follow(())
-        lanes.step()
+            stepper.follow(())
+        stepper.step()
     assert len(pieces) == 2 and min(pieces) >= STEP_S
-    assert lanes.chore is None, "it has ended"
+    assert is_leading or not stepper.has_work(), "it has ended"
+    stepper.step()
+    assert len(pieces) == 2, "it has ended"

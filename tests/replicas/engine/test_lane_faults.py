@@ -12,9 +12,12 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.replicas.engine.lane_registry import LaneRegistry
 from pengserve.replicas.engine.lanes import Lanes
+from pengserve.replicas.engine.leases import Leases
+from pengserve.replicas.engine.stepper import Stepper
 from pengserve.replicas.engine.tp_lane import TpLane
-from pengserve.replicas.memory.ledger import BlockLedger, BlockTable
+from pengserve.replicas.memory.ledger import BlockTable
 
 pytestmark = pytest.mark.slow  # it imports vLLM
 
@@ -26,17 +29,27 @@ def lanes() -> Lanes:
     """Lanes without an engine: `dp`, and one of a pair that has leased two blocks and counted five steps."""
     made = Lanes.__new__(Lanes)
     taken: list[int] = []
-    dp: Any = SimpleNamespace(capacity=None, take_back=taken.extend, totals=lambda: {"step": 1})
-    made._config, made.dp, made.taken = InstanceConfig(app="a", model="m", degrees=(2, 4)), dp, taken  # type: ignore[attr-defined]
-    made._running, made._is_leading, made._why_not, made._gone, made._idle_totals = None, False, {}, Counter(), {}
-    made.ledger = BlockLedger(9, "dp")
+    dp: Any = SimpleNamespace(
+        capacity=SimpleNamespace(num_blocks=8), take_back=taken.extend, totals=lambda: {"step": 1}, memory=None
+    )
+    made.dp, made.taken, made._idle_totals = dp, taken, {}  # type: ignore[attr-defined]
+    made.leases, made.stepper = Leases(dp), Stepper(dp, lambda error: None)
+    made.registry = registry(dp)
     lane: Any = TpLane.__new__(TpLane)
     lane.rank, lane.shape, lane.capacity, lane.table = 0, "tp2", None, BlockTable(9)
     lane.group = SimpleNamespace(unique_name=str(GROUP))
     lane.totals = lambda: {"step": 5}
     lane.table.lease([1, 2], [3, 4])
-    made.ledger.move([3, 4], "dp", lane.name)
-    made._lanes = {GROUP: lane}
+    made.leases.ledger.move([3, 4], "dp", lane.name)
+    made.registry._lanes = {GROUP: lane}
+    return made
+
+
+def registry(dp: Any, max_stages: int = 1) -> LaneRegistry:
+    """No lane yet. A registry notes vLLM's groups, which are there once an engine is."""
+    made = LaneRegistry.__new__(LaneRegistry)
+    made._config, made._dp = InstanceConfig(app="a", model="m", degrees=(2, 4), max_stages=max_stages), dp
+    made._lanes, made._why_not, made._gone = {}, {}, Counter()
     return made
 
 
@@ -47,25 +60,24 @@ def test_the_instance_goes_on_without_it(
     def make(group: Group, rank: int) -> Any:
         raise error("no memory")
 
-    monkeypatch.setattr(lanes, "_make", make)
+    monkeypatch.setattr(lanes.registry, "_make", make)
     with caplog.at_level(logging.WARNING):
-        lanes.discard(lanes._lanes[GROUP])
-        lanes.build(GROUP, 0)
+        lanes.discard(lanes.registry.require(GROUP))
+        lanes.registry.build(GROUP, 0)
     assert [record.exc_info is not None for record in caplog.records] == [True], "one traceback, and no second try"
-    assert sorted(lanes.taken) == [3, 4] and lanes.ledger.check() == ()  # type: ignore[attr-defined]
-    (dp, tp2) = lanes.infos()
+    assert sorted(lanes.taken) == [3, 4] and lanes.leases.ledger.check() == ()  # type: ignore[attr-defined]
+    (dp, tp2) = lanes.registry.infos()
     assert (dp.shape, tp2.shape, tp2.capacity) == ("dp", "tp2", None)
     assert tp2.why_not.startswith(f"its lane cannot be built ({error.__name__}: ")
     with pytest.raises(StepError, match="its lane cannot be built"):
-        lanes.require(GROUP)
+        lanes.registry.require(GROUP)
     lanes._count_idle()
     assert lanes._idle_totals == {"step": 5}, "counts only grow"
 
 
 def test_all_shapes_are_refused_with_one_reason(lanes: Lanes) -> None:
-    lanes._config = InstanceConfig(app="a", model="m", degrees=(2, 4), max_stages=4)
-    lanes._lanes = {}
-    lanes.refuse_all("it works alone")
-    assert [(lane.shape, lane.why_not) for lane in lanes.infos()[1:]] == [
+    lanes.registry = registry(lanes.dp, max_stages=4)
+    lanes.registry.refuse_all("it works alone")
+    assert [(lane.shape, lane.why_not) for lane in lanes.registry.infos()[1:]] == [
         (shape, "it works alone") for shape in ("pp2", "pp4", "tp2", "tp4")
     ]

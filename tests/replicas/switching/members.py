@@ -23,11 +23,13 @@ class FakeLane:
     """A lane of either kind; `running_ids` are requests that run in it."""
 
     def __init__(self, rank: int) -> None:
-        self.rank, self.shard, self.followers = rank, Shard(rank, 2), ()
+        self.rank, self.shard, self.leads = rank, Shard(rank, 2), rank == 0
+        self.is_held, self.num_in_flight, self.is_settled, self.is_exchanging = False, 0, True, False
         self.name = str(GROUP)
         self.table = SimpleNamespace(leased=list)
         self.capacity, self.num_held = SimpleNamespace(max_model_len=1024, num_blocks=8), 0
         self.running_ids: set[str] = set()
+        self.waiting_ids: set[str] = set()
         self.is_paused = False
 
     def carriable(self) -> list[Any]:
@@ -40,10 +42,14 @@ class FakeLane:
         return {}
 
     def requests(self) -> list[Any]:
-        return []
+        ids = self.running_ids | self.waiting_ids
+        return [SimpleNamespace(request_id=i, num_prompt_tokens=1, max_tokens=1) for i in sorted(ids)]
 
     def knows(self, request_id: str) -> bool:
         return request_id in self.running_ids
+
+    def hold(self, is_held: bool) -> None:
+        self.is_held = is_held
 
     def pause_new(self, paused: bool) -> None:
         self.is_paused = paused
@@ -62,7 +68,9 @@ class FakeLane:
     known_ids = shrink_all
 
     def release(self, request_ids: Iterable[str]) -> None:
-        self.running_ids.difference_update(request_ids)
+        ids = set(request_ids)
+        self.running_ids -= ids
+        self.waiting_ids -= ids
 
     forget = release
 
@@ -76,6 +84,7 @@ class FakeLanes:
         self.on_broken: Callable[[BaseException], None] = lambda error: None
         self.num_here = 0
         self.refused: dict[str, str] = {}
+        self.registry = self.leases = self.stepper = self
 
     @property
     def current(self) -> FakeLane:
@@ -97,15 +106,16 @@ class FakeLanes:
     def share_machine(self, num_instances: int) -> None:
         self.num_here = num_instances
 
-    def enter(self, lane: FakeLane, seed: int, collectives: object) -> None:
+    def enter(self, lane: FakeLane, run: object) -> None:
         self.running = lane
 
     def leave(self) -> None:
         self.running = None
 
     def abandon(self) -> list[str]:
+        lost = [request.request_id for request in self.current.requests()]
         self.running = None
-        return []
+        return lost
 
     def discard(self, lane: FakeLane) -> None: ...
 
@@ -115,7 +125,8 @@ class FakeLanes:
 class FakePool:
     """All groups of the directory are ready until they fail."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
         self.names: set[str] = set()
         self.failed_names: set[str] = set()
         self.fault_text = ""
@@ -133,7 +144,7 @@ class FakePool:
         return self.fault_text
 
     def get(self, name: str) -> Any:
-        return SimpleNamespace(members=KEYS)
+        return SimpleNamespace(name=name, members=KEYS, rank=self.rank, timeout_s=1.0)
 
     def mark_failed(self, name: str) -> None:
         self.failed_names.add(name)
@@ -145,10 +156,13 @@ class FakeMember:
     """One member and its step thread; what raises there would end a real instance."""
 
     def __init__(self, key: InstanceKey, timeout_s: float) -> None:
-        self.lanes, self.pool = FakeLanes(KEYS.index(key)), FakePool()
+        self.lanes, self.pool = FakeLanes(KEYS.index(key)), FakePool(KEYS.index(key))
         self.network = PeerNetwork(key, "127.0.0.1", "token", lambda *_: None, lambda _: None, timeout_s)
+        self.moved: list[str] = []  # requests that ingresses were told of
         self.owner = SimpleNamespace(
-            handoff=lambda request: None, welcome=lambda h: None, moved=lambda ids, to, carried: None
+            handoff=lambda request: None,
+            welcome=lambda h: None,
+            moved=lambda ids, to, carried: self.moved.extend(ids),
         )
         self.errors: list[BaseException] = []
         self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()

@@ -1,14 +1,17 @@
 """Laws of a member among members that die, fall silent or leave."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
 
 import pytest
 
-from pengserve.planners.types.errors import EngineError, StepError
+from pengserve.planners.types.errors import EngineError, LinkLostError, StepError
+from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.replicas.channel.frames import Buffer
+from pengserve.replicas.switching.member import SWITCH
 from tests.replicas.switching.members import KEYS, FakeMember, directory, plan
 from tests.support import waiting
 
@@ -75,7 +78,7 @@ def test_a_group_gets_all_blocks_but_those_of_paused_requests(
     """Also those of requests that cannot be carried: when it runs, they have left."""
     pair[1].lanes.dp.running_ids = {"a", "b", "c"}  # a block each
     commit(pair, plan(1, strategy=strategy)).result(TIMEOUT_S)
-    assert pair[0].lanes.tp(plan(1).group).num_lendable == expected
+    assert pair[0].lanes.registry.tp(plan(1).group).num_lendable == expected
 
 
 @pytest.mark.parametrize("who", [0, 1])
@@ -165,6 +168,26 @@ def test_a_group_that_breaks_ends_the_drain_before_its_split(pair: list[FakeMemb
     with pytest.raises(EngineError):
         outcome.result(TIMEOUT_S / 2)
     assert is_alone(pair)
+
+
+def test_requests_are_sent_again_where_a_follower_is_lost_as_the_split_commits(
+    pair: list[FakeMember], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commit(pair, plan(1)).result(TIMEOUT_S)
+    until(lambda: is_merged(pair))
+    pair[0].lanes.current.waiting_ids = {"a", "b"}
+    send = pair[0].network.send
+
+    def lose(key: InstanceKey, kind: str, parts: Sequence[Buffer]) -> None:
+        if kind == SWITCH and b"Commit" in b"".join(map(bytes, parts)):
+            raise LinkLostError("the follower is gone")
+        send(key, kind, parts)
+
+    monkeypatch.setattr(pair[0].network, "send", lose)
+    with pytest.raises(EngineError):
+        commit(pair, plan(2, is_merge=False)).result(TIMEOUT_S)
+    until(lambda: is_alone(pair))
+    assert sorted(pair[0].moved) == ["a", "b"], "their ingress waits for ever"
 
 
 def test_members_that_cannot_be_connected_refuse_the_shape() -> None:

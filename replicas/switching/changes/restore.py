@@ -1,0 +1,171 @@
+"""One pipeline ends in instances alone, in narrower pipelines, or in both (KunServe section 4.4).
+
+The weights that its members miss have come beside the steps by then (`engine/weights_return.py`).
+"""
+
+from collections.abc import Mapping
+
+from msgspec.structs import replace
+
+from pengserve.planners.stages import stage_layers
+from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.layout import GroupKind
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
+from pengserve.replicas.engine.dp_lane import DpLane
+from pengserve.replicas.engine.handoff import revive
+from pengserve.replicas.engine.pp_lane import PpLane
+from pengserve.replicas.engine.reshard import Traveller
+from pengserve.replicas.engine.restore import LayerRestore
+from pengserve.replicas.engine.vllm_seam import Request
+from pengserve.replicas.switching.changes.change import Ask, Change
+from pengserve.replicas.switching.changes.joining import send_rest
+from pengserve.replicas.switching.changes.leaving import check_leaving
+from pengserve.replicas.switching.failpoints import reached
+from pengserve.replicas.switching.member import Member
+from pengserve.replicas.switching.messages import Place, Placed, RestoreDone, RestoreMet, RestoreWave
+from pengserve.replicas.switching.running_group import RunningGroup
+from pengserve.replicas.switching.wiring import Wiring
+
+
+class Restore(Change[RestoreMet, Place | RestoreWave, Placed | RestoreDone]):
+    """One member's part in a restore. It goes on alone, or in a narrower pipeline."""
+
+    returns_weights = True
+    rounds = (Place, RestoreWave)
+
+    def __init__(self, member: Member, wiring: Wiring, running_group: RunningGroup, plan: SwitchPlan) -> None:
+        super().__init__(member, wiring, running_group, plan)
+        self._lane, parts = member.lanes.registry.pp(plan.group), member.parts_of(plan)
+        self._parts, communicator = parts, member.pool.get(running_group.name)
+        self._restore = LayerRestore(member.lanes, self._lane, parts, communicator)
+        part = plan.part_of(member.key)
+        self._keys = plan.keys(part)  # of this member's part
+        self._rank = plan.members.index(self._keys[0])  # of the part's leader, in the group that ends
+        self._narrower: PpLane | None = None
+        if part.kind is GroupKind.PP:
+            self._narrower = member.lanes.registry.pp(part)
+            self.run = self._new_run(part, self._keys)
+        self._has_begun = False
+        self._taken: list[Request] = []  # leader of a part: requests that have come
+        self._going: set[str] = set()  # leader: requests that have gone on with their KV
+
+    @staticmethod
+    def check(member: Member, wiring: Wiring, plan: SwitchPlan) -> None:
+        check_leaving(member, plan)
+        part = plan.part_of(member.key)
+        if part.kind is not GroupKind.DP:
+            member.lanes.registry.require(part)
+            member.pool.get(wiring.spec_of(part, plan.keys(part)).name)
+
+    @property
+    def _next(self) -> DpLane | PpLane:
+        """The lane in which this member goes on."""
+        return self._narrower or self._member.lanes.dp
+
+    def begin(self, kept: frozenset[str] | None) -> RestoreMet:
+        return RestoreMet()
+
+    def move(self, met: Mapping[InstanceKey, RestoreMet], ask: Ask[Place | RestoreWave, Placed | RestoreDone]) -> None:
+        """All members hear of the requests that go on, and of their blocks there, in the same order."""
+        wave = self._assign()
+        words = ask(Place(travellers=wave)).values()
+        found = {t.request_id: t for word in words if isinstance(word, Placed) for t in word.travellers}
+        placed = [found[traveller.request_id] for traveller in wave if traveller.request_id in found]
+        ask(RestoreWave(travellers=placed))
+        self._going = set(found)
+        for rank, key in enumerate(self._plan.members):
+            if rank != 0:
+                self._member.owner.moved([t.request_id for t in placed if t.rank == rank], key, carried=True)
+
+    def _assign(self) -> list[Traveller]:
+        """Each request goes where most blocks are left; what fits nowhere is resumed from its tokens."""
+        lane, memory = self._lane, self._member.lanes.dp.memory
+        assert memory is not None
+        sizes = memory.layers.sizes
+        free = [sizes.num_pipeline_blocks(stage_layers(sizes.num_layers, size)) for size in self._parts.sizes]
+        wave: list[Traveller] = []
+        for request in lane.carriable():
+            handoff = self._member.owner.handoff(request)
+            needed = lane.blocks_needed(request.num_computed_tokens)
+            part = max(range(len(free)), key=lambda p: (free[p], -p))
+            if handoff is not None and free[part] >= needed:
+                free[part] -= needed
+                logical_ids, rank = lane.block_ids(request.request_id), self._parts.start(part)
+                wave.append(Traveller(request.request_id, rank, logical_ids, handoff))
+        return wave
+
+    def take(self, message: Place | RestoreWave) -> Placed | RestoreDone:
+        """Requests get blocks in this member's part; then their KV comes."""
+        if isinstance(message, Place):
+            return Placed(travellers=self._place(message.travellers))
+        reached("wave")
+        self._restore.run(message.travellers)
+        reached("waved")
+        if self._keys[0] != self._member.key:
+            for traveller in message.travellers:
+                if traveller.rank == self._rank:
+                    self._next.adopt(revive(traveller.handoff, 0))
+        for request in self._taken:
+            self._next.adopt(request)
+            self._next.settle(request)
+        return RestoreDone()
+
+    def _place(self, wave: list[Traveller]) -> list[Traveller]:
+        """Where this member leads its part, gives the requests that come there blocks; those that found room.
+
+        From here on the blocks of `dp` are free: the lane that ends has given them back.
+        """
+        self._has_begun = True
+        self._member.lanes.leases.return_all(self._lane)
+        placed: list[Traveller] = []
+        for traveller in wave if self._keys[0] == self._member.key else []:
+            client_index = self._member.owner.welcome(traveller.handoff) if traveller.rank == self._rank else None
+            if client_index is None:
+                continue
+            request = revive(traveller.handoff, client_index)
+            block_ids = self._next.admit(request, traveller.num_tokens)
+            if block_ids is not None:
+                self._taken.append(request)
+                placed.append(replace(traveller, part_ids=block_ids))
+        return placed
+
+    def commit(self) -> SwitchReport:
+        """This member leaves the group that ends, and runs in its part."""
+        lane, lanes, rest, num_recomputed = self._lane, self._member.lanes, [], 0
+        if self._leads:
+            num_recomputed = max(0, lane.num_running() - len(self._going))
+            rest = [request.request_id for request in lane.requests() if request.request_id not in self._going]
+            lane.release([*self._going, *rest])
+        lane.forget(lane.known_ids())
+        lane.table.release(lane.table.leased())
+        lanes.leave()
+        self._running_group.end()
+        if self._narrower is not None:
+            self._enter(self._narrower)
+        self._member.owner.moved(rest, None, carried=False)
+        return self._report(
+            num_carried=len(self._going),
+            num_recomputed=num_recomputed,
+            num_redirected=len(rest) - num_recomputed,
+            carried_bytes=self._restore.sent_bytes,
+        )
+
+    def _enter(self, lane: PpLane) -> None:
+        assert self.run is not None
+        every = range(1, lane.capacity.num_blocks + 1)
+        lane.table.lease(every, every)
+        self._member.lanes.enter(lane, self.run)
+        send_rest(self._member, self._keys[0])
+        self._member.lanes.leases.lend_all(lane)
+        self._running_group.begin(self.run)
+
+    def undo(self) -> None:
+        """What came here begins from its tokens."""
+        if not self._has_begun:
+            return
+        ids = [request.request_id for request in self._taken]
+        if self._narrower is not None:
+            self._member.lanes.discard(self._narrower)
+        else:
+            self._member.lanes.dp.release(ids)
+        self._member.owner.moved(ids, None, carried=False)

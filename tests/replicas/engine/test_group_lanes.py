@@ -1,0 +1,188 @@
+"""Laws of a group's lane at its leader, over vLLM's own scheduler without a model: blocks, holding, and its run."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm")
+from vllm import SamplingParams
+
+from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.replicas.engine.group_run import STEP, GroupRun
+from pengserve.replicas.engine.pp_lane import PpLane
+from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
+from pengserve.replicas.engine.step_message import ResumedRequest
+from pengserve.replicas.engine.tp_lane import LEASE_CHUNK, TpLane
+from pengserve.replicas.engine.vllm_seam import Request
+from pengserve.simulator.engine.options import SchedulerOptions
+from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
+
+BLOCK_SIZE, NUM_BLOCKS, STEP_TOKENS = 16, 64, 64
+CAPACITY = KvCapacity(
+    num_blocks=NUM_BLOCKS,
+    block_size=BLOCK_SIZE,
+    bytes_per_block=1,
+    max_model_len=NUM_BLOCKS * BLOCK_SIZE,
+    max_num_seqs=4,
+    weight_bytes=0,
+)
+
+
+def a_request(name: str, num_tokens: int = 8) -> Request:
+    return Request(name, [1] * num_tokens, SamplingParams(max_tokens=50, ignore_eos=True), None)
+
+
+def leader(kind: type[Any]) -> Any:
+    """A leader's lane with a scheduler and no model."""
+    lane = kind.__new__(kind)
+    scheduler = build_vllm_scheduler(CAPACITY, SchedulerOptions(max_num_batched_tokens=STEP_TOKENS), is_terse=False)
+    lane._handle, lane.capacity, lane.shape = SchedulerHandle(scheduler), CAPACITY, "test"
+    lane._block_hasher, lane._added, lane._is_held, lane._run = None, 0, False, None
+    lane.config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS))
+    lane.group = SimpleNamespace(unique_name="test")
+    return lane
+
+
+def tp_lane() -> TpLane:
+    """Without a lease."""
+    lane: TpLane = leader(TpLane)
+    lane._withheld, lane._lease, lane.num_lendable = lane.scheduler.withhold(NUM_BLOCKS), [], 0
+    lane.leased = []  # type: ignore[attr-defined]
+    lane.on_lease = lambda lane, ids: lane.leased.extend(ids)  # type: ignore[attr-defined]
+    return lane
+
+
+def pp_lane() -> PpLane:
+    """With all blocks."""
+    lane: PpLane = leader(PpLane)
+    lane._withheld, lane._arriving, lane._in_flight, lane._ended = [], {}, [], []  # type: ignore[assignment,attr-defined]
+    lane._is_settled, lane._is_exchanging = True, False
+    return lane
+
+
+# Tensor-parallel lanes ------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, NUM_BLOCKS)), max_size=12))
+def test_what_a_lane_has_leased_and_what_it_has_not_is_all_that_there_is(moves: list[tuple[bool, int]]) -> None:
+    lane, leased = tp_lane(), set[int]()
+    for grows, count in moves:
+        if grows:
+            grown = lane.grow(count)
+            assert not leased & set(grown), "a block joins once"
+            leased |= set(grown)
+        else:
+            shrunk = lane.shrink(count)
+            assert set(shrunk) <= leased, "a block leaves that had joined"
+            leased -= set(shrunk)
+        assert lane.num_held == lane.num_free() == len(leased)
+
+
+def test_blocks_of_requests_stay_when_a_lane_shrinks() -> None:
+    lane = tp_lane()
+    lane.grow(8)
+    assert lane.admit(a_request("a", 40), 33) is not None
+    used = set(lane.block_ids("a"))
+    assert len(used) == 3
+    assert not used & set(lane.shrink_all()) and lane.num_held == 3 and lane.num_free() == 0
+
+
+@pytest.mark.parametrize("lendable", [0, 3, NUM_BLOCKS])
+def test_a_step_leases_ahead_what_it_may_need_and_never_what_members_lack(lendable: int) -> None:
+    lane = tp_lane()
+    lane.num_lendable = lendable
+    lane.scheduler.add(a_request("a", 100))
+    lane._lease_ahead()
+    wanted = -(-100 // BLOCK_SIZE) + 1
+    assert lane.leased == lane._lease and len(lane._lease) == min(max(wanted, LEASE_CHUNK), lendable)  # type: ignore[attr-defined]
+    assert lane.num_lendable == lendable - len(lane._lease)
+    before = lane.num_held
+    lane._lease_ahead()
+    assert lane.num_held == before or lendable < wanted, "what is there is enough for the step"
+
+
+# Pipelines ------------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_are_offered_in_the_order_in_which_they_get_memory() -> None:
+    lane = pp_lane()
+    order = lane.withhold_free()
+    assert lane.num_free() == lane.num_held == 0 and lane.is_exchanging
+    lane.offer(5)
+    assert lane.num_free() == lane.num_held == 5
+    assert set(lane.scheduler.withhold(5)) == set(order[:5])
+
+
+def test_requests_whose_kv_is_on_its_way_are_here_and_not_scheduled_until_it_has_come() -> None:
+    lane = pp_lane()
+    assert lane.expect(a_request("a", 40), 33) is not None
+    lane.withhold_free()
+    assert lane.num_requests() == 1 and lane.knows("a")
+    assert lane.scheduler.schedule().total_num_scheduled_tokens == 0
+    lane.arrived()
+    assert not lane.is_exchanging and lane.num_held == NUM_BLOCKS
+    assert dict(lane.scheduler.schedule().num_scheduled_tokens) == {"a": 7}, "what was computed is not computed again"
+
+
+def test_a_request_that_finds_no_room_changes_nothing() -> None:
+    lane = pp_lane()
+    assert lane.expect(a_request("long", NUM_BLOCKS * BLOCK_SIZE), NUM_BLOCKS * BLOCK_SIZE) is not None
+    assert lane.expect(a_request("b", 40), 33) is None
+    assert lane.num_requests() == 1 and not lane.knows("b")
+
+
+# Both -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [tp_lane, pp_lane])
+def test_a_lane_that_is_held_begins_no_step(make: Any) -> None:
+    lane = make()
+    lane.scheduler.add(a_request("a"))
+    assert lane.has_work()
+    lane.hold(True)
+    assert not lane.has_work() and not lane.num_in_flight
+    lane.hold(False)
+    assert lane.has_work()
+
+
+def test_a_pipeline_that_is_held_finishes_what_is_in_it() -> None:
+    lane = pp_lane()
+    lane._in_flight.append(object())  # type: ignore[arg-type]
+    lane.hold(True)
+    assert lane.has_work() and lane.num_in_flight == 1
+
+
+def test_what_a_run_has_not_sent_is_no_part_of_the_next() -> None:
+    """A half-decoded request may come while the lane is held, and go with the group before any step."""
+    lane = tp_lane()
+    lane._active = SimpleNamespace(activate=lambda group: None)  # type: ignore[assignment]
+    keys = tuple(InstanceKey(instance_id=InstanceId(i), incarnation=1) for i in range(2))
+    group: Any = SimpleNamespace(name="tp/3", members=keys)
+    lane.enter(GroupRun(communicator=group, seed=1, post=None))  # type: ignore[arg-type]
+    lane._known = [ResumedRequest("a", [1], SamplingParams(), [2])]
+    lane.leave()
+    assert lane._known == []
+
+
+def test_a_lane_that_does_not_run_sends_nothing() -> None:
+    with pytest.raises(AssertionError, match="does not run"):
+        tp_lane().run  # noqa: B018
+
+
+def test_every_message_of_a_run_begins_with_its_stamp_and_goes_to_the_member_of_that_rank() -> None:
+    keys = tuple(InstanceKey(instance_id=InstanceId(i), incarnation=1) for i in range(3))
+    sent: list[Any] = []
+    post: Any = SimpleNamespace(send=lambda key, kind, parts: sent.append((key, kind, list(parts))))
+    group: Any = SimpleNamespace(name="tp/3", members=keys, timeout_s=1.0)
+    run = GroupRun(communicator=group, seed=1, post=post)
+    run.send(2, "hidden", [b"x"])
+    run.send_step([b"s"])
+    assert sent == [
+        (keys[2], "hidden", [b"tp/3", b"x"]),
+        *((key, STEP, [b"tp/3", b"s"]) for key in keys[1:]),
+    ]
+    assert (run.leader, run.members, run.timeout_s) == (keys[0], keys, 1.0)
