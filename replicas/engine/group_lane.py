@@ -26,7 +26,7 @@ from pengserve.replicas.engine.vllm_seam import (
     set_current_vllm_config,
 )
 from pengserve.replicas.engine.worker import adopt_request, forget_requests
-from pengserve.replicas.memory.ledger import BlockTable
+from pengserve.replicas.kv.table import CellTable
 
 
 class GroupLane(Lane):
@@ -45,7 +45,7 @@ class GroupLane(Lane):
         capacity: KvCapacity,
     ) -> None:
         self.base, self.group, self.rank, self.config, self.runner = base, group, rank, config, runner
-        self.table = BlockTable(capacity.num_blocks + 1)
+        self.table = CellTable(capacity.num_blocks + 1)
         self._active = active
         self._run: GroupRun | None = None
         self._is_held = False

@@ -24,6 +24,8 @@ from pengserve.replicas.engine.leases import Leases
 from pengserve.replicas.engine.stepper import Stepper
 from pengserve.replicas.engine.tp_lane import kv_view
 from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs, EngineCoreRequest, Request
+from pengserve.replicas.kv.tiers import DeviceTier
+from pengserve.replicas.kv.transfers import Transfers
 from pengserve.replicas.memory.kv_views import KvView
 
 
@@ -39,9 +41,12 @@ class Lanes:
         self.dp = DpLane(config)
         self.capacity = self.dp.capacity
         self.leases = Leases(self.dp)
+        memory, ledger = self.dp.memory, self.leases.ledger
+        self.tier = DeviceTier(memory.layers, ledger) if memory is not None else None
+        self.transfers = Transfers(ledger)  # of KV and weights, beside the steps or between two of them
         self.registry = LaneRegistry(config, self.dp, self.leases.lease)
         self.on_broken: Callable[[BaseException], None] = lambda error: None  # the group that runs cannot go on
-        self.stepper = Stepper(self.dp, lambda error: self.on_broken(error))
+        self.stepper = Stepper(self.dp, self.transfers, lambda error: self.on_broken(error))
         self._idle_totals: dict[str, int] = {}
         self._dp_view: KvView | None = None
         self._profile = IdleProfile(self.dp) if config.max_stages > 1 else None
@@ -104,6 +109,7 @@ class Lanes:
         """
         if lane is self.running:
             self.leave()
+        self.transfers.cancel_of(lane.name)
         self.leases.return_all(lane)
         self._make_whole()
         self.registry.rebuild(lane)
@@ -122,7 +128,7 @@ class Lanes:
 
     def check(self) -> tuple[str, ...]:
         """Conservation laws, as sentences where one is broken."""
-        wrong = self.leases.check(list(self.registry), self.running)
+        wrong = [*self.leases.check(list(self.registry), self.running), *self.transfers.check()]
         if self.dp.memory is not None:
             wrong += (self.running or self.dp).check_memory(self.dp.memory.layers)
         return tuple(wrong)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.group_lane import GroupLane
 from pengserve.replicas.engine.tp_lane import TpLane
-from pengserve.replicas.memory.ledger import BlockLedger
+from pengserve.replicas.kv.ledger import CellLedger
 
 
 class Leases:
@@ -17,7 +17,7 @@ class Leases:
 
     def __init__(self, dp: DpLane) -> None:
         self._dp = dp
-        self.ledger = BlockLedger(dp.capacity.num_blocks + 1, "dp")
+        self.ledger = CellLedger(dp.capacity.num_blocks + 1, "dp")
 
     def lease(self, lane: TpLane, logical_ids: Sequence[int]) -> None:
         """Backs logical blocks of `lane` with free ones of `dp`."""

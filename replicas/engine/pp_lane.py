@@ -102,6 +102,7 @@ class PpLane(GroupLane):
         self._stage_s = 0.0  # leader: of its stage, for the newest microbatch
         self._was_empty = True  # leader: nothing was to compute since the newest microbatch
         self._arriving: dict[str, Request] = {}  # requests whose KV is on its way
+        self._ended: list[str] = []  # those of them that were aborted since
         self._is_settled, self._is_exchanging = True, False
         self._withheld: list[int] = []  # blocks without memory yet, in the order in which it comes
         super().__init__(
@@ -173,6 +174,7 @@ class PpLane(GroupLane):
         super().leave()
         self._in_flight.clear()
         self._arriving.clear()
+        self._ended.clear()
         self._is_exchanging = False
         self.runner.intermediate_tensors = None
         if self.leads:
@@ -241,13 +243,16 @@ class PpLane(GroupLane):
             self.settle(request)
         self._arriving = {}
         self._is_exchanging = False
+        ended, self._ended = self._ended, []
+        super().abort(ended)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Forgets requests, also those whose KV is on its way: the scheduler must first be told of them."""
+        """Forgets requests. One whose KV is on its way keeps its blocks until all of that has come: until then members
+        write into them, and no other request may have them.
+        """
         ids = list(request_ids)
-        for request_id in [i for i in ids if i in self._arriving]:
-            self.scheduler.enqueue(self._arriving.pop(request_id))
-        super().abort(ids)
+        self._ended += [request_id for request_id in ids if request_id in self._arriving]
+        super().abort(request_id for request_id in ids if request_id not in self._arriving)
 
     def num_requests(self) -> int:
         """Running and waiting requests, and those whose KV is on its way."""

@@ -11,15 +11,19 @@ buffers before any of it is written, so that the lane can have the very blocks t
 from collections.abc import Callable, Sequence
 
 import msgspec
-import torch
 
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.replicas.comm.communicator import Communicator, Move
+from pengserve.replicas.comm.communicator import Communicator
 from pengserve.replicas.engine.handoff import Handoff, revive
 from pengserve.replicas.engine.lanes import Lanes
 from pengserve.replicas.engine.tp_lane import TpLane
+from pengserve.replicas.kv.channel import CommunicatorChannel
+from pengserve.replicas.kv.rows import TileRows
+from pengserve.replicas.kv.transfer import Segment, Transfer, TransferPlan
 from pengserve.replicas.memory.kv_views import KvView
 from pengserve.replicas.memory.weight_views import Shard
+
+ALL_LAYERS = 0  # a tile has KV of all layers: of two members one segment goes each way
 
 
 class Traveller(msgspec.Struct, array_like=True):
@@ -45,7 +49,9 @@ class Resharder:
     def __init__(self, lanes: Lanes, lane: TpLane, communicator: Communicator) -> None:
         self._lanes, self._lane, self._communicator = lanes, lane, communicator
         self._rank, degree = lane.shard.rank, lane.shard.degree
+        self._channel = CommunicatorChannel(communicator, self._rank)
         self._dp_view: KvView = lanes.dp_view()
+        self._size = self._dp_view.layout.num_tokens  # of a tile
         num_heads = self._dp_view.layout.num_heads
         self._heads = [Shard(rank, degree).heads(num_heads) for rank in range(degree)]
         self._primaries = [rank for rank in range(degree) if self._heads.index(self._heads[rank]) == rank]
@@ -56,95 +62,83 @@ class Resharder:
         """Of the group."""
         return self._communicator.members[0]
 
-    @torch.inference_mode()
-    def collect(self, wave: Sequence[Traveller]) -> list[torch.Tensor]:
+    def collect(self, wave: Sequence[Traveller]) -> Transfer:
         """Merge: KV of the wave for this member's heads, from each owner; nothing has changed where it came from.
 
         Owners may release their requests afterwards, and `place` what this returns.
         """
-        dp, dp_view = self._lanes.dp, self._dp_view
-        own, size = self._heads[self._rank], dp_view.layout.num_tokens
-        moves, collected = [], []
-        for owner, group in _by_rank(wave).items():
-            if owner == self._rank:
-                source = dp_view.tiles([(dp.block_ids(t.request_id), t.num_tokens) for t in group], size)
-                collected.append(dp_view.read(source, own))
-                for rank, heads in enumerate(self._heads):
-                    if rank != owner:
-                        moves.append(Move(owner, rank, dp_view.read(source, heads)))
-            else:
-                data = dp_view.empty(own[1] - own[0], _num_tiles(group, size), size)
-                moves.append(Move(owner, self._rank, data))
-                collected.append(data)
-        self._exchange(moves)
-        return collected
+        outgoing, incoming, groups = [], [], _by_rank(wave)
+        if self._rank in groups:
+            source = [(self._lanes.dp.block_ids(t.request_id), t.num_tokens) for t in groups[self._rank]]
+            for rank, heads in enumerate(self._heads):
+                rows = self._rows(heads, groups[self._rank]).bind(self._dp_view, source, heads)
+                outgoing.append(Segment(rank, ALL_LAYERS, rows))
+        for owner, group in groups.items():
+            incoming.append(Segment(owner, ALL_LAYERS, self._rows(self._heads[self._rank], group)))
+        return self._exchange(outgoing, incoming)
 
-    @torch.inference_mode()
-    def place(self, wave: Sequence[Traveller], collected: Sequence[torch.Tensor]) -> None:
+    def place(self, wave: Sequence[Traveller], collected: Transfer) -> None:
         """Merge: writes what `collect` returned into the lane's blocks. The member's runner knows the wave then."""
-        own, size, tp_view = self._heads[self._rank], self._dp_view.layout.num_tokens, self._lane.kv_view
-        for group, data in zip(_by_rank(wave).values(), collected, strict=True):
-            tp_view.write(tp_view.tiles(self._in_lane(group), size), data, (0, own[1] - own[0]))
+        first, stop = self._heads[self._rank]
+        for segment, group in zip(collected.plan.incoming, _by_rank(wave).values(), strict=True):
+            assert isinstance(segment.rows, TileRows)
+            segment.rows.bind(self._lane.kv_view, self._in_lane(group), (0, stop - first))
+        collected.settle()
         for traveller in wave:
             self._lane.adopt(revive(traveller.handoff, 0))
 
-    @torch.inference_mode()
     def split(self, wave: Sequence[Traveller], admit: Callable[[Traveller], list[int] | None]) -> list[str]:
         """tp -> `dp`. `admit` takes a request into this member's `dp` lane and gives its blocks there.
 
         Returns the ids of requests that this member was to take and had no room for; their KV is dropped.
         """
-        dp_view, tp_view = self._dp_view, self._lane.kv_view
-        own, size = self._heads[self._rank], dp_view.layout.num_tokens
-        moves, received = [], []
-        groups = _by_rank(wave)
-        targets = [admit(traveller) for traveller in groups.get(self._rank, [])]
-        for target, group in groups.items():
-            if self._rank in self._primaries:
-                data = tp_view.read(tp_view.tiles(self._in_lane(group), size), (0, own[1] - own[0]))
-                if target == self._rank:
-                    received.append((own, data))
-                else:
-                    moves.append(Move(self._rank, target, data))
-            if target == self._rank:
-                count = _num_tiles(group, size)
-                for rank in self._primaries:
-                    if rank != target:
-                        data = dp_view.empty(self._heads[rank][1] - self._heads[rank][0], count, size)
-                        moves.append(Move(rank, target, data))
-                        received.append((self._heads[rank], data))
-        self._exchange(moves)
-        return self._take(groups.get(self._rank, []), targets, received)
+        outgoing, incoming, groups = [], [], _by_rank(wave)
+        mine = groups.get(self._rank, [])
+        targets = [admit(traveller) for traveller in mine]
+        if self._rank in self._primaries:
+            first, stop = self._heads[self._rank]
+            for target, group in groups.items():
+                in_lane = self._in_lane(group)
+                rows = self._rows((first, stop), group).bind(self._lane.kv_view, in_lane, (0, stop - first))
+                outgoing.append(Segment(target, ALL_LAYERS, rows))
+        for rank in self._primaries if mine else []:
+            rows = self._rows(self._heads[rank], mine)
+            self._bind_found(rows, self._heads[rank], mine, targets)
+            incoming.append(Segment(rank, ALL_LAYERS, rows))
+        self._exchange(outgoing, incoming)
+        return [t.request_id for t, target in zip(mine, targets, strict=True) if target is None]
 
-    def _take(
+    def _bind_found(
         self,
+        rows: TileRows,
+        heads: tuple[int, int],
         mine: Sequence[Traveller],
         targets: Sequence[list[int] | None],
-        received: Sequence[tuple[tuple[int, int], torch.Tensor]],
-    ) -> list[str]:
-        """Writes what came into the blocks of `targets`; ids of the requests that have none."""
-        size = self._dp_view.layout.num_tokens
+    ) -> None:
+        """What comes goes into the blocks of `targets`; that of requests that have none is dropped."""
         wanted: list[int] = []  # tiles of those that found room
         first = 0
         for traveller, target in zip(mine, targets, strict=True):
-            count = -(-traveller.num_tokens // size)
+            count = _num_tiles([traveller], self._size)
             if target is not None:
                 wanted += range(first, first + count)
             first += count
-        pairs = [(target, t.num_tokens) for t, target in zip(mine, targets, strict=True) if target is not None]
-        tiles = self._dp_view.tiles(pairs, size)
-        for heads, data in received:
-            self._dp_view.write(tiles, data if len(wanted) == first else data[:, :, wanted], heads)
-        return [t.request_id for t, target in zip(mine, targets, strict=True) if target is None]
+        found = [(target, t.num_tokens) for t, target in zip(mine, targets, strict=True) if target is not None]
+        rows.bind(self._dp_view, found, heads, wanted if len(wanted) < first else None)
 
     def _in_lane(self, group: Sequence[Traveller]) -> list[tuple[list[int], int]]:
         """Where these requests' KV is, or will be, in the tp lane on this member."""
         return [(self._lane.table.physical(t.logical_ids), t.num_tokens) for t in group]
 
-    def _exchange(self, moves: list[Move]) -> None:
-        self.sent_bytes += sum(move.tensor.nbytes for move in moves if move.src == self._rank)
-        if moves:
-            self._communicator.exchange(moves)
+    def _rows(self, heads: tuple[int, int], group: Sequence[Traveller]) -> TileRows:
+        return TileRows(self._dp_view, heads[1] - heads[0], _num_tiles(group, self._size), self._size)
+
+    def _exchange(self, outgoing: Sequence[Segment], incoming: Sequence[Segment]) -> Transfer:
+        plan = TransferPlan(lane=self._lane.name, what="KV", rank=self._rank, outgoing=outgoing, incoming=incoming)
+        transfer = self._lanes.transfers.submit(plan, self._channel)
+        self._lanes.transfers.run(transfer)
+        self.sent_bytes += plan.sent_bytes
+        return transfer
 
 
 def _by_rank(wave: Sequence[Traveller]) -> dict[int, list[Traveller]]:

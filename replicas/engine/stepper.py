@@ -17,25 +17,22 @@ from pengserve.replicas.engine.group_lane import GroupLane
 from pengserve.replicas.engine.group_run import GroupRun
 from pengserve.replicas.engine.lane import Lane
 from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs
+from pengserve.replicas.kv.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
 NO_OUTPUTS: Mapping[int, EngineCoreOutputs] = MappingProxyType({})
 FIRST_STEP_S = 0.005
 
-Piece = Callable[[float], bool]
-"""A piece of work beside the steps, of about so many seconds; True where it was the last."""
-
 
 class Stepper:
     """Belongs to the step thread. `on_broken` is called where the group that runs cannot go on."""
 
-    def __init__(self, dp: DpLane, on_broken: Callable[[BaseException], None]) -> None:
-        self._dp, self._on_broken = dp, on_broken
+    def __init__(self, dp: DpLane, transfers: Transfers, on_broken: Callable[[BaseException], None]) -> None:
+        self._dp, self._transfers, self._on_broken = dp, transfers, on_broken
         self.running: GroupLane | None = None  # None: dp
         self._is_leading = False
-        self._step_s = FIRST_STEP_S  # of the newest step of a group
-        self._beside: Piece | None = None
+        self._step_s = FIRST_STEP_S  # of the newest step of a group, or of `dp` beside a transfer
 
     @property
     def current(self) -> Lane:
@@ -53,21 +50,15 @@ class Stepper:
         lane.enter(run)
 
     def leave(self) -> None:
-        """From the next step on, `dp` runs."""
-        lane, self.running, self._beside = self.running, None, None
+        """From the next step on, `dp` runs. Transfers of the lane that ran are cancelled."""
+        lane, self.running = self.running, None
         assert lane is not None
+        self._transfers.cancel_of(lane.name)
         lane.leave()
-
-    def do_beside(self, piece: Piece | None) -> None:
-        """Calls `piece` beside each step of the group, until it says that it was the last.
-
-        None: nothing goes on beside the steps any more.
-        """
-        self._beside = piece
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self._beside is not None or self._can_step()
+        return self._transfers.is_busy or self._can_step()
 
     def _can_step(self) -> bool:
         return not self.is_following and self.current.has_work()
@@ -75,18 +66,22 @@ class Stepper:
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """One step of the lane that runs. A group that breaks costs its requests their KV, never the instance."""
         if self.running is None:
-            return self._dp.step()
+            return self._step_and_transfer(self._dp) if self._transfers.is_busy else self._dp.step()
         try:
-            outputs = NO_OUTPUTS
-            if self._can_step():
-                started_s = time.perf_counter()
-                outputs = self.running.step()
-                self._step_s = time.perf_counter() - started_s
-            if self._beside is not None and self._beside(self._step_s):
-                self._beside = None
+            return self._step_and_transfer(self.running)
         except Exception as error:
             self._break(error)
             return NO_OUTPUTS
+
+    def _step_and_transfer(self, lane: Lane) -> Mapping[int, EngineCoreOutputs]:
+        """A step, and a piece of what is sent beside it, of about the same length."""
+        outputs = NO_OUTPUTS
+        if self._can_step():
+            started_s = time.perf_counter()
+            outputs = lane.step()
+            self._step_s = time.perf_counter() - started_s
+        if self._transfers.is_busy:
+            self._transfers.advance(self._step_s)
         return outputs
 
     def follow(self, parts: Sequence[Buffer]) -> None:

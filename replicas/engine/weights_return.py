@@ -2,25 +2,25 @@
 
     begin     blocks that the group's scheduler has given up are those with the highest memory, by moving what is in use
               below them; their memory becomes room for the weights that are missing
-    advance   a piece of this member's own layers goes to a member that misses them, of about a step's time
+    start     this member's own layers go to those that miss them, in pieces of about a step's time
     done      all weights are here; requests can go back to `dp`, or to narrower pipelines (`restore.py`)
 
 The scheduler never hears of it: logical blocks stay, and only this member's table says where they are.
 """
 
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
 
-from pengserve.planners.stages import Parts
-from pengserve.planners.types.errors import EngineError, StepError
+from pengserve.planners.stages import Parts, rank_of
+from pengserve.planners.types.errors import StepError
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.lanes import Lanes
-from pengserve.replicas.engine.pacing import Pace, SendPiece
 from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.worker import place_blocks
+from pengserve.replicas.kv.channel import PeerChannel, SendPiece
+from pengserve.replicas.kv.rows import WeightRows
+from pengserve.replicas.kv.transfer import Segment, Transfer, TransferPlan
 
 
 class WeightsReturn:
@@ -29,16 +29,12 @@ class WeightsReturn:
     def __init__(self, lanes: Lanes, lane: PpLane, parts: Parts) -> None:
         """`parts` are what the pipeline ends in: they say which layers each member will have."""
         assert lanes.dp.memory is not None
-        self._lane, self._memory, self._layers = lane, lanes.dp.memory, lanes.dp.memory.layers
+        self._transfers, self._lane, self._parts = lanes.transfers, lane, parts
+        self._memory, self._layers = lanes.dp.memory, lanes.dp.memory.layers
         self._kept = range(*lane.layers)
         self._goal = parts.layers(lane.rank)
         self._missing = [layer for layer in range(*self._goal) if layer not in self._kept]
-        self._left = {layer: self._layers.sizes.weight_bytes[layer] for layer in self._missing}  # bytes to come
-        others = [(rank, range(*parts.layers(rank))) for rank in range(lane.num_stages) if rank != lane.rank]
-        self._outgoing = deque((layer, rank) for layer in self._kept for rank, goal in others if layer in goal)
-        self._num_sent = 0  # bytes of the first of these
-        self._piece = Pace()
-        self._is_done = False
+        self._transfer: Transfer | None = None
         self.send: SendPiece = lambda rank, parts: None
         self.on_done: Callable[[], None] = lambda: None
 
@@ -84,57 +80,47 @@ class WeightsReturn:
             moved[origin] = target
         return moved
 
-    @torch.inference_mode()
-    def advance(self, step_s: float) -> bool:
-        """Sends one piece, of about the time that a step takes (`step_s`); True when there are no more to send.
+    def start(self) -> None:
+        """Weights come and go from now on, beside the steps."""
+        plan = TransferPlan(
+            lane=self._lane.name,
+            what="weights",
+            rank=self._lane.rank,
+            outgoing=[
+                self._segment(rank, layer)
+                for layer in self._kept
+                for rank in range(self._lane.num_stages)
+                if rank != self._lane.rank and layer in range(*self._parts.layers(rank))
+            ],
+            incoming=[self._segment(self._owner(layer), layer) for layer in self._missing],
+            on_layer=self._memory.note_filled,
+            on_done=self.on_done,
+        )
+        self._transfer = self._transfers.submit(plan, PeerChannel(self.send))
 
-        Raises:
-            EngineError: the other member is gone.
-        """
-        if self._outgoing:
-            (layer, rank), started_s = self._outgoing[0], time.perf_counter()
-            weights = self._layers.weights(layer)
-            data = weights[self._num_sent : self._num_sent + self._piece.num_bytes].cpu()
-            head = b"%d %d %d" % (layer, self._num_sent, self._memory.weight_order)
-            self.send(rank, [head, memoryview(data.numpy())])
-            self._piece.took(data.nbytes, time.perf_counter() - started_s, step_s)
-            self._num_sent += data.nbytes
-            if self._num_sent == weights.nbytes:
-                self._outgoing.popleft()
-                self._num_sent = 0
-        if not self._outgoing:
-            self._finish()
-            return True
-        return False
+    def _segment(self, rank: int, layer: int) -> Segment:
+        return Segment(rank, layer, WeightRows(self._layers, layer, self._memory.weight_order), round=layer)
 
-    @torch.inference_mode()
+    def _owner(self, layer: int) -> int:
+        """The rank that keeps `layer` in the pipeline."""
+        stage = next(i for i, layers in enumerate(self._lane.stages) if layer in range(*layers))
+        return rank_of(stage, self._lane.num_stages)
+
     def receive(self, owner: int, parts: Sequence[Buffer]) -> None:
         """Takes a piece of another member's layer.
 
         Raises:
             EngineError: it is of no layer that is missing here, or packed in another way.
         """
-        layer, start, order = map(int, bytes(parts[0]).split())
-        data = torch.frombuffer(parts[1], dtype=torch.uint8)
-        if order != self._memory.weight_order:
-            raise EngineError(f"rank {owner} packs weights in another way: run one kind of CPU, one PyTorch")
-        if self._left.get(layer, 0) < len(data):
-            raise EngineError(f"rank {owner} sent weights of layer {layer} that do not belong here")
-        self._layers.weights(layer)[start : start + len(data)].copy_(data)
-        self._left[layer] -= len(data)
-        if not self._left[layer]:
-            self._memory.note_filled(layer)
-        self._finish()
+        assert self._transfer is not None
+        self._transfer.receive(owner, parts)
 
     def undo(self) -> None:
         """The restore is called off: memory is as in the pipeline again."""
+        if self._transfer is not None:
+            self._transfers.cancel(self._transfer)
         for layer in self._missing:
             self._memory.drop_weights(layer)
         goal = self._layers.sizes.num_blocks(self._lane.layers)
         for layer in self._kept:
             self._layers.resize_kv(layer, goal)
-
-    def _finish(self) -> None:
-        if not self._is_done and not self._outgoing and not any(self._left.values()):
-            self._is_done = True
-            self.on_done()

@@ -115,6 +115,25 @@ class KvView:
         self._views: dict[int, list[list[torch.Tensor]]] = {}  # by tile size; where packing needs no index
         self._by_dim = [strides is not None and strides[2] < strides[3] for strides in self._strides]
 
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model that this member has."""
+        return len(self._layers)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of an element."""
+        return self._layers[0].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the KV is."""
+        return self._layers[0].device
+
+    def shape(self, num_heads: int, num_tiles: int, size: int) -> tuple[int, ...]:
+        """Of what `read` returns."""
+        return (len(self._layers), 2, num_tiles, num_heads, size * self.layout.head_size)
+
     def tiles(self, requests: Iterable[tuple[Sequence[int], int]], size: int) -> Tiles:
         """Tiles of requests, given as (blocks in order, number of tokens); the last tile of each may be part full.
 
@@ -130,18 +149,12 @@ class KvView:
             for tile in range(-(-num_tokens // size)):
                 blocks.append(ids[tile // in_block])
                 parts.append(tile % in_block)
-        device = self._layers[0].device
-        return Tiles(size, *(torch.tensor(row, dtype=torch.long, device=device) for row in (blocks, parts)))
-
-    def empty(self, num_heads: int, num_tiles: int, size: int) -> torch.Tensor:
-        """Room for what `read` returns."""
-        shape = (len(self._layers), 2, num_tiles, num_heads, size * self.layout.head_size)
-        return torch.empty(shape, dtype=self._layers[0].dtype, device=self._layers[0].device)
+        return Tiles(size, *(torch.tensor(row, dtype=torch.long, device=self.device) for row in (blocks, parts)))
 
     def read(self, tiles: Tiles, heads: tuple[int, int]) -> torch.Tensor:
         """KV of these tiles, for the lane's own heads `[first, last)`: `[layers, 2, n, heads, size * D]`."""
         first, last = heads
-        out = self.empty(last - first, tiles.count, tiles.size)
+        out = torch.empty(self.shape(last - first, tiles.count, tiles.size), dtype=self.dtype, device=self.device)
         for kv in (0, 1):
             index = None if all(self._strides) else self._index(tiles, kv, heads)
             for layer, memory in enumerate(self._layers):

@@ -10,7 +10,7 @@ Blocks of a stage are the cheaper the fewer layers it has: what the other layers
 counts include vLLM's null block 0.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -92,6 +92,7 @@ class LayerMemory:
         self._weights = [arena.reserve(sizes.weight_bytes[i], f"weights {i}") for i in layers]
         kv_bytes = self.max_blocks * sizes.block_bytes
         self._kv = [arena.reserve(kv_bytes, f"kv {i}") for i in layers]
+        self.before_shrink: Callable[[int, int], None] = lambda layer, num_blocks: None  # may refuse; see `resize_kv`
         self._blocks = [0] * sizes.num_layers
         for layer in layers:
             self.bring_weights(layer)
@@ -170,7 +171,10 @@ class LayerMemory:
 
         Raises:
             StepError: there is no memory for more.
+            ValueError: a copy needs some of what would go.
         """
+        if num_blocks < self._blocks[layer]:
+            self.before_shrink(layer, num_blocks)
         before, after = self.sizes.kv_chunks(self._blocks[layer]), self.sizes.kv_chunks(num_blocks)
         if after > before:
             self._arena.map(self._kv[layer], before, after)

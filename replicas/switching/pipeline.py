@@ -102,7 +102,7 @@ class PipelineTraffic:
         mover.send = lambda rank, parts: run.send(rank, PIECE, [movement.id, *parts])
         mover.on_done = lambda: self._settled(movement)
         movement.lane.note_settled(False)
-        self._member.lanes.stepper.do_beside(mover.advance)
+        mover.start()
 
     def undo_return(self, plan_id: str) -> None:
         """Where weights were coming back for this plan: they do not, and memory is the pipeline's again."""
@@ -110,7 +110,6 @@ class PipelineTraffic:
         if movement is not None and movement.id == plan_id.encode() and isinstance(movement.mover, WeightsReturn):
             movement.mover.undo()
             self._movement = None
-            self._member.lanes.stepper.do_beside(None)
             movement.lane.note_settled(True)
             if movement.lane.leads:
                 movement.lane.offer_all()

@@ -11,7 +11,7 @@ from pengserve.replicas.engine.group_run import GroupRun
 from pengserve.replicas.engine.handoff import revive
 from pengserve.replicas.engine.reshard import Resharder, Traveller
 from pengserve.replicas.engine.vllm_seam import Request
-from pengserve.replicas.memory.ledger import NULL_BLOCK
+from pengserve.replicas.kv.ledger import NULL_BLOCK
 from pengserve.replicas.switching.changes.change import Ask, Change
 from pengserve.replicas.switching.changes.joining import brought, check_joining, send_rest
 from pengserve.replicas.switching.failpoints import reached

@@ -1,7 +1,8 @@
-"""Law: what goes on beside the steps of a group gets as long as a step takes, on its leader and its followers alike."""
+"""Law: what is sent beside steps gets as long as a step takes: on a leader, on its followers, and in `dp`."""
 
 import time
 from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,9 +13,9 @@ STEP_S = 0.05
 
 
 class SlowLane:
-    """A group's lane, as far as it is stepped."""
+    """A lane, as far as it is stepped."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int = 0) -> None:
         self.rank = rank
 
     def enter(self, run: object) -> None: ...
@@ -30,17 +31,48 @@ class SlowLane:
         time.sleep(STEP_S)
 
 
+class TwoPieces:
+    """Transfers of which two pieces are to be sent."""
+
+    def __init__(self) -> None:
+        self.pieces: list[float] = []  # how long each may take, s
+
+    @property
+    def is_busy(self) -> bool:
+        return len(self.pieces) < 2
+
+    def advance(self, budget_s: float) -> None:
+        self.pieces.append(budget_s)
+
+
+def make_stepper(dp: Any = None) -> tuple[Any, TwoPieces]:
+    transfers: Any = TwoPieces()
+    return Stepper(dp, transfers, lambda error: None), transfers
+
+
 @pytest.mark.parametrize("is_leading", [True, False])
 def test_a_piece_is_as_long_as_the_newest_step(is_leading: bool) -> None:
-    pieces: list[float] = []
-    stepper: Any = Stepper(None, lambda error: None)  # type: ignore[arg-type]  # the `dp` lane takes no step here
+    stepper, transfers = make_stepper()  # the `dp` lane takes no step here
     stepper.enter(SlowLane(0 if is_leading else 1), None)
-    stepper.do_beside(lambda step_s: bool(pieces.append(step_s)) or len(pieces) == 2)
     for _ in range(2):
         if not is_leading:
             stepper.follow(())
         stepper.step()
-    assert len(pieces) == 2 and min(pieces) >= STEP_S
+    assert len(transfers.pieces) == 2 and min(transfers.pieces) >= STEP_S
     assert is_leading or not stepper.has_work(), "it has ended"
     stepper.step()
-    assert len(pieces) == 2, "it has ended"
+    assert len(transfers.pieces) == 2, "it has ended"
+
+
+def test_an_instance_alone_sends_beside_its_steps_too() -> None:
+    stepper, transfers = make_stepper(SlowLane())
+    for _ in range(3):
+        stepper.step()
+    assert len(transfers.pieces) == 2 and min(transfers.pieces) >= STEP_S
+
+
+def test_an_instance_without_requests_still_sends() -> None:
+    stepper, transfers = make_stepper(SimpleNamespace(has_work=lambda: False))
+    while stepper.has_work():
+        assert stepper.step() == {}
+    assert len(transfers.pieces) == 2

@@ -17,9 +17,12 @@ from pengserve.replicas.engine import exchange as exchange_module
 from pengserve.replicas.engine.exchange import DropExchange
 from pengserve.replicas.engine.restore import LayerRestore
 from pengserve.replicas.engine.weights_return import WeightsReturn
+from pengserve.replicas.kv.ledger import CellLedger
+from pengserve.replicas.kv.table import CellTable
+from pengserve.replicas.kv.tiers import DeviceTier
+from pengserve.replicas.kv.transfers import Transfers
 from pengserve.replicas.memory.arena.open import open_arena
 from pengserve.replicas.memory.layers import LayerMemory, LayerSizes
-from pengserve.replicas.memory.ledger import BlockTable
 from tests.support.thread_exchange import ThreadExchange
 
 pytestmark = pytest.mark.slow  # imports vLLM
@@ -41,7 +44,13 @@ class Member:
             layers=self.layers, drop_weights=self.layers.drop_weights, note_filled=filled.append, weight_order=0
         )
         self.filled = filled
-        self.lanes = SimpleNamespace(dp=SimpleNamespace(memory=memory, block_ids=requests.__getitem__), running=None)
+        self.ledger = CellLedger(SIZES.num_blocks(SIZES.all_layers), "dp")
+        self.lanes = SimpleNamespace(
+            dp=SimpleNamespace(memory=memory, block_ids=requests.__getitem__),
+            running=None,
+            tier=DeviceTier(self.layers, self.ledger),
+            transfers=Transfers(self.ledger),
+        )
         for layer in range(LAYERS):
             self.layers.weights(layer).fill_(layer + 1)
             for request_id, block_ids in requests.items():
@@ -62,12 +71,13 @@ def make_lane(rank: int, size: int) -> Any:
     ranges = stage_layers(LAYERS, size)
     num_blocks = min(SIZES.num_blocks(layers) for layers in ranges) - 1
     return SimpleNamespace(
+        name=f"pp{size}",
         rank=rank,
         num_stages=size,
         stages=ranges,
         layers=ranges[stage_of(rank, size)],
         capacity=SimpleNamespace(num_blocks=num_blocks),
-        table=BlockTable(num_blocks + 1),
+        table=CellTable(num_blocks + 1),
         blocks_for=lambda num_tokens: -(-num_tokens // TOKENS),
         adopt=lambda request: None,
         runner=SimpleNamespace(requests={}, input_batch=None),
@@ -109,19 +119,22 @@ def travellers(members: list[Member]) -> list[Any]:
     ]  # fmt: skip
 
 
-def run(parts: list[Any], seed: int) -> list[int]:
+def run(members: list[Member], parts: list[Any], seed: int) -> list[int]:
     """Lets members send and hear in a random order, until nobody has anything left; ranks that said they were done."""
     source, done, queues = random.Random(seed), [], [[] for _ in parts]
     for rank, part in enumerate(parts):
         part.on_done = lambda rank=rank: done.append(rank)
         part.send = lambda to, data, rank=rank: queues[to].append((rank, [bytearray(bytes(p)) for p in data]))
-    sending = set(range(len(parts)))
-    while sending or any(queues):
+        part.start()
+    while any(member.lanes.transfers.is_busy for member in members) or any(queues):
         rank = source.randrange(len(parts))
         if queues[rank] and source.random() < 0.5:
             parts[rank].receive(*queues[rank].pop(0))
-        elif rank in sending and parts[rank].advance(1e-4):
-            sending.discard(rank)
+        else:
+            members[rank].lanes.transfers.advance(1e-4)
+        for member in members:
+            assert member.ledger.check() == () and member.lanes.transfers.check() == ()
+    assert all(member.ledger.num_in_flight == 0 for member in members)
     return sorted(done)
 
 
@@ -136,7 +149,7 @@ def form(members: list[Member], wave: list[Any], parts: Parts, seed: int) -> lis
     order = [i for i in range(1, members[0].lane.capacity.num_blocks + 1) if i not in used]
     exchanges = [DropExchange(m.lanes, m.lane, parts) for m in members]
     backed = [exchange.begin(wave, order) for exchange in exchanges]
-    assert run(exchanges, seed) == list(range(len(members)))
+    assert run(members, exchanges, seed) == list(range(len(members)))
     return backed
 
 
@@ -213,7 +226,7 @@ def test_weights_come_back_and_what_is_in_use_keeps_its_kv(members: list[Member]
     parts = [WeightsReturn(m.lanes, m.lane, Parts(LAYERS, (1,) * len(members))) for m in members]
     for part in parts:
         part.begin(withheld)
-    assert run(parts, seed=3) == list(range(len(members)))
+    assert run(members, parts, seed=3) == list(range(len(members)))
     for member in members:
         assert sorted(member.filled) == [layer for layer in range(LAYERS) if layer not in range(*member.lane.layers)]
         assert all((member.layers.weights(layer) == layer + 1).all() for layer in range(LAYERS))
@@ -262,7 +275,7 @@ def bring_back(members: list[Member], wave: list[Any], parts: Parts) -> None:
     returns = [WeightsReturn(m.lanes, m.lane, parts) for m in members]
     for returning in returns:
         returning.begin(free[: members[0].lane.capacity.num_blocks - left])
-    assert run(returns, seed=3) == list(range(len(members)))
+    assert run(members, returns, seed=3) == list(range(len(members)))
 
 
 def test_weights_without_room_are_refused_and_nothing_has_changed(members: list[Member]) -> None:

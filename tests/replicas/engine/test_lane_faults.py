@@ -17,7 +17,9 @@ from pengserve.replicas.engine.lanes import Lanes
 from pengserve.replicas.engine.leases import Leases
 from pengserve.replicas.engine.stepper import Stepper
 from pengserve.replicas.engine.tp_lane import TpLane
-from pengserve.replicas.memory.ledger import BlockTable
+from pengserve.replicas.kv.ledger import Cells
+from pengserve.replicas.kv.table import CellTable
+from pengserve.replicas.kv.transfers import Transfers
 
 pytestmark = pytest.mark.slow  # it imports vLLM
 
@@ -33,10 +35,12 @@ def lanes() -> Lanes:
         capacity=SimpleNamespace(num_blocks=8), take_back=taken.extend, totals=lambda: {"step": 1}, memory=None
     )
     made.dp, made.taken, made._idle_totals = dp, taken, {}  # type: ignore[attr-defined]
-    made.leases, made.stepper = Leases(dp), Stepper(dp, lambda error: None)
+    made.leases = Leases(dp)
+    made.transfers = Transfers(made.leases.ledger)
+    made.stepper = Stepper(dp, made.transfers, lambda error: None)
     made.registry = registry(dp)
     lane: Any = TpLane.__new__(TpLane)
-    lane.rank, lane.shape, lane.capacity, lane.table = 0, "tp2", None, BlockTable(9)
+    lane.rank, lane.shape, lane.capacity, lane.table = 0, "tp2", None, CellTable(9)
     lane.group = SimpleNamespace(unique_name=str(GROUP))
     lane.totals = lambda: {"step": 5}
     lane.table.lease([1, 2], [3, 4])
@@ -51,6 +55,18 @@ def registry(dp: Any, max_stages: int = 1) -> LaneRegistry:
     made._config, made._dp = InstanceConfig(app="a", model="m", degrees=(2, 4), max_stages=max_stages), dp
     made._lanes, made._why_not, made._gone = {}, {}, Counter()
     return made
+
+
+def test_what_an_instance_checks_counts_what_is_in_flight(lanes: Lanes) -> None:
+    """`require_memory` of the tests of whole clusters asks for this."""
+    lane: Any = lanes.registry.require(GROUP)
+    lanes.dp.num_held = 6  # type: ignore[misc]
+    lanes.stepper.running = lane
+    assert lanes.check() == ()
+    lanes.leases.ledger.begin_copy(Cells((0, 1), [3, 4]), writes=True)
+    assert lanes.check() == ("transfers have 0 cells in flight, the ledger says 2",)
+    with pytest.raises(ValueError, match="in flight"):
+        lanes.leases.reclaim(lane, [1])
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AssertionError, KeyError])

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 from pengserve.replicas.engine.leases import Leases
 from pengserve.replicas.engine.tp_lane import TpLane
-from pengserve.replicas.memory.ledger import BlockTable
+from pengserve.replicas.kv.table import CellTable
 
 NUM_BLOCKS = 12
 
@@ -38,7 +38,7 @@ class Blocks:
 
 def make_lane(name: str = "tp2@(0,1)") -> Any:
     lane: Any = TpLane.__new__(TpLane)
-    lane.group, lane.table = SimpleNamespace(unique_name=name), BlockTable(NUM_BLOCKS + 1)
+    lane.group, lane.table = SimpleNamespace(unique_name=name), CellTable(NUM_BLOCKS + 1)
     return lane
 
 

@@ -14,8 +14,10 @@ pytest.importorskip("vllm")
 from pengserve.planners.waves import Mover, merge_wave
 from pengserve.replicas.engine import reshard as reshard_module
 from pengserve.replicas.engine.reshard import Resharder, Traveller
+from pengserve.replicas.kv.ledger import CellLedger
+from pengserve.replicas.kv.table import CellTable
+from pengserve.replicas.kv.transfers import Transfers
 from pengserve.replicas.memory.kv_views import KvView, block_layout
-from pengserve.replicas.memory.ledger import BlockLedger, BlockTable
 from pengserve.replicas.memory.weight_views import Shard
 from tests.support.thread_exchange import ThreadExchange
 
@@ -45,24 +47,36 @@ def content(request_id: str, num_tokens: int) -> torch.Tensor:
 class Member:
     """Memory of one member, its blocks, and of its lanes what a resharder asks for."""
 
-    def __init__(self, rank: int, size: int, lengths: dict[str, int], source: random.Random) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        lengths: dict[str, int],
+        source: random.Random,
+        num_blocks: int = 0,
+        num_heads: int = 0,
+        tp_tokens: int = 0,
+    ) -> None:
+        """Without `num_blocks` none is free; without the others, heads are spread over `size` members."""
         needed = {request_id: -(-tokens // BLOCK) for request_id, tokens in lengths.items()}
-        num_blocks = sum(needed.values())
+        num_blocks = num_blocks or sum(needed.values())
         layers = [torch.zeros(num_blocks + 1, 2 * HEADS * BLOCK * DIM) for _ in range(LAYERS)]
         self.free = source.sample(range(1, num_blocks + 1), num_blocks)
         self.blocks = {i: [self.free.pop() for _ in range(count)] for i, count in needed.items()}
-        self.ledger, self.table = BlockLedger(num_blocks + 1, "dp"), BlockTable(4 * num_blocks + 1)
+        self.ledger, self.table = CellLedger(num_blocks + 1, "dp"), CellTable(4 * num_blocks + 1)
         self.dp_view = packed_view(layers, HEADS, BLOCK)
-        self.tp_view = packed_view(layers, HEADS // size, BLOCK * size)
+        self.tp_view = packed_view(layers, num_heads or HEADS // size, tp_tokens or BLOCK * size)
         self.adopted: list[Any] = []
         for request_id, tokens in lengths.items():
             tiles = self.dp_view.tiles([(self.blocks[request_id], tokens)], BLOCK)
             self.dp_view.write(tiles, content(request_id, tokens), (0, HEADS))
         self.lanes: Any = SimpleNamespace(
-            dp=SimpleNamespace(block_ids=self.blocks.__getitem__), dp_view=lambda: self.dp_view
+            dp=SimpleNamespace(block_ids=self.blocks.__getitem__),
+            dp_view=lambda: self.dp_view,
+            transfers=Transfers(self.ledger),
         )
         self.lane: Any = SimpleNamespace(
-            shard=Shard(rank, size), kv_view=self.tp_view, table=self.table, adopt=self.adopted.append
+            name=f"tp{size}", shard=Shard(rank, size), kv_view=self.tp_view, table=self.table, adopt=self.adopted.append
         )
 
     def take_wave(self, resharder: Resharder, wave: list[Traveller], lease: list[int]) -> None:
@@ -77,6 +91,51 @@ class Member:
         self.table.lease(lease, physical)
         self.ledger.move(physical, "dp", "tp")
         resharder.place(wave, collected)
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_split_gives_all_heads_to_members_that_have_room(size: int, seed: int) -> None:
+    """With eight members two have each head; one of them sends it."""
+    source, num_heads = random.Random(seed), max(1, HEADS // size)
+    wide = BLOCK * HEADS // num_heads  # tokens of a block of the group
+    lengths = {f"r{i}": source.randrange(1, 3 * wide) for i in range(10)}
+    logical = {name: [10 * i + j + 1 for j in range(3)] for i, name in enumerate(lengths)}
+    wave, members, group = [], [], ThreadExchange()
+    for name, count in lengths.items():
+        handoff: Any = SimpleNamespace(num_computed_tokens=count)
+        wave.append(Traveller(name, source.randrange(size), logical[name], handoff))
+    for rank in range(size):
+        member = Member(rank, size, {}, source, num_blocks=150, num_heads=num_heads, tp_tokens=wide)
+        first, stop = Shard(rank, size).heads(HEADS)
+        for name, ids in logical.items():
+            member.table.lease(ids, [member.free.pop() for _ in ids])
+            tiles = member.tp_view.tiles([(member.table.physical(ids), lengths[name])], BLOCK)
+            member.tp_view.write(tiles, content(name, lengths[name])[:, :, :, first:stop], (0, stop - first))
+        members.append(member)
+    refused = {t.request_id for t in wave if source.random() < 0.4}
+
+    def split(member: Member) -> list[str]:
+        def admit(traveller: Traveller) -> list[int] | None:
+            if traveller.request_id in refused:
+                return None
+            ids = [member.free.pop() for _ in range(-(-traveller.num_tokens // BLOCK))]
+            return member.blocks.setdefault(traveller.request_id, ids)
+
+        return Resharder(member.lanes, member.lane, group.communicator(member.lane.shard.rank)).split(wave, admit)
+
+    with ThreadPoolExecutor(size) as pool:
+        told = list(pool.map(split, members))
+    assert sorted(name for names in told for name in names) == sorted(refused)
+    for traveller in wave:
+        name, member = traveller.request_id, members[traveller.rank]
+        assert (name in member.blocks) == (name not in refused)
+        if name not in refused:
+            tiles = member.dp_view.tiles([(member.blocks[name], lengths[name])], BLOCK)
+            assert torch.equal(member.dp_view.read(tiles, (0, HEADS)), content(name, lengths[name]))
+    for member in members:
+        assert member.ledger.check() == () and member.ledger.num_in_flight == 0
+        assert member.lanes.transfers.check() == ()
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -132,6 +191,7 @@ def test_members_without_a_free_block_merge_and_keep_all_kv(
     for rank, member in enumerate(members):
         first, stop = Shard(rank, size).heads(HEADS)
         assert member.ledger.check() == () and member.blocks == {}
+        assert member.lanes.transfers.check() == () and member.ledger.num_in_flight == 0
         assert member.ledger.num_leased("tp") == sum(map(len, logical.values()))
         assert len(member.adopted) == len(all_lengths)
         for request_id, count in all_lengths.items():

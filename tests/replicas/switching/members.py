@@ -11,6 +11,8 @@ from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
 from pengserve.replicas.comm.peers import PeerNetwork
+from pengserve.replicas.kv.ledger import CellLedger
+from pengserve.replicas.kv.transfers import Transfers
 from pengserve.replicas.memory.weight_views import Shard
 from pengserve.replicas.switching.agent import Agent
 from pengserve.replicas.switching.member import Member
@@ -85,6 +87,7 @@ class FakeLanes:
         self.num_here = 0
         self.refused: dict[str, str] = {}
         self.registry = self.leases = self.stepper = self
+        self.transfers = Transfers(CellLedger(9, "dp"))
 
     @property
     def current(self) -> FakeLane:
@@ -96,7 +99,7 @@ class FakeLanes:
     require = tp
 
     def dp_view(self) -> Any:
-        return SimpleNamespace(layout=SimpleNamespace(num_heads=2))
+        return SimpleNamespace(layout=SimpleNamespace(num_heads=2, num_tokens=16))
 
     def build(self, group: Group, rank: int) -> None: ...
 

@@ -1,0 +1,15 @@
+"""How much is sent at a time of what goes on beside steps: KV after a drop, weights before a restore."""
+
+LEAST_BYTES = 256 << 10
+MOST_BYTES = 64 << 20
+
+
+class Pace:
+    """Follows how long pieces take, so that the next one takes about as long as a step."""
+
+    def __init__(self) -> None:
+        self.num_bytes = LEAST_BYTES
+
+    def took(self, num_bytes: int, seconds: float, budget_s: float) -> None:
+        """A piece of so many bytes took `seconds`, and the next one may take `budget_s`."""
+        self.num_bytes = int(min(MOST_BYTES, max(LEAST_BYTES, num_bytes * budget_s / max(1e-6, seconds))))
