@@ -82,7 +82,9 @@ class WorldCluster:
     def connector(self, ingress: str) -> Connect:
         """How that ingress opens channels."""
 
-        async def connect(endpoint: str, *, token: str, client_id: str, fingerprint: str, timeout_s: float) -> InstanceLink:
+        async def connect(
+            endpoint: str, *, token: str, client_id: str, fingerprint: str, timeout_s: float
+        ) -> InstanceLink:
             self.chaos.reach("ingress.connect")
             node, _, _ = endpoint.partition(":")
             try:
