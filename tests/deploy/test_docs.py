@@ -1,6 +1,7 @@
 """What the documents say is still so."""
 
 import ast
+import importlib.metadata
 import re
 import runpy
 from collections.abc import Iterator
@@ -142,6 +143,19 @@ def test_issue_forms_are_forms() -> None:
                 "markdown",
                 "checkboxes",
             }
+
+
+def test_every_locked_part_under_a_gnu_licence_has_its_notice() -> None:
+    notices = (ROOT / "docs" / "third-party.md").read_text()
+    locked = re.findall(r"^([\w.-]+)==", (ROOT / "requirements-cpu.txt").read_text(), re.MULTILINE)
+    gnu = []
+    for package in map(importlib.metadata.distribution, locked):
+        fields = [package.metadata.get("License-Expression", ""), package.metadata.get("License", "")]
+        licence = " ".join([*(field[:80] for field in fields), *package.metadata.get_all("Classifier", [])])
+        if re.search(r"\bA?L?GPL|GNU ", licence):
+            gnu.append(package.name)
+    assert gnu, "the lock has packages under such licences"
+    assert [name for name in gnu if f"`{name}`" not in notices] == []
 
 
 def links(text: str) -> Iterator[str]:
