@@ -180,7 +180,8 @@ class RayPort:
         return await asyncio.to_thread(self._discover)
 
     def _create(self, key: InstanceKey) -> Any:
-        if _internal_kv_get(fingerprint_name(self._config.app), namespace=NAMESPACE) != self._fingerprint.encode():
+        newest: bytes | None = _internal_kv_get(fingerprint_name(self._config.app), namespace=NAMESPACE)
+        if newest is not None and newest.decode() != self._fingerprint:
             raise EngineError("the application has another configuration now; its controller creates instances")
         name = self._actor_name(key)
         try:

@@ -160,6 +160,9 @@ class WorldPort:
         self._chaos.reach("port.drain")
         return await (await self._reach(key)).drain(timeout_s, self._term.number)
 
+    async def retire(self, key: InstanceKey, timeout_s: float) -> bool:
+        raise AssertionError("there is one configuration")
+
     async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
         self._chaos.reach("port.connect")
         (await self._reach(key)).connect(directory, self._term.number)
