@@ -79,7 +79,8 @@ def _compiler(tokenizer: str, any_whitespace: bool) -> Compile:
     import xgrammar
 
     info = xgrammar.TokenizerInfo.deserialize_json(tokenizer)
-    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    # The cache is on as in vLLM: with it xgrammar refuses some guides that it compiles without.
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=True)
     separators = None if any_whitespace else (",", ":")
 
     def compile_guide(guide: dict[str, Any]) -> None:

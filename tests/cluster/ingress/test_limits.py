@@ -238,10 +238,10 @@ def test_a_drain_that_another_ingress_was_asked_for_is_heard_of(instances: list[
 def test_a_request_that_takes_too_long_ends_as_a_whole(
     instances: list[InstanceProcess], prompt: object, stream: bool
 ) -> None:
-    config = ingress_config(instances, limits=LimitConfig(request_timeout_s=0.3))
+    config = ingress_config(instances, limits=LimitConfig(request_timeout_s=0.2))
     with serving(config, FixedRoutes(instances)) as url, httpx.Client(base_url=url, trust_env=False) as client:
         wait_ready(url)
-        body = {**BODY, "prompt": prompt, "max_tokens": 2000, "ignore_eos": True, "stream": stream}
+        body = {**BODY, "prompt": prompt, "max_tokens": 900, "ignore_eos": True, "stream": stream}
         answer = client.post("/v1/completions", json=body, timeout=120)
         assert "longer than this server allows" in answer.text
         assert answer.status_code == (200 if stream else 503)
