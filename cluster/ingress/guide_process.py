@@ -18,6 +18,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from pengserve.replicas.parent_death import signal_when_parent_ends
+
 NICENESS = 10  # streams of this machine come first
 COMPILE_WALL_S = 60.0  # a fork that waits for memory or the processor ends as well
 COMPILE_MEMORY_BYTES = 1 << 30  # beyond what the process has mapped already
@@ -45,9 +47,12 @@ def frame_length(head: bytes) -> int:
 def judge(compile_guide: Compile, guide: dict[str, Any], cpu_s: float) -> dict[str, Any]:
     """Compiles `guide` in a fork; `error` is empty where that succeeds, `over_limit` tells that a limit ended it."""
     reader, writer = os.pipe()
+    process_id = os.getpid()
     pid = os.fork()
     if pid == 0:
         os.close(reader)
+        if not signal_when_parent_ends(signal.SIGKILL, process_id):
+            os._exit(0)
         _compile_and_exit(compile_guide, guide, cpu_s, writer)
     os.close(writer)
     with open(reader, "rb") as answer:

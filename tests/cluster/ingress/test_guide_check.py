@@ -180,3 +180,22 @@ def test_a_process_that_was_killed_is_replaced(loop: asyncio.AbstractEventLoop, 
     (process,) = children()
     checker.close()
     assert not process.is_running()
+
+
+@pytest.mark.slow
+def test_no_fork_outlives_its_process(loop: asyncio.AbstractEventLoop) -> None:
+    checker = GuideChecker(alphabet, cpu_s=60.0)
+    patterns = {f"p{i}": {"type": "string", "pattern": f"^(abcdefg{i}){{4000}}$"} for i in range(9)}
+
+    async def run() -> psutil.Process:
+        checking = asyncio.create_task(checker.check(Params(json={"type": "object", "properties": patterns})))
+        while not (forks := [fork for process in children() for fork in process.children()]):  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        checker.close()
+        with pytest.raises(asyncio.CancelledError):
+            await checking
+        return forks[0]
+
+    fork = loop.run_until_complete(run())
+    psutil.wait_procs([fork], timeout=30)
+    assert not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE
