@@ -217,8 +217,8 @@ class PeerNetwork:
     def _accept_all(self) -> None:
         door = Door(self._listener, self._credentials, self._admit)
         try:
-            self._accepting = self._loop.create_task(door.run())
             if not self._is_closed:
+                self._accepting = self._loop.create_task(door.run())
                 with contextlib.suppress(asyncio.CancelledError):
                     self._loop.run_until_complete(self._accepting)
             self._loop.run_until_complete(door.close())

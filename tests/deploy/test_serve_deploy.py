@@ -160,9 +160,10 @@ def _ask_on_and_on(url: str, over: threading.Event, ends: list[str]) -> None:
     """Streams one answer after the other; notes the last line of each, or what went wrong."""
     body = {"model": "demo", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
     body["messages"] = [{"role": "user", "content": "What does json.dumps do?"}]
+    headers = {"Authorization": f"Bearer {KEY}"}
     while not over.is_set():
         try:
-            with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=400) as answer:
+            with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, headers=headers, timeout=400) as answer:
                 lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
             is_whole = any('"finish_reason":"length"' in line for line in lines)
             ends.append(lines[-1] if answer.status_code == 200 and is_whole else f"{answer.status_code} {lines}")
