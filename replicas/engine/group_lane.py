@@ -12,6 +12,7 @@ import torch
 
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.channel.frames import Buffer
+from pengserve.replicas.engine.block_groups import BlockGroups, blocks_of, grouped
 from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.group_run import GroupRun
 from pengserve.replicas.engine.lane import Lane
@@ -128,15 +129,16 @@ class GroupLane(Lane):
 
     def _placed(self, output: SchedulerOutput) -> SchedulerOutput:
         """The step with this member's physical blocks. The scheduler's own lists stay as they are."""
-        place = self.table.physical
+
+        def place(groups: BlockGroups) -> BlockGroups:
+            return grouped(self.table.physical(blocks_of(groups)))
+
         cached = output.scheduled_cached_reqs
         return replace(
             output,
-            scheduled_new_reqs=[
-                replace(new, block_ids=(place(new.block_ids[0]),)) for new in output.scheduled_new_reqs
-            ],
+            scheduled_new_reqs=[replace(new, block_ids=place(new.block_ids)) for new in output.scheduled_new_reqs],
             scheduled_cached_reqs=replace(
-                cached, new_block_ids=[None if ids is None else (place(ids[0]),) for ids in cached.new_block_ids]
+                cached, new_block_ids=[None if ids is None else place(ids) for ids in cached.new_block_ids]
             ),
         )
 

@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from pengserve.replicas.engine.block_groups import blocks_of
 from pengserve.replicas.engine.vllm_seam import (
     EngineCoreOutputs,
     GrammarOutput,
@@ -149,7 +150,7 @@ class SchedulerHandle:
 
     def block_ids(self, request_id: str) -> list[int]:
         """Blocks of a request, in the order of its tokens."""
-        return list(self._manager.get_block_ids(request_id)[0])
+        return list(blocks_of(self._manager.get_block_ids(request_id)))
 
     def num_free(self) -> int:
         """Blocks that are free now, cached prefixes among them."""
@@ -180,7 +181,7 @@ class SchedulerHandle:
         First the number of blocks that only this request holds. Then the ids of blocks that become free once all of
         `request_ids` that share them have ended. Blocks that other requests hold too are in neither.
         """
-        found = {request_id: self._manager.get_blocks(request_id).blocks[0] for request_id in request_ids}
+        found = {request_id: blocks_of(self._manager.get_blocks(request_id).blocks) for request_id in request_ids}
         held = {request_id: [b for b in blocks if not b.is_null] for request_id, blocks in found.items()}
         holders = Counter(block.block_id for blocks in held.values() for block in blocks)
         return {

@@ -8,6 +8,7 @@ import numpy as np
 from vllm import SamplingParams
 
 from pengserve.replicas.channel.frames import Buffer
+from pengserve.replicas.engine.block_groups import blocks_of, grouped
 from pengserve.replicas.engine.vllm_seam import (
     CachedRequestData,
     GrammarOutput,
@@ -95,13 +96,13 @@ class StepCodec:
                         new.req_id,
                         new.prompt_token_ids,
                         new.sampling_params,
-                        new.block_ids[0],
+                        blocks_of(new.block_ids),
                         new.num_computed_tokens,
                     )
                     for new in output.scheduled_new_reqs
                 ],
                 req_ids=cached.req_ids,
-                new_block_ids=[None if ids is None else ids[0] for ids in cached.new_block_ids],
+                new_block_ids=[None if ids is None else blocks_of(ids) for ids in cached.new_block_ids],
                 num_computed_tokens=cached.num_computed_tokens,
                 num_output_tokens=cached.num_output_tokens,
                 new_token_ids=cached.new_token_ids,
@@ -126,7 +127,7 @@ class StepCodec:
                 mm_features=[],
                 sampling_params=new.sampling_params,
                 pooling_params=None,
-                block_ids=(new.block_ids,),
+                block_ids=grouped(new.block_ids),
                 num_computed_tokens=new.num_computed_tokens,
                 lora_request=None,
             )
@@ -137,7 +138,7 @@ class StepCodec:
             resumed_req_ids=set(message.resumed),
             new_token_ids=message.new_token_ids,
             all_token_ids={},
-            new_block_ids=[None if ids is None else (ids,) for ids in message.new_block_ids],
+            new_block_ids=[None if ids is None else grouped(ids) for ids in message.new_block_ids],
             num_computed_tokens=message.num_computed_tokens,
             num_output_tokens=message.num_output_tokens,
         )

@@ -19,6 +19,7 @@ from vllm.sampling_params import SamplingType
 from pengserve.planners.types.errors import ConfigError, PengServeError, one_line
 from pengserve.planners.types.units import format_bytes
 from pengserve.replicas.engine.base_memory import OPTIONS, BaseMemory, MemoryOptions, block_bytes_of
+from pengserve.replicas.engine.block_groups import blocks_of, grouped
 from pengserve.replicas.engine.vllm_seam import (
     CachedRequestState,
     GPUWorker,
@@ -216,8 +217,9 @@ def place_blocks(runner: Any, moved: Mapping[int, int]) -> None:
         return
     batch = runner.input_batch
     for request_id, state in runner.requests.items():
-        if any(block_id in moved for block_id in state.block_ids[0]):
-            state.block_ids = ([moved.get(block_id, block_id) for block_id in state.block_ids[0]],)
+        blocks = blocks_of(state.block_ids)
+        if any(block_id in moved for block_id in blocks):
+            state.block_ids = grouped([moved.get(block_id, block_id) for block_id in blocks])
             if request_id in batch.req_id_to_index:
                 batch.block_table.add_row(state.block_ids, batch.req_id_to_index[request_id])
 
