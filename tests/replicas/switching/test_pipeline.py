@@ -31,8 +31,8 @@ class Mover:
     def begin(self, withheld: list[int]) -> None:
         self.begun = withheld
 
-    def start(self) -> None:
-        self.is_started = True
+    def start(self, send: Callable[[int, Sequence[bytes]], None], on_done: Callable[[], None]) -> None:
+        self.is_started, self.send, self.on_done = True, send, on_done
 
     def receive(self, owner: int, parts: list[bytes]) -> None:
         if parts == [b"junk"]:
