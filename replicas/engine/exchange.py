@@ -41,8 +41,7 @@ class DropExchange:
         self._copies: list[tuple[int, int]] = []  # (block, the one whose content it needs)
         self._plan: TransferPlan | None = None
         self._transfer: Transfer | None = None
-        self.send: SendPiece = lambda rank, parts: None
-        self.on_done: Callable[[], None] = lambda: None
+        self._on_done: Callable[[], None] = lambda: None
 
     # Begin ------------------------------------------------------------------------------------------------------------
 
@@ -68,7 +67,7 @@ class DropExchange:
             outgoing=self._outgoing(by_part[self._part]),
             incoming=self._incoming(by_part),
             on_sent=self._sent,
-            on_done=lambda: self.on_done(),
+            on_done=lambda: self._on_done(),
         )
         sent = {segment.layer for segment in self._plan.outgoing}
         for layer in self._held:
@@ -151,10 +150,11 @@ class DropExchange:
 
     # While it goes on -------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """KV follows from now on, beside the steps."""
+    def start(self, send: SendPiece, on_done: Callable[[], None]) -> None:
+        """KV follows from now on, beside the steps; `on_done` is called when this member has all of it."""
         assert self._plan is not None
-        self._transfer = self._lanes.transfers.submit(self._plan, PeerChannel(self.send))
+        self._on_done = on_done
+        self._transfer = self._lanes.transfers.submit(self._plan, PeerChannel(send))
 
     def receive(self, owner: int, parts: Sequence[Buffer]) -> None:
         """Takes a piece of another member's.

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.comm.communicator import Communicator
 from pengserve.replicas.engine.handoff import Handoff, revive
 from pengserve.replicas.engine.lanes import Lanes
@@ -56,11 +55,6 @@ class Resharder:
         self._heads = [Shard(rank, degree).heads(num_heads) for rank in range(degree)]
         self._primaries = [rank for rank in range(degree) if self._heads.index(self._heads[rank]) == rank]
         self.sent_bytes = 0
-
-    @property
-    def leader(self) -> InstanceKey:
-        """Of the group."""
-        return self._communicator.members[0]
 
     def collect(self, wave: Sequence[Traveller]) -> Transfer:
         """Merge: KV of the wave for this member's heads, from each owner; nothing has changed where it came from.

@@ -1,8 +1,10 @@
 """Which lane of an instance runs, its steps, and what goes on beside them.
 
-DP         the instance's own engine
-LEADING    a group's lane whose scheduler is here; `dp` requests wait, where a switch left some
-FOLLOWING  a group's lane that another instance schedules: steps come as messages, there is no work of one's own
+    DP         the instance's own engine
+    LEADING    a group's lane whose scheduler is here; `dp` requests wait, where a switch left some
+    FOLLOWING  a group's lane that another instance schedules: steps come as messages, there is no work of one's own
+
+A piece of a transfer is sent beside each step, in every shape.
 """
 
 import logging

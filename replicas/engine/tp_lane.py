@@ -102,6 +102,10 @@ class TpLane(GroupLane):
         self.scheduler.offer(logical_ids)
         return logical_ids
 
+    def may_hold(self, num_blocks: int) -> None:
+        """Leader: so many blocks every member can lend in all."""
+        self.num_lendable = num_blocks - self.num_held
+
     def shrink(self, count: int) -> list[int]:
         """Leader: withdraws up to `count` free blocks; their ids, whose backing every member may release."""
         logical_ids = self.scheduler.withhold(min(count, self.num_free()))

@@ -35,8 +35,6 @@ class WeightsReturn:
         self._goal = parts.layers(lane.rank)
         self._missing = [layer for layer in range(*self._goal) if layer not in self._kept]
         self._transfer: Transfer | None = None
-        self.send: SendPiece = lambda rank, parts: None
-        self.on_done: Callable[[], None] = lambda: None
 
     @torch.inference_mode()
     def begin(self, withheld: Sequence[int]) -> None:
@@ -80,8 +78,8 @@ class WeightsReturn:
             moved[origin] = target
         return moved
 
-    def start(self) -> None:
-        """Weights come and go from now on, beside the steps."""
+    def start(self, send: SendPiece, on_done: Callable[[], None]) -> None:
+        """Weights come and go from now on, beside the steps; `on_done`: this member has all of its own."""
         plan = TransferPlan(
             lane=self._lane.name,
             what="weights",
@@ -94,9 +92,9 @@ class WeightsReturn:
             ],
             incoming=[self._segment(self._owner(layer), layer) for layer in self._missing],
             on_layer=self._memory.note_filled,
-            on_done=self.on_done,
+            on_done=on_done,
         )
-        self._transfer = self._transfers.submit(plan, PeerChannel(self.send))
+        self._transfer = self._transfers.submit(plan, PeerChannel(send))
 
     def _segment(self, rank: int, layer: int) -> Segment:
         return Segment(rank, layer, WeightRows(self._layers, layer, self._memory.weight_order), round=layer)

@@ -98,11 +98,11 @@ class PipelineTraffic:
             self._take(key, parts)
 
     def _start(self, movement: _Movement) -> None:
-        self._movement, mover, run = movement, movement.mover, movement.run
-        mover.send = lambda rank, parts: run.send(rank, PIECE, [movement.id, *parts])
-        mover.on_done = lambda: self._settled(movement)
+        self._movement, run = movement, movement.run
         movement.lane.note_settled(False)
-        mover.start()
+        movement.mover.start(
+            lambda rank, parts: run.send(rank, PIECE, [movement.id, *parts]), lambda: self._settled(movement)
+        )
 
     def undo_return(self, plan_id: str) -> None:
         """Where weights were coming back for this plan: they do not, and memory is the pipeline's again."""

@@ -9,7 +9,6 @@ from pengserve.planners.types.directory import GroupSpec, PeerDirectory
 from pengserve.planners.types.errors import LinkLostError, StepError
 from pengserve.planners.types.ids import NO_VERSION, InstanceKey
 from pengserve.planners.types.layout import Group
-from pengserve.planners.types.plans import SwitchPlan
 from pengserve.replicas.switching.member import Member
 from pengserve.replicas.switching.step_thread import Submit
 
@@ -31,10 +30,6 @@ class Wiring:
         if directory.version > self._directory.version:
             self._directory = directory
             threading.Thread(target=self._build, args=(directory,), name="connect", daemon=True).start()
-
-    def spec(self, plan: SwitchPlan) -> GroupSpec:
-        """The group that `plan` is about. Raises StepError as `spec_of`."""
-        return self.spec_of(plan.group, plan.members)
 
     def spec_of(self, group: Group, members: tuple[InstanceKey, ...]) -> GroupSpec:
         """The group of exactly these instances, each with its incarnation.

@@ -114,7 +114,7 @@ class Merge(Change[MergeMet, MergeWave, MergeDone]):
     def commit(self) -> SwitchReport:
         lanes = self._member.lanes
         if self._leads:
-            self._lane.num_lendable = self._num_lendable - self._lane.num_held
+            self._lane.may_hold(self._num_lendable)
         lanes.enter(self._lane, self.run)
         num_redirected = send_rest(self._member, self._plan.leader, {r.request_id for r in self._paused()})
         self._running_group.begin(self.run)

@@ -123,9 +123,10 @@ def run(members: list[Member], parts: list[Any], seed: int) -> list[int]:
     """Lets members send and hear in a random order, until nobody has anything left; ranks that said they were done."""
     source, done, queues = random.Random(seed), [], [[] for _ in parts]
     for rank, part in enumerate(parts):
-        part.on_done = lambda rank=rank: done.append(rank)
-        part.send = lambda to, data, rank=rank: queues[to].append((rank, [bytearray(bytes(p)) for p in data]))
-        part.start()
+        part.start(
+            lambda to, data, rank=rank: queues[to].append((rank, [bytearray(bytes(p)) for p in data])),
+            lambda rank=rank: done.append(rank),
+        )
     while any(member.lanes.transfers.is_busy for member in members) or any(queues):
         rank = source.randrange(len(parts))
         if queues[rank] and source.random() < 0.5:

@@ -50,6 +50,9 @@ class FakeLane:
     def knows(self, request_id: str) -> bool:
         return request_id in self.running_ids
 
+    def may_hold(self, num_blocks: int) -> None:
+        self.num_lendable = num_blocks
+
     def hold(self, is_held: bool) -> None:
         self.is_held = is_held
 
