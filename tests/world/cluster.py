@@ -82,7 +82,9 @@ class WorldCluster:
     def connector(self, ingress: str) -> Connect:
         """How that ingress opens channels."""
 
-        async def connect(endpoint: str, *, token: str, client_id: str, timeout_s: float) -> InstanceLink:
+        async def connect(
+            endpoint: str, *, token: str, client_id: str, fingerprint: str, timeout_s: float
+        ) -> InstanceLink:
             self.chaos.reach("ingress.connect")
             node, _, _ = endpoint.partition(":")
             try:
@@ -157,6 +159,9 @@ class WorldPort:
     async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
         self._chaos.reach("port.drain")
         return await (await self._reach(key)).drain(timeout_s, self._term.number)
+
+    async def retire(self, key: InstanceKey, timeout_s: float) -> bool:
+        raise AssertionError("all worlds have one configuration")
 
     async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
         self._chaos.reach("port.connect")
