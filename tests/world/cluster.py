@@ -161,7 +161,7 @@ class WorldPort:
         return await (await self._reach(key)).drain(timeout_s, self._term.number)
 
     async def retire(self, key: InstanceKey, timeout_s: float) -> bool:
-        raise AssertionError("there is one configuration")
+        raise AssertionError("all worlds have one configuration")
 
     async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
         self._chaos.reach("port.connect")
