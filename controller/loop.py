@@ -68,6 +68,7 @@ class Controller:
         self._port, self._log = port, log
         self._term = term or Term(LocalTermStore())
         self._looked_s = clock()  # for a newer term
+        self._life: asyncio.Task[None] | None = None  # shows in the store of terms that this controller acts
         self._clock = clock
         self._started_s = wall_clock()
         self._started_clock_s = clock()
@@ -198,6 +199,11 @@ class Controller:
                 return False
         return self._drain_errors == errors_before
 
+    @property
+    def is_superseded(self) -> bool:
+        """Whether it has ended because a controller of a newer term has taken over."""
+        return bool(self._successor)
+
     async def stop(self) -> None:
         """Ends the loop. Instances live on, for the next controller or until their lease ends."""
         await self._end("asked to", "the controller was stopped")
@@ -217,6 +223,8 @@ class Controller:
             self._news.set()
             await self._coordinator.close(why_no_switch)
             await self._calls.close()
+            if self._life is not None:
+                self._life.cancel()
             self._log.append([Change(kind=EventKind.CONTROLLER_STOP, span=self._span, why=why)])
             self._log.close()
 
@@ -314,10 +322,10 @@ class Controller:
     async def _act(self, now_s: float) -> None:
         actions = transitions.plan(self._ready_state(), now_s)
         if actions.kills or actions.replace is not None or now_s - self._looked_s > _TERM_PERIOD_S:
-            async with asyncio.timeout(_TERM_TIMEOUT_S):
-                await self._term.look()
-            self._looked_s = now_s
+            may_act = await self._is_newest(now_s)
             actions = transitions.plan(self._ready_state(), now_s)  # `drain` may have run meanwhile
+            if not may_act:
+                actions = replace(actions, kills=(), replace=None)
         if self._term.is_over:
             self._news.set()  # `run` ends the loop
             return
@@ -342,6 +350,29 @@ class Controller:
             for instance_id in plan.slots:
                 key = self._ready_state().slots[instance_id].key
                 self._begin(Call.CREATE, key, self._port.create, _CREATE_TIMEOUT_S)
+
+    async def _is_newest(self, now_s: float) -> bool:
+        """Whether the store of terms knows no newer controller; False also where it does not answer."""
+        try:
+            async with asyncio.timeout(_TERM_TIMEOUT_S):
+                await self._term.look()
+        except Exception as error:
+            why = str(error) or "no answer"
+            logger.warning("nothing is created or killed until the store of terms answers: %s", why)
+            return False
+        self._looked_s = now_s
+        if self._term.is_over:
+            return False
+        if self._life is None or self._life.done():
+            self._life = asyncio.get_running_loop().create_task(self._show_life(), name="sign of life")
+        return True
+
+    async def _show_life(self) -> None:
+        try:
+            async with asyncio.timeout(_TERM_TIMEOUT_S):
+                await self._term.show_life()
+        except Exception as error:
+            logger.info("no sign of life could be left in the store of terms: %s", error or "no answer")
 
     def _connect(self) -> None:
         """Tells its peers to each READY instance that has not heard of the newest directory."""

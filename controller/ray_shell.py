@@ -5,7 +5,7 @@ Names in the cluster, all in namespace "pengserve":
     actor, its        pengserve:{app}:instance:{instance_id}.{incarnation}:{fingerprint of the configuration}
     placement group   the same
     key-value store   pengserve:{app}:instance:{instance_id} -> the name of the slot's newest life
-                      pengserve:{app}:term:{number} -> nothing; the terms of controllers (ray_terms.py)
+                      pengserve:{app}:term:{number} -> 1; the terms of controllers (ray_terms.py)
                       pengserve:{app}:fingerprint -> that of the controller that recovered last
                       pengserve:{app}:channel-token -> the shared secret of the application's request channels
 
@@ -44,6 +44,7 @@ from pengserve.controller.line_file import FileLimits
 from pengserve.controller.loop import Controller
 from pengserve.controller.ports import Discovery, StatusCall
 from pengserve.controller.ray_terms import RayTermStore
+from pengserve.controller.succession import Succession
 from pengserve.controller.terms import Term
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.directory import PeerDirectory
@@ -277,51 +278,58 @@ class ControllerActor:
         self, config: ControllerConfig, instance_config: Any, actor_class: type, actor_env: Mapping[str, str]
     ) -> None:
         spare_the_loop()
-        term = Term(RayTermStore(config.app, NAMESPACE))
-        port = RayPort(config, instance_config, actor_class, actor_env, term)
-        self._controller = Controller(config, port, _event_log(config), term)
+        store = RayTermStore(config.app, NAMESPACE)
+
+        def make() -> Controller:
+            term = Term(store)
+            port = RayPort(config, instance_config, actor_class, actor_env, term)
+            return Controller(config, port, _event_log(config), term)
+
+        self._succession = Succession(make, store)
         # Ray runs the constructor of an async actor on the actor's event loop.
-        self._loop = asyncio.get_running_loop().create_task(self._controller.run(), name="control loop")
+        self._loop = asyncio.get_running_loop().create_task(self._succession.run(), name="control loop")
 
     async def routing(self, known_version: Version = NO_VERSION, timeout_s: float = 10.0) -> RoutingTable:
         """The routing table: at once if newer than `known_version`, else when it changes or at the time-out."""
-        return await self._controller.routing(known_version, timeout_s)
+        return await self._succession.current.routing(known_version, timeout_s)
 
     async def snapshot(self) -> ClusterSnapshot:
         """The cluster as of the last tick."""
-        await self._controller.recovered(_RECOVERY_TIMEOUT_S)
-        return self._controller.snapshot()
+        await self._succession.current.recovered(_RECOVERY_TIMEOUT_S)
+        return self._succession.current.snapshot()
 
     async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
         """At most `limit` events with a number above `after`, the oldest first."""
-        return self._controller.events(after, limit)
+        return self._succession.current.events(after, limit)
 
     async def report_lost(self, key: InstanceKey, why: str) -> None:
         """An ingress lost its link to `key`: the controller looks at once."""
-        self._controller.report_lost(key, why)
+        self._succession.current.report_lost(key, why)
 
     async def report_demand(self, client_id: str, demand: Demand) -> None:
         """What the ingress `client_id` wants and has not got; a wish that needs another layout is looked at at once."""
-        self._controller.report_demand(client_id, demand)
+        self._succession.current.report_demand(client_id, demand)
 
     async def set_layout(self, target: LayoutTarget) -> None:
         """Changes the layout to `target` and keeps it; returns before that has happened. Raises PlanError."""
-        await self._controller.recovered(_RECOVERY_TIMEOUT_S)
-        self._controller.set_layout(target)
+        await self._succession.current.recovered(_RECOVERY_TIMEOUT_S)
+        self._succession.current.set_layout(target)
 
     async def auto_layout(self) -> None:
         """Lets the merge planner decide about the layout again."""
-        self._controller.auto_layout()
+        self._succession.current.auto_layout()
 
     async def drain(self, timeout_s: float) -> bool:
         """Drains and ends all instances; True where all had finished. Call it before the application is deleted."""
-        await self._controller.recovered(_RECOVERY_TIMEOUT_S)
-        return await self._controller.drain(timeout_s)
+        await self._succession.current.recovered(_RECOVERY_TIMEOUT_S)
+        return await self._succession.current.drain(timeout_s)
 
     async def shutdown(self) -> None:
         """Ends the control loop. Instances live on for the next controller, or until their lease ends."""
-        await self._controller.stop()
-        await self._loop
+        await self._succession.current.stop()
+        if self._succession.current.is_superseded:
+            self._loop.cancel()  # it stands by
+        await asyncio.gather(self._loop, return_exceptions=True)
 
 
 def _event_log(config: ControllerConfig) -> EventLog:

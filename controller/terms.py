@@ -19,12 +19,20 @@ class TermStore(Protocol):
         """The highest number that was claimed; 0 where none was."""
         ...
 
+    async def live(self, sign: str) -> None:
+        """The newest controller still acts: keeps `sign`, which differs from the one before."""
+        ...
+
+    async def sign_of_life(self) -> str:
+        """The newest sign that was kept; empty where there is none."""
+        ...
+
 
 class LocalTermStore:
     """A `TermStore` for controllers of one process, one after the other or side by side."""
 
     def __init__(self) -> None:
-        self._newest = 0
+        self._newest, self._sign = 0, ""
 
     async def claim(self, above: int) -> int:
         """The next number."""
@@ -35,6 +43,14 @@ class LocalTermStore:
         """The highest number so far."""
         return self._newest
 
+    async def live(self, sign: str) -> None:
+        """Keeps the sign."""
+        self._sign = sign
+
+    async def sign_of_life(self) -> str:
+        """The newest sign."""
+        return self._sign
+
 
 class Term:
     """One controller's term, and the highest that it has heard of. Its port sends `number` with every call."""
@@ -43,6 +59,7 @@ class Term:
         self._store = store
         self.number = 0  # 0: none is taken yet
         self.newest = 0
+        self._num_signs = 0
 
     @property
     def is_over(self) -> bool:
@@ -63,6 +80,11 @@ class Term:
     async def look(self) -> None:
         """Asks the store which term is the newest."""
         self.hear(await self._store.newest())
+
+    async def show_life(self) -> None:
+        """Shows in the store that this controller acts."""
+        self._num_signs += 1
+        await self._store.live(f"{self.number}.{self._num_signs}")
 
     def hear(self, number: int) -> None:
         """A controller of that term has called an instance, or has been seen in the store."""

@@ -128,6 +128,15 @@ class WorldTermStore:
         self._cluster.chaos.reach("terms.newest")
         return found
 
+    async def live(self, sign: str) -> None:
+        await self._cluster.chaos.ray()
+        await self._cluster.terms.live(sign)
+
+    async def sign_of_life(self) -> str:
+        found = await self._cluster.terms.sign_of_life()
+        await self._cluster.chaos.ray()
+        return found
+
 
 class WorldPort:
     """One controller's `ReplicaPort`."""

@@ -8,6 +8,7 @@ from pengserve.cluster.ingress.routes import CalledSource
 from pengserve.controller.events import EventLog
 from pengserve.controller.line_file import FileLimits
 from pengserve.controller.loop import Controller
+from pengserve.controller.succession import Succession
 from pengserve.controller.terms import Term
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import EngineError
@@ -18,38 +19,49 @@ LOG_LIMITS = FileLimits(max_bytes=20_000, num_older=2)
 
 
 class ControllerProcess:
-    """One controller, from its start to its death."""
+    """A process that runs controllers, from its start to its death."""
 
     def __init__(self, config: ControllerConfig, cluster: WorldCluster, log_path: Path) -> None:
-        chaos = cluster.chaos
-        loop = asyncio.get_running_loop()
-        self.term = Term(WorldTermStore(cluster))
-        log = EventLog(
-            str(log_path), limits=LOG_LIMITS, wall_clock=chaos.wall_clock, clock=loop.time, write=chaos.write
-        )
-        port = WorldPort(cluster, self.term)
-        self.controller = Controller(config, port, log, self.term, clock=loop.time, wall_clock=chaos.wall_clock)
+        chaos, loop = cluster.chaos, asyncio.get_running_loop()
+        store = WorldTermStore(cluster)
+        self._logs: list[EventLog] = []
+
+        def make() -> Controller:
+            term = Term(store)
+            log = EventLog(
+                str(log_path), limits=LOG_LIMITS, wall_clock=chaos.wall_clock, clock=loop.time, write=chaos.write
+            )
+            self._logs.append(log)
+            port = WorldPort(cluster, term)
+            return Controller(config, port, log, term, clock=loop.time, wall_clock=chaos.wall_clock)
+
+        self._succession = Succession(make, store, clock=loop.time)
         self.is_alive = True
-        self._log = log
-        self._loop = loop.create_task(self.controller.run(), name="control loop")
+        self._loop = loop.create_task(self._succession.run(), name="control loop")
 
     @property
-    def has_stopped(self) -> bool:
-        """Whether the loop has ended by itself."""
-        return self._loop.done()
+    def controller(self) -> Controller:
+        """The one that acts, or that stands by."""
+        return self._succession.current
+
+    @property
+    def acts(self) -> bool:
+        """Whether it controls the cluster, as far as it knows."""
+        return self.is_alive and not self.controller.is_superseded
 
     @property
     def num_stops(self) -> int:
-        """How often it has said that it ends."""
+        """How often its newest controller has said that it ends."""
+        span = self.controller._span
         events = self.controller.events(limit=1 << 20)
-        span = f"controller:{self.controller._started_s:.3f}"
         return sum(event.kind is EventKind.CONTROLLER_STOP and event.span == span for event in events)
 
     async def kill(self) -> None:
         """SIGKILL: not a word more, in the log either."""
         if self.is_alive:
             self.is_alive = False
-            self._log.close()
+            for log in self._logs:
+                log.close()
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
             await self.controller._coordinator.close()

@@ -31,13 +31,13 @@ def unfinished(world: "World") -> Iterator[str]:
 
 
 def _controllers(world: "World") -> Iterator[str]:
-    acting = [process for process in world.controllers.living() if not process.has_stopped]
+    acting = [process for process in world.controllers.living() if process.acts]
     if len(acting) != 1:
         yield f"{len(acting)} controllers act"
         return
-    for process in world.controllers.all:
-        if process.has_stopped and process.is_alive and process.num_stops != 1:
-            yield f"controller {process.term.number} said {process.num_stops} times that it stops"
+    for process in world.controllers.living():
+        if not process.acts and process.num_stops != 1:
+            yield f"a controller said {process.num_stops} times that it stops"
     try:
         state = acting[0].controller.state()
     except EngineError as error:

@@ -73,6 +73,15 @@ def test_of_two_controllers_one_is_left_and_nothing_is_done_twice() -> None:
     assert not breaks(MANY_STREAMS, slow, second, *crashes(5.1))
 
 
+def test_a_controller_that_gave_way_takes_over_again_when_its_successor_has_died() -> None:
+    """The one with the newest term was killed, and the other one, which Serve kept, had ended its loop for good."""
+    second, third = (
+        Fault(at_s=5.0, kind=Kind.SECOND_CONTROLLER, seconds=3.0),
+        Fault(at_s=5.6, kind=Kind.SECOND_CONTROLLER, seconds=0.5),
+    )
+    assert not breaks(MANY_STREAMS, exception(4.9, "terms.claim"), second, third, *crashes(8.0))
+
+
 def test_a_controller_comes_back_on_a_full_disk_with_a_torn_log() -> None:
     torn = Fault(at_s=6.0, kind=Kind.TORN_LINE, target=40)
     full = Fault(at_s=6.0, kind=Kind.FULL_DISK, target=30, seconds=12.0)

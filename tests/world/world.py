@@ -21,7 +21,7 @@ from tests.world.ingress import IngressProcess
 from tests.world.instance import DEGREES
 from tests.world.laws import broken_at_the_end, unfinished
 
-REST_S = 60.0  # after which a healed world must be at rest
+REST_S = 100.0  # after which a healed world must be at rest
 LOOK_S = 1.0
 QUIET_LOOKS = 3  # in a row
 
