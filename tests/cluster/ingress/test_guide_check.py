@@ -82,6 +82,13 @@ async def longest_silence(work: Any) -> float:
     return worst_s
 
 
+def test_what_needs_no_compiling_starts_no_process(loop: asyncio.AbstractEventLoop) -> None:
+    idle = GuideChecker(alphabet, CPU_S)
+    loop.run_until_complete(idle.check(Params(json_object=True)))
+    assert not children()
+    idle.close()
+
+
 def test_what_compiles_passes(loop: asyncio.AbstractEventLoop, checker: GuideChecker) -> None:
     async def run() -> None:
         await checker.check(Params(json={"type": "object", "properties": {"a": {"enum": ["x", "y"]}}}))
@@ -107,9 +114,10 @@ def test_what_compiles_passes(loop: asyncio.AbstractEventLoop, checker: GuideChe
         {"grammar": "root ::= "},
         {"structural_tag": '{"type": "structural_tag", "format": {"type": "strange"}}'},
         {"structural_tag": "[]"},
+        {"grammar": "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000},
         {"structural_tag": REFUSED_WITH_A_CACHE},
     ],
-    ids=str,
+    ids=lambda guide: str(guide)[:40],
 )
 def test_what_does_not_compile_is_refused(
     loop: asyncio.AbstractEventLoop, checker: GuideChecker, guide: dict[str, Any]
