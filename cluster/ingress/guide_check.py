@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 import socket
 import subprocess
 import sys
@@ -36,6 +37,9 @@ MAX_WAITING = 32  # guides that wait for their turn; beyond, requests with a new
 START_TIMEOUT_S = 120.0  # importing xgrammar, on a slow machine
 RETRY_AFTER_S = 2
 
+UNKNOWN_TO_XGRAMMAR = "xgrammar, the library that guides answers, does not handle this combination"
+
+_PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: ")  # in xgrammar's own source
 _KINDS = {
     StructuredOutputOptions.JSON: "json",
     StructuredOutputOptions.REGEX: "regex",
@@ -134,7 +138,9 @@ class GuideChecker:
                 f" {COMPILE_MEMORY_BYTES >> 20} MiB of memory to compile: make it smaller."
             )
         if verdict["error"]:
-            return f"The schema, pattern or grammar cannot be compiled: {verdict['error']}"
+            why = _PLACE.sub("", verdict["error"]).strip()
+            why = UNKNOWN_TO_XGRAMMAR if why.startswith("Check failed") else why
+            return f"The schema, pattern or grammar cannot be compiled: {why.rstrip('.')}."
         return ""
 
 
