@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 import socket
 import subprocess
 import sys
@@ -36,6 +37,9 @@ MAX_WAITING = 32  # guides that wait for their turn; beyond, requests with a new
 START_TIMEOUT_S = 120.0  # importing xgrammar, on a slow machine
 RETRY_AFTER_S = 2
 
+UNKNOWN_TO_XGRAMMAR = "xgrammar, the library that guides answers, does not handle this combination"
+
+_PLACE = re.compile(r"\[[\d:]+\] \S+:\d+: ")  # in xgrammar's own source
 _KINDS = {
     StructuredOutputOptions.JSON: "json",
     StructuredOutputOptions.REGEX: "regex",
@@ -93,8 +97,13 @@ class GuideChecker:
                     RETRY_AFTER_S,
                 )
             task = self._running[digest] = asyncio.create_task(self._judge(digest, guide))
-            task.add_done_callback(lambda _: self._running.pop(digest, None))
+            task.add_done_callback(lambda done: self._forget(digest, done))
         return await asyncio.shield(task)  # it goes on for others that ask the same when this client leaves
+
+    def _forget(self, digest: bytes, task: "asyncio.Task[str]") -> None:
+        del self._running[digest]
+        if not task.cancelled():
+            task.exception()  # looked at, as the clients that wait for it may all have left
 
     async def _judge(self, digest: bytes, guide: Guide) -> str:
         async with self._turn:
@@ -126,10 +135,12 @@ class GuideChecker:
         if verdict["over_limit"]:
             return (
                 f"The schema, pattern or grammar takes more than {self._cpu_s:g} s of processor time or"
-                f" {COMPILE_MEMORY_BYTES >> 30} GiB of memory to compile: make it smaller."
+                f" {COMPILE_MEMORY_BYTES >> 20} MiB of memory to compile: make it smaller."
             )
         if verdict["error"]:
-            return f"The schema, pattern or grammar cannot be compiled: {verdict['error']}"
+            why = _PLACE.sub("", verdict["error"]).strip()
+            why = UNKNOWN_TO_XGRAMMAR if why.startswith("Check failed") else why
+            return f"The schema, pattern or grammar cannot be compiled: {why.rstrip('.')}."
         return ""
 
 

@@ -22,7 +22,8 @@ from pengserve.replicas.parent_death import signal_when_parent_ends
 
 NICENESS = 10  # streams of this machine come first
 COMPILE_WALL_S = 60.0  # a fork that waits for memory or the processor ends as well
-COMPILE_MEMORY_BYTES = 1 << 30  # beyond what the process has mapped already
+COMPILE_MEMORY_BYTES = 512 << 20  # beyond what the process has mapped already
+COMPILE_STACK_BYTES = 4 << 20  # half of what a thread of an instance has: nesting that overflows it ends here
 MAX_ERROR_CHARS = 400
 
 _LENGTH = struct.Struct(">I")
@@ -140,6 +141,7 @@ def _limit_this_process(cpu_s: float) -> None:
         mapped_bytes = int(statm.read().split()[0]) * resource.getpagesize()
     most_bytes = mapped_bytes + COMPILE_MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+    resource.setrlimit(resource.RLIMIT_STACK, (COMPILE_STACK_BYTES, COMPILE_STACK_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     whole_s = int(cpu_s) + 1  # the timer below is exact
     resource.setrlimit(resource.RLIMIT_CPU, (whole_s, whole_s))

@@ -43,15 +43,22 @@ async def send(host: str, port: int, request: HostileRequest, timeout_s: float) 
                 await writer.drain()
                 if request.kind == "half body":
                     writer.write_eof()
+            answer = b""
             try:
-                head = await reader.read(READ_BYTES)
-                while await reader.read(READ_BYTES):
-                    pass
+                while chunk := await reader.read(READ_BYTES):
+                    answer = answer if len(answer) > READ_BYTES else answer + chunk
             except ConnectionError:
-                return None
+                return _status(answer)
         finally:
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
-    fields = head.split(b" ", 2)
-    return int(fields[1]) if head.startswith(b"HTTP/") and fields[1].isdigit() else None
+    return _status(answer)
+
+
+def _status(answer: bytes) -> int | None:
+    """The status of the final answer, after `100 Continue` and its like; None where there is none."""
+    while answer.startswith(b"HTTP/1.1 1"):
+        answer = answer.partition(b"\r\n\r\n")[2]
+    fields = answer.split(b" ", 2)
+    return int(fields[1]) if answer.startswith(b"HTTP/") and len(fields) > 1 and fields[1].isdigit() else None

@@ -14,8 +14,6 @@ class LoopLag:
 
     def __init__(self) -> None:
         self.worst_s = 0.0
-        self.during: str = ""  # what was under way at the worst
-        self.now: str = ""
         self._task: asyncio.Task[None] | None = None
 
     def around(self, app: Any) -> Any:
@@ -40,6 +38,4 @@ class LoopLag:
         while True:
             await asyncio.sleep(PERIOD_S)
             now_s = time.thread_time()
-            if now_s - last_s > self.worst_s:
-                self.worst_s, self.during = now_s - last_s, self.now
-            last_s = now_s
+            self.worst_s, last_s = max(self.worst_s, now_s - last_s), now_s

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -82,6 +83,13 @@ async def longest_silence(work: Any) -> float:
     return worst_s
 
 
+def test_what_needs_no_compiling_starts_no_process(loop: asyncio.AbstractEventLoop) -> None:
+    idle = GuideChecker(alphabet, CPU_S)
+    loop.run_until_complete(idle.check(Params(json_object=True)))
+    assert not children()
+    idle.close()
+
+
 def test_what_compiles_passes(loop: asyncio.AbstractEventLoop, checker: GuideChecker) -> None:
     async def run() -> None:
         await checker.check(Params(json={"type": "object", "properties": {"a": {"enum": ["x", "y"]}}}))
@@ -107,16 +115,18 @@ def test_what_compiles_passes(loop: asyncio.AbstractEventLoop, checker: GuideChe
         {"grammar": "root ::= "},
         {"structural_tag": '{"type": "structural_tag", "format": {"type": "strange"}}'},
         {"structural_tag": "[]"},
+        {"grammar": "root ::= " + "(" * 30_000 + '"a"' + ")" * 30_000},
         {"structural_tag": REFUSED_WITH_A_CACHE},
     ],
-    ids=str,
+    ids=lambda guide: str(guide)[:40],
 )
 def test_what_does_not_compile_is_refused(
     loop: asyncio.AbstractEventLoop, checker: GuideChecker, guide: dict[str, Any]
 ) -> None:
     for _ in range(2):  # the second time from memory
-        with pytest.raises(VLLMClientError, match="cannot be compiled"):
+        with pytest.raises(VLLMClientError, match="cannot be compiled") as refused:
             loop.run_until_complete(checker.check(Params(**guide)))
+        assert not re.search(r"/project/|\.cc:|Check failed|\d\d:\d\d:\d\d", str(refused.value.args[0]))
 
 
 def test_a_costly_guide_ends_its_fork_and_holds_no_stream_up(

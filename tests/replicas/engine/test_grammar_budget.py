@@ -1,13 +1,19 @@
 """Laws of the budget: a costly grammar is used up soon and costs nothing more; an ordinary one never is."""
 
+import time
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
 import pytest
 
 pytest.importorskip("vllm")
-from pengserve.replicas.engine.grammar_budget import BURST_S, LEAST_S, BudgetedGrammar
+import xgrammar
+from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
+
+from pengserve.replicas.engine.grammar_budget import BURST_S, LEAST_S, BudgetedGrammar, bound_grammars
 from pengserve.replicas.engine.vllm_seam import StructuredOutputGrammar
+from tests.support.speed import slowness
 
 
 class Clocked(StructuredOutputGrammar):
@@ -113,3 +119,37 @@ def test_a_grammar_that_ended_no_longer_counts() -> None:
     assert len(alive) == 50
     del steps.grammars[1:]
     assert len(alive) == 1
+
+
+def real_grammar(ebnf: str) -> BudgetedGrammar:
+    """A grammar of xgrammar's over single characters, as an engine makes it."""
+    vocabulary = [chr(code) for code in range(97, 123)] + ["</s>"]
+    info = xgrammar.TokenizerInfo(vocabulary, stop_token_ids=[len(vocabulary) - 1])
+    compiled = xgrammar.GrammarCompiler(info, max_threads=1).compile_grammar(ebnf)
+    made = XgrammarGrammar(matcher=xgrammar.GrammarMatcher(compiled), vocab_size=len(vocabulary), ctx=compiled)
+    manager = SimpleNamespace(_create_grammar=lambda request: made)
+    bound_grammars(manager)
+    grammar: BudgetedGrammar = manager._create_grammar(None)
+    return grammar
+
+
+def accepted_tokens(grammar: BudgetedGrammar, most: int) -> int:
+    """How many times the grammar takes an `a`."""
+    mask = xgrammar.allocate_token_bitmask(1, 27)
+    for count in range(most):
+        grammar.fill_bitmask(mask, 0)
+        if not grammar.accept_tokens("r", [0]):
+            return count
+    return most
+
+
+@pytest.mark.slow
+def test_an_ambiguous_grammar_of_xgrammar_is_used_up_and_a_plain_one_is_not() -> None:
+    ambiguous = real_grammar('root ::= a\na ::= a a | a b | b a | ""\nb ::= "x" b | a | "a"')
+    start_s = time.thread_time()
+    assert accepted_tokens(ambiguous, 600) < 600
+    assert ambiguous.is_used_up
+    assert time.thread_time() - start_s < 5.0 * slowness(), "600 tokens would take minutes"
+    plain = real_grammar("root ::= [a-z]{1,900}")
+    assert accepted_tokens(plain, 600) == 600
+    assert not plain.is_used_up
