@@ -80,6 +80,10 @@ class Transfer:
         self._outgoing = deque(_Flow(segment, segment.rows.cells) for segment in outgoing)
         coming = [segment for segment in plan.incoming if segment.rows.num_rows]
         self._incoming = {(s.peer, s.layer): _Flow(s, s.rows.cells) for s in coming}
+        if len(self._incoming) < len(coming):
+            raise ValueError(
+                f"two segments of {plan.what} come from one member for one layer: nothing tells them apart"
+            )
         self._unsent = Counter(segment.layer for segment in plan.outgoing)  # segments by layer
         self._unwritten = Counter(segment.layer for segment in coming)
         self._waiting: list[_Waiting] = []
@@ -193,20 +197,21 @@ class Transfer:
         """Takes a piece that another member sent over a `PeerChannel`.
 
         Raises:
-            EngineError: it is none of this transfer's.
+            EngineError, ValueError: it is none of this transfer's.
         """
-        what, header = self.plan.what, read_header(parts[0])
+        head, data = parts
+        what, header = self.plan.what, read_header(head)
         flow = self._incoming.get((peer, header.layer))
         stray = f"rank {peer} sent {what} of layer {header.layer} that does not belong here"
         if flow is None or self._is_over:
             raise EngineError(stray)
-        rows, num_bytes = flow.segment.rows, memoryview(parts[1]).nbytes
+        rows, num_bytes = flow.segment.rows, memoryview(data).nbytes
         if header.form != rows.form:
             raise EngineError(f"rank {peer} packs {what} in another way: run one kind of CPU, one PyTorch")
         count, rest = divmod(num_bytes, rows.row_bytes)
         if rest or not count or header.first < 0 or header.first + count > rows.num_rows or count > flow.num_left:
             raise EngineError(stray)
-        self._take(flow, header.first, torch.frombuffer(parts[1], dtype=torch.uint8))
+        self._take(flow, header.first, torch.frombuffer(data, dtype=torch.uint8))
         self._finish()
 
     def _take(self, flow: _Flow, first: int, data: torch.Tensor) -> None:

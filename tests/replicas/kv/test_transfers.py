@@ -237,6 +237,18 @@ def test_bytes_in_another_order_are_refused(rooms: list[Room]) -> None:
         transfer.receive(1, [b"0 0 4", bytearray(10)])
 
 
+def test_a_message_of_other_parts_and_a_plan_of_two_equal_names_are_refused(rooms: list[Room]) -> None:
+    room = rooms[0]
+    segment = Segment(1, 0, room.rows(0, [5]))
+    with pytest.raises(ValueError, match="two segments of KV"):
+        room.transfers.submit(room.plan([], [segment, Segment(1, 0, room.rows(0, [6]))]), deliver_to(rooms, 0))
+    transfer = room.transfers.submit(room.plan([], [segment]), deliver_to(rooms, 0))
+    for parts in ([], [b"0 0 0"], [b"0 0 0", bytearray(BLOCK), b""]):
+        with pytest.raises(ValueError, match="unpack"):
+            transfer.receive(1, parts)
+    assert room.ledger.num_in_flight == 1
+
+
 @pytest.mark.parametrize("has_handler", [True, False])
 def test_a_peer_that_is_gone_ends_its_transfer_alone(rooms: list[Room], has_handler: bool) -> None:
     room, told = rooms[0], []
