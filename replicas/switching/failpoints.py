@@ -11,7 +11,7 @@ PENGSERVE_TEST_FAILPOINT names a file. While it holds "wave:kill", the process e
     met         a follower has said what it brings
     wave        KV is about to move
     waved       KV has moved; no ingress and no scheduler has been told
-    committing  the leader is about to say COMMIT
+    committing  the leader is about to say Commit
     committed   the leader has said it, or a follower has heard it; the shape has not changed
 """
 
