@@ -3,8 +3,8 @@
     python deploy/install.py .venv/bin/python requirements-cpu.txt
     python deploy/install.py --renew-hashes .venv/bin/python requirements-cpu.txt
 
-Each pin has the hash of its wheel for Python 3.11 on Linux x86-64: another file of the same version is refused. On
-other Pythons, and with `--without-hashes`, the versions alone count.
+A pin has the hash of its wheel for Python 3.11 on Linux x86-64: another file of the same version is refused. Those of
+`UNHASHED` have none. On other Pythons, and with `--without-hashes`, the versions alone count.
 
 Standard library only: it runs before anything is installed. On a terminal one line is redrawn; elsewhere a line is
 printed every few seconds, so that a log never stands still.
@@ -18,10 +18,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 HASHED_PYTHON = (3, 11)
+UNHASHED = frozenset({"torch"})  # indexes have builds of their own under one version
 PERIOD_S = 4.0  # between lines where the output is no terminal
 REDRAW_S = 0.5
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)==")
@@ -79,12 +80,10 @@ def without_hashes(lines: Iterable[str]) -> list[str]:
 def install(python: str, requirements: Path, *, with_hashes: bool = True) -> int:
     """Runs pip; its exit code. Its output is shown where it fails."""
     lines = requirements.read_text().splitlines()
-    if with_hashes and _ask(python, "import sys; print(sys.version_info[:2])") == str(HASHED_PYTHON):
-        return _install(python, requirements, len(required(lines)), "--require-hashes")
-    with tempfile.TemporaryDirectory() as directory:
-        plain = Path(directory, requirements.name)
-        plain.write_text("\n".join(without_hashes(lines)) + "\n")
-        return _install(python, plain, len(required(lines)))
+    if not with_hashes or _ask(python, "import sys; print(sys.version_info[:2])") != str(HASHED_PYTHON):
+        return _install(python, without_hashes(lines))
+    hashed = [line for line in lines if _HASHES.search(line)]
+    return _install(python, hashed, "--require-hashes") or _install(python, without_hashes(lines))
 
 
 def renew_hashes(python: str, requirements: Path) -> None:
@@ -100,16 +99,22 @@ def renew_hashes(python: str, requirements: Path) -> None:
             for item in json.loads(report.read_text())["install"]
         }
     for index, line in enumerate(lines):
-        if match := _REQUIREMENT.match(line):
+        if (match := _REQUIREMENT.match(line)) and match[1] not in UNHASHED:
             lines[index] = f"{line} --hash=sha256:{hashes[_normal(match[1])]}"
     requirements.write_text("\n".join(lines) + "\n")
 
 
-def _install(python: str, requirements: Path, num_packages: int, *options: str) -> int:
-    progress = Progress(num_packages, Path(_ask(python, "import sysconfig; print(sysconfig.get_paths()['purelib'])")))
-    with subprocess.Popen(
-        [*_pip(python), *options, "-r", str(requirements)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as pip:
+def _install(python: str, lines: Sequence[str], *options: str) -> int:
+    """Installs what is missing of `lines`."""
+    site_packages = Path(_ask(python, "import sysconfig; print(sysconfig.get_paths()['purelib'])"))
+    with tempfile.TemporaryDirectory() as directory:
+        pins = Path(directory, "requirements.txt")
+        pins.write_text("\n".join(lines) + "\n")
+        return _run_pip([*_pip(python), *options, "-r", str(pins)], Progress(len(required(lines)), site_packages))
+
+
+def _run_pip(command: Sequence[str], progress: Progress) -> int:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         assert pip.stdout is not None
         output: list[str] = []
         over = threading.Event()

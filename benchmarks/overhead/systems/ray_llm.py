@@ -60,7 +60,7 @@ def make_environment() -> Path:
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     for command in (
         [sys.executable, "-m", "venv", str(ENVIRONMENT_FOLDER)],
-        [*pip, "--no-deps", "-r", str(ROOT / "requirements-cpu.txt")],
+        [sys.executable, str(ROOT / "deploy" / "install.py"), str(python), str(ROOT / "requirements-cpu.txt")],
         [*pip, *EXTRA_PACKAGES],
     ):
         subprocess.run(command, check=True, timeout=1800)
