@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 from pengserve.planners.types.config import InstanceConfig
@@ -17,8 +18,11 @@ from pengserve.replicas.engine.lanes import Lanes
 from pengserve.replicas.engine.leases import Leases
 from pengserve.replicas.engine.stepper import Stepper
 from pengserve.replicas.engine.tp_lane import TpLane
+from pengserve.replicas.kv.channel import PeerChannel
 from pengserve.replicas.kv.ledger import Cells
+from pengserve.replicas.kv.rows import CellRows
 from pengserve.replicas.kv.table import CellTable
+from pengserve.replicas.kv.transfer import Segment, TransferPlan
 from pengserve.replicas.kv.transfers import Transfers
 
 pytestmark = pytest.mark.slow  # it imports vLLM
@@ -67,6 +71,25 @@ def test_what_an_instance_checks_counts_what_is_in_flight(lanes: Lanes) -> None:
     assert lanes.check() == ("transfers have 0 cells in flight, the ledger says 2",)
     with pytest.raises(ValueError, match="in flight"):
         lanes.leases.reclaim(lane, [1])
+
+
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_lane_that_is_left_or_discarded_takes_its_transfers_along(lanes: Lanes, is_running: bool) -> None:
+    lane: Any = lanes.registry.require(GROUP)
+    lane.leave = lambda: None
+    tier: Any = SimpleNamespace(block_bytes=1, device=torch.device("cpu"))
+    for name, block in ((lane.name, 3), ("pp2@(0,1)", 5)):
+        plan = TransferPlan(
+            lane=name, what="KV", rank=0, outgoing=[Segment(1, 0, CellRows(tier, 0, [block]))], incoming=[]
+        )
+        lanes.transfers.submit(plan, PeerChannel(lambda rank, parts: None))
+    if is_running:
+        lanes.stepper.running = lane
+        lanes.stepper.leave()
+    else:
+        lanes.discard(lane)
+    assert lanes.transfers.conflicts(Cells((0, 1), range(8))) == [5], "that of another lane goes on"
+    assert lanes.transfers.check() == () and lanes.transfers.is_busy
 
 
 @pytest.mark.parametrize("error", [RuntimeError, AssertionError, KeyError])
