@@ -24,13 +24,12 @@ from pengserve.controller.state import ClusterState, Transition
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import EngineError, PengServeError, StepError
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import SwitchRecord
 
 logger = logging.getLogger(__name__)
 
 _LOOK_PERIOD_S = 0.1  # how often a wait for a leader looks whether it still lives
-_DRAINING = (SwitchStrategy.SEQUENTIAL, SwitchStrategy.SOFT)  # they wait for running requests to end
 
 T = TypeVar("T")
 
@@ -137,8 +136,7 @@ class Coordinator:
                 raise StepError(f"instance {key} cannot take part: {_sentence(answer)}") from answer
 
     async def _commit(self, plan: SwitchPlan) -> SwitchReport:
-        waits = plan.strategy in _DRAINING or plan.verb == "restore"  # for requests to end, or for weights to come back
-        timeout_s = self._config.commit_timeout_s + (plan.drain_timeout_s if waits else 0.0)
+        timeout_s = self._config.commit_timeout_s + (plan.drain_timeout_s if plan.waits else 0.0)
         return await self._bounded(plan.leader, self._port.commit(plan.leader, plan), timeout_s)
 
     async def _abort(self, plan: SwitchPlan) -> None:

@@ -88,6 +88,20 @@ class SwitchPlan:
         return "merge" if self.is_merge else "split"
 
     @property
+    def drains(self) -> bool:
+        """Whether running requests end first."""
+        return self.strategy is SwitchStrategy.SEQUENTIAL or (self.is_merge and self.strategy is SwitchStrategy.SOFT)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it may take `drain_timeout_s` longer: requests end first, or weights come back."""
+        return self.drains or self.verb == "restore"
+
+    def pauses(self, priority: int) -> bool:
+        """Whether a running request of this priority waits in its dp lane until the group is split (hard)."""
+        return self.verb == "merge" and self.strategy is SwitchStrategy.HARD and priority >= 0
+
+    @property
     def inverse(self) -> "SwitchPlan":
         """The plan that undoes this one, for the epoch it leads to."""
         return replace(

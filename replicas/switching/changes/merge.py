@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.waves import Mover, merge_wave
 from pengserve.replicas.engine.group_run import GroupRun
 from pengserve.replicas.engine.handoff import revive
@@ -24,7 +24,6 @@ from pengserve.replicas.switching.wiring import Wiring
 class Merge(Change[MergeMet, MergeWave, MergeDone]):
     """One member's part in a merge."""
 
-    drains_for = frozenset((SwitchStrategy.SEQUENTIAL, SwitchStrategy.SOFT))
     rounds = (MergeWave,)
     run: GroupRun
 
@@ -134,8 +133,7 @@ class Merge(Change[MergeMet, MergeWave, MergeDone]):
         self._member.owner.moved(lost, None, carried=False)
 
     def _pauses(self, request: Request) -> bool:
-        """Whether a running request waits in its `dp` lane until the group is split (hard preemption)."""
-        return self._plan.strategy is SwitchStrategy.HARD and request.priority >= 0
+        return self._plan.pauses(request.priority)
 
     def _paused(self) -> list[Request]:
         return [request for request in self._member.lanes.dp.carriable() if self._pauses(request)]

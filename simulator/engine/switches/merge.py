@@ -3,8 +3,7 @@
 import asyncio
 
 from pengserve.planners.types.errors import StepError
-from pengserve.planners.types.layout import GroupKind
-from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.waves import Mover, merge_wave
 from pengserve.simulator.engine.group import GroupRun, Traveller
 from pengserve.simulator.engine.instance import SimInstance
@@ -97,8 +96,7 @@ def _send_rest(switch: Switch, rest: list[list[LiveRequest]]) -> int:
 
 def pauses(plan: SwitchPlan, request: LiveRequest) -> bool:
     """Whether a running request waits in its dp lane until the group is split (hard preemption)."""
-    is_hard = plan.group.kind is GroupKind.TP and plan.strategy is SwitchStrategy.HARD
-    return is_hard and request.arrival.priority >= 0
+    return plan.pauses(request.arrival.priority)
 
 
 def note_stall(requests: list[LiveRequest], seconds: float) -> None:

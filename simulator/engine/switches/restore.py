@@ -7,6 +7,7 @@ from pengserve.planners.stages import Parts
 from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.plans import SwitchReport
 from pengserve.planners.types.units import blocks_for
+from pengserve.planners.waves import place
 from pengserve.simulator.engine.group import GroupRun, Traveller, end_group
 from pengserve.simulator.engine.switches.merge import note_stall
 from pengserve.simulator.engine.switches.split import check_split
@@ -67,7 +68,7 @@ async def _bring_weights(switch: Switch, run: GroupRun, parts: Parts) -> None:
         StepError: too many blocks are in use to make room, or it took longer than the plan allows.
     """
     scheduler, sizes = run.lane.scheduler, switch.leader.sizes
-    num_left = sizes.last_blocks(parts)
+    num_left = sizes.layers.num_blocks_left(parts)
     if not run.lane.resize(min(num_left, scheduler.num_blocks)):
         num_used = scheduler.num_blocks - scheduler.num_free
         raise StepError(f"{num_left} blocks are left while weights come back, and {num_used} are in use")
@@ -89,14 +90,11 @@ def _assign(switch: Switch, run: GroupRun) -> list[Traveller]:
     """Each request goes where most blocks are left; what fits nowhere is resumed from its tokens."""
     sizes, scheduler, parts = switch.leader.sizes, run.lane.scheduler, switch.parts
     free = [sizes.lane(part.shape).num_blocks for part in switch.plan.parts]
-    wave: list[Traveller] = []
-    for request in scheduler.running:
-        computed = scheduler.computed_tokens(request)
-        if not computed:
-            continue  # nothing to carry: it is sent again
-        needed = blocks_for(computed + 1, sizes.dp.block_size)
-        part = max(range(len(free)), key=lambda p: (free[p], -p))
-        if free[part] >= needed:
-            free[part] -= needed
-            wave.append(Traveller(request, parts.start(part), computed))
-    return wave
+    found = [(request, scheduler.computed_tokens(request)) for request in scheduler.running]
+    leaving = [(request, tokens) for request, tokens in found if tokens]  # the others are sent again
+    places = place([(tokens, blocks_for(tokens + 1, sizes.dp.block_size)) for _, tokens in leaving], free)
+    return [
+        Traveller(request, parts.start(part), tokens)
+        for (request, tokens), part in zip(leaving, places, strict=True)
+        if part is not None
+    ]
