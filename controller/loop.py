@@ -37,6 +37,7 @@ _DRAIN_GRACE_S = 5.0  # for the answer to a drain, beyond the time the drain its
 _RECOVERY_RETRY_S = 1.0
 _TERM_PERIOD_S = 5.0  # between two looks for a newer controller, where nothing is created or killed
 _TERM_TIMEOUT_S = 5.0
+_MOST_BEGUN = 8  # switches that one tick begins: planning for a thousand instances takes milliseconds for each
 _MIN_PERIOD_S = 0.02  # a call that fails at once, again and again, must not make the loop spin
 
 
@@ -151,6 +152,7 @@ class Controller:
             demands=self._steering.demands(),
             policy=self._steering.policy,
             last_switch=self._coordinator.record,
+            switching=self._coordinator.under_way,
         )
 
     def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
@@ -391,12 +393,14 @@ class Controller:
                 self._begin(Call.CONNECT, slot.key, tell, self.config.status_timeout_s, news=False, patient=True)
 
     def _steer(self) -> None:
-        """Begins the next switch of the layout, where one is due and none is under way."""
+        """Begins the switches of the layout that are due, beside those under way."""
         if not self.config.is_elastic or self._ready_state().closing or not self._coordinator.can_begin:
             return
-        plan, news = self._steering.next_switch(self.snapshot())
-        self._log.append(news)
-        if plan is not None:
+        for _ in range(_MOST_BEGUN):
+            plan, news = self._steering.next_switch(self.snapshot())
+            self._log.append(news)
+            if plan is None:
+                return
             self._coordinator.begin(plan)
 
     def _begin(

@@ -54,7 +54,7 @@ class ClusterState:
     parts: tuple[Part | None, ...] = ()  # of the routing table, by slot
     formable: tuple[Group, ...] = ()  # whose members are all READY with lanes and communicators
     wired: tuple[Slot, ...] = ()  # the slots that parts, formable and wiring were made from
-    switch: SwitchPlan | None = None  # under way
+    switches: tuple[SwitchPlan, ...] = ()  # under way; no two have a member in common
     layout_since_s: float = 0.0  # when the layout last changed, on the controller's monotonic clock
     strays: tuple[InstanceKey, ...] = ()  # lives outside the slots, to be killed
     outgoing: tuple[Outgoing, ...] = ()  # lives of an earlier configuration, outside the slots
@@ -134,7 +134,7 @@ def observe(state: ClusterState, seen: Sequence[tuple[InstanceKey, Observation]]
         outgoing=tuple(life for key, life in outgoing.items() if key not in late),
     )
     # The layout has followed from these slots already, where no switch under way has kept it from that.
-    is_followed = after.slots is state.wired and state.switch is None
+    is_followed = after.slots is state.wired and not state.switches
     return (_rewired if is_followed else _followed)(after, state, changes, now_s)
 
 
@@ -206,22 +206,28 @@ def begin_switch(state: ClusterState, plan: SwitchPlan) -> Transition:
     """Marks `plan` as under way.
 
     Raises:
-        FenceError: it was made for another epoch, or another switch is under way.
+        FenceError: it was made for another epoch, or another switch is under way with one of its members.
     """
-    if state.switch is not None:
-        raise FenceError(f"switch {state.switch.plan_id} is still under way; plan again when it has ended")
-    require_epoch(state, plan)
-    data = {"epoch": plan.epoch, **_kind_of(plan), "members": [str(key) for key in plan.members]}
-    change = Change(kind=EventKind.TRANSITION_START, span=switch_span(plan), why=plan.why, data=data)
-    return Transition(state=replace(state, switch=plan), changes=(change,))
-
-
-def require_epoch(state: ClusterState, plan: SwitchPlan) -> None:
-    """Raise FenceError where the layout is another one than `plan` was made for, or nothing may switch any more."""
-    if state.closing:
-        raise FenceError("the application is being drained, and nothing switches any more")
+    for other in state.switches:
+        if not plan.is_apart(other):
+            raise FenceError(f"switch {other.plan_id} is still under way; plan again when it has ended")
     if plan.epoch != state.layout.epoch:
         raise FenceError(f"the plan is for epoch {plan.epoch}, and the layout's is {state.layout.epoch}; plan again")
+    require_groups(state, plan)
+    data = {"epoch": plan.epoch, **_kind_of(plan), "members": [str(key) for key in plan.members]}
+    change = Change(kind=EventKind.TRANSITION_START, span=switch_span(plan), why=plan.why, data=data)
+    return Transition(state=replace(state, switches=(*state.switches, plan)), changes=(change,))
+
+
+def require_groups(state: ClusterState, plan: SwitchPlan) -> None:
+    """Raise FenceError where the groups that `plan` was made for do not stand, or nothing may switch any more.
+
+    Other groups may have changed since, and the layout's epoch with them.
+    """
+    if state.closing:
+        raise FenceError("the application is being drained, and nothing switches any more")
+    if not layouts.stands(state.layout, plan.before):
+        raise FenceError(f"{' '.join(map(str, plan.before))} are not in the layout any more; plan again")
 
 
 def end_switch(
@@ -235,7 +241,7 @@ def end_switch(
     for key in plan.members:
         if slots[key.instance_id].key == key:
             slots[key.instance_id] = replace(slots[key.instance_id], switched=report.epoch)
-    after = replace(state, switch=None, slots=tuple(slots))
+    after = replace(state, switches=_others(state, plan), slots=tuple(slots))
     if layout is not None:
         changes.append(layouts.changed(layout, plan.why))
         after = replace(after, layout=layout, layout_since_s=now_s)
@@ -246,7 +252,12 @@ def fail_switch(state: ClusterState, plan: SwitchPlan, why: str, now_s: float) -
     """Ends a switch that was aborted, or whose outcome the controller does not know: members' answers tell it later."""
     data = _kind_of(plan)
     changes = [Change(kind=EventKind.TRANSITION_ERROR, span=switch_span(plan), why=why, data=data)]
-    return _followed(replace(state, switch=None), state, changes, now_s)
+    return _followed(replace(state, switches=_others(state, plan)), state, changes, now_s)
+
+
+def _others(state: ClusterState, plan: SwitchPlan) -> tuple[SwitchPlan, ...]:
+    """The switches that are under way beside `plan`."""
+    return tuple(other for other in state.switches if other.plan_id != plan.plan_id)
 
 
 def drain_all(state: ClusterState, why: str, timeout_s: float, now_s: float) -> Transition:
@@ -345,7 +356,7 @@ def switch_span(plan: SwitchPlan) -> str:
 def _followed(state: ClusterState, before: ClusterState, changes: list[Change], now_s: float) -> Transition:
     """The state with the layout that its instances have, and all that follows from that."""
     if not state.closing and state.config.is_elastic:
-        busy = state.switch.group.members if state.switch is not None else ()
+        busy = {member for plan in state.switches for member in plan.group.members}
         layout, why = layouts.follow(state.layout, state.slots, busy)
         if layout is not state.layout:
             changes.append(layouts.changed(layout, why))

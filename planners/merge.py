@@ -79,7 +79,7 @@ class _Step:
 
 @dataclass(slots=True, kw_only=True)
 class _Look:
-    """One call's working state. `claimed` grows from reason to reason."""
+    """One call's working state. `claimed` begins with what switches, and grows from reason to reason."""
 
     view: ClusterView
     config: MergeConfig
@@ -118,14 +118,6 @@ class Proposal:
     followed: LoadHistory = field(default_factory=LoadHistory)  # ... and where it is
 
 
-def plan_switch(
-    snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory
-) -> tuple[SwitchPlan | None, LoadHistory]:
-    """The next merge or split, or None where the layout should stay; and what to remember for the next call."""
-    proposal = propose(snapshot, config, history)
-    return proposal.plan, proposal.followed
-
-
 def propose(snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory) -> Proposal:
     """The next merge or split, for a caller that may choose another switch.
 
@@ -140,7 +132,8 @@ def propose(snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory
     lasting_queues = (i for i, since_s in queues.items() if snapshot.time_s - since_s >= QUEUE_S)
     view = ClusterView.of(snapshot, config.busy_requests, lasting_queues)
     history = _observe(view, config, replace(history, queue_since_s=queues, seen_s=snapshot.time_s))
-    look = _Look(view=view, config=config, history=history, claimed={})
+    claimed_before = {member: plan.group for plan in snapshot.switching for member in plan.group.members}
+    look = _Look(view=view, config=config, history=history, claimed=claimed_before)
     step = _for_long_context(look) or _for_wishes(look) or _for_load(look)
     history, claimed = look.history, frozenset(look.claimed)
     if step is None or is_backing_off(snapshot):

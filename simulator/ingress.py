@@ -85,11 +85,6 @@ class Ingress:
         """Requests without an instance."""
         return len(self._waiting)
 
-    @property
-    def waiting_tokens(self) -> int:
-        """Tokens of those."""
-        return sum(record.request.num_tokens for record in self._waiting)
-
     # What comes -------------------------------------------------------------------------------------------------------
 
     def add(self, arrival: Arrival) -> None:

@@ -46,7 +46,7 @@ class SwitchPlan:
     """
 
     plan_id: str
-    epoch: Epoch  # of the layout it was made for; the layout after it has `epoch + 1`
+    epoch: Epoch  # of the layout it was made for; its members are at `epoch + 1` after it, the layout there or above
     group: Group  # that begins (merge, drop) or ends (split, restore)
     members: tuple[InstanceKey, ...]  # lives of `group.members`, in rank order; the first leads
     is_merge: bool
@@ -66,6 +66,20 @@ class SwitchPlan:
             raise ValueError(f"{' '.join(map(str, self.parts))} are not the parts of {self.group}")
         if any(part.kind not in (GroupKind.DP, self.group.kind) or part == self.group for part in self.parts):
             raise ValueError(f"{self.group} is of dp groups, or of narrower {self.group.kind} groups")
+
+    @property
+    def before(self) -> tuple[Group, ...]:
+        """The groups of the layout that it is made for."""
+        return self.parts if self.is_merge else (self.group,)
+
+    @property
+    def after(self) -> tuple[Group, ...]:
+        """The groups that stand in their place when it has been carried out."""
+        return (self.group,) if self.is_merge else self.parts
+
+    def is_apart(self, other: "SwitchPlan") -> bool:
+        """Whether the two have no member in common, so that they may be carried out side by side."""
+        return set(self.group.members).isdisjoint(other.group.members)
 
     @property
     def leader(self) -> InstanceKey:

@@ -2,13 +2,13 @@
 
 from hypothesis import strategies as st
 
-from pengserve.planners.merge import LoadHistory, Reason, RunningGroup, plan_switch
+from pengserve.planners.merge import LoadHistory, Reason, RunningGroup
 from pengserve.planners.types.config import MergeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand
-from tests.planners.clusters import DP_TOKENS, T0_S, snapshot, stats
+from tests.planners.clusters import DP_TOKENS, T0_S, plan_switch, snapshot, stats
 
 CONFIG = MergeConfig()
 DWELL_S, QUIET_S = CONFIG.min_dwell_s, CONFIG.quiet_s
