@@ -14,7 +14,7 @@ that the layout's epoch may be more than one above the epoch that a plan was mad
 
 from collections.abc import Collection, Iterable, Sequence
 
-from pengserve.controller.events import Change
+from pengserve.controller.events import EventDraft
 from pengserve.controller.slots import Slot
 from pengserve.planners.columns import group_table
 from pengserve.planners.types.events import EventKind
@@ -71,10 +71,10 @@ def stands(layout: Layout, groups: Iterable[Group]) -> bool:
     return all(group_of.get(group.leader) == group for group in groups)
 
 
-def changed(layout: Layout, why: str) -> Change:
+def changed(layout: Layout, why: str) -> EventDraft:
     """The event of a new epoch."""
     data = {"epoch": layout.epoch, "groups": describe(layout)}
-    return Change(kind=EventKind.LAYOUT_CHANGED, why=why, data=data)
+    return EventDraft(kind=EventKind.LAYOUT_CHANGED, why=why, data=data)
 
 
 def describe(layout: Layout) -> str:

@@ -45,7 +45,7 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunningGroup:
+class StandingGroup:
     """Since when a tp group is in the layout, and why."""
 
     since_s: float
@@ -56,7 +56,7 @@ class RunningGroup:
 class LoadHistory:
     """What the planner remembers from look to look. A value: a call returns the next one. Times are snapshot times."""
 
-    running_groups: Mapping[Group, RunningGroup] = field(default_factory=dict)  # tp groups of the layout
+    running_groups: Mapping[Group, StandingGroup] = field(default_factory=dict)  # tp groups of the layout
     low_since_s: Mapping[Group, float] = field(default_factory=dict)  # groups that load would allow, and since when
     queue_since_s: Mapping[InstanceId, float] = field(default_factory=dict)  # leaders whose requests wait
     wanted_s: Mapping[int, float] = field(default_factory=dict)  # degrees, and when a request last asked for them
@@ -173,13 +173,13 @@ def _observe(view: ClusterView, config: MergeConfig, history: LoadHistory) -> Lo
     )
 
 
-def _running_group(group: Group, snapshot: ClusterSnapshot, history: LoadHistory) -> RunningGroup:
+def _running_group(group: Group, snapshot: ClusterSnapshot, history: LoadHistory) -> StandingGroup:
     known = history.running_groups.get(group)
     if known is not None:
         return known
     is_planned = history.planned is not None and history.planned[0] == group
     reason = history.planned[1] if history.planned is not None and is_planned else Reason.LOAD
-    return RunningGroup(since_s=snapshot.layout_since_s or snapshot.time_s, reason=reason)
+    return StandingGroup(since_s=snapshot.layout_since_s or snapshot.time_s, reason=reason)
 
 
 def _low(view: ClusterView, config: MergeConfig, before: Mapping[Group, float]) -> Iterable[tuple[Group, float]]:

@@ -116,7 +116,7 @@ class ControllerOptions(_Section):
 
 
 class LimitOptions(_Section):
-    """Of the production ingress; see `ingress.Limits`."""
+    """Of the production ingress; see `ingress.IngressLimits`."""
 
     no_instance_timeout_s: float = Field(default=300.0, gt=0)
     parallelism_wait_s: float = Field(default=2.0, ge=0)

@@ -12,7 +12,7 @@ from pengserve.simulator.engine.instance import SimInstance
 MOST_EXACT = 64  # routes whose loads are those of this moment; of more they are as of their last event
 
 
-class Dispatcher:
+class SimDispatcher:
     """The routes in order. Code that changes an instance's load calls `touch`."""
 
     def __init__(self, cluster: SimCluster) -> None:

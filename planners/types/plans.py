@@ -128,7 +128,7 @@ class SwitchReport:
     """How a committed switch went. Seconds are the leader's."""
 
     plan_id: str
-    epoch: Epoch  # of the layout it led to
+    epoch: Epoch  # that its members are at; the layout it led to has this one, or one above
     drain_s: float = 0.0  # until the running requests had finished (sequential, soft)
     meet_s: float = 0.0  # until every member had reached a step boundary; the leader went on stepping meanwhile
     cutover_s: float = 0.0  # from the leader's last step in the old shape until it could step in the new one

@@ -15,7 +15,7 @@ from pengserve.planners.types.snapshot import (
     LaneInfo,
 )
 from pengserve.simulator.engine.driver import Driver
-from pengserve.simulator.engine.group import GroupRun
+from pengserve.simulator.engine.group import SimGroup
 from pengserve.simulator.engine.memory import Sizes
 from pengserve.simulator.requests import LiveRequest
 
@@ -40,7 +40,7 @@ class SimInstance:
         """`lanes` are the shapes that it was asked to be able to run; empty where it is never in a group."""
         self.key, self.device, self.sizes = key, device, sizes
         self.state = InstanceState.STARTING
-        self.group: GroupRun | None = None
+        self.group: SimGroup | None = None
         self.epoch = Epoch(0)
         self.groups_ready: tuple[str, ...] = ()
         self.held: list[LiveRequest] | None = None  # new requests, while it drains for a switch

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pengserve.controller import directory, recovery, routes
 from pengserve.controller import layout as layouts
 from pengserve.controller import state as transitions
-from pengserve.controller.events import Change
-from pengserve.controller.slots import Drained, Gone, Killed, Observation, Slot
+from pengserve.controller.events import EventDraft
+from pengserve.controller.slots import DrainEnded, Gone, Killed, Observation, Slot
 from pengserve.controller.state import ClusterState, Transition
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import FenceError
@@ -435,7 +435,7 @@ def test_a_tick_over_a_thousand_instances_with_groups_is_cheap(capsys: pytest.Ca
     assert min(times_s) < 0.08
 
 
-def changes_of(transition: Transition) -> list[Change]:
+def changes_of(transition: Transition) -> list[EventDraft]:
     return [change for change in transition.changes if change.kind is EventKind.LAYOUT_CHANGED]
 
 
@@ -480,9 +480,9 @@ def test_a_follower_stays_until_its_leader_has_finished() -> None:
     state = merged(started(CONFIG), GROUPS[0])
     state = transitions.drain_all(state, "the end", 60, 2).state
     assert state.routing.routes == () and transitions.plan(state, 2).drains == (life(0), life(2), life(3))
-    state = transitions.observe(state, [(life(0), Drained(complete=True))], 3).state
+    state = transitions.observe(state, [(life(0), DrainEnded(complete=True))], 3).state
     assert life(1) in transitions.plan(state, 3).drains
-    state = transitions.observe(state, [(life(1), Drained(complete=True))], 4).state
+    state = transitions.observe(state, [(life(1), DrainEnded(complete=True))], 4).state
     assert {key.instance_id for key in transitions.plan(state, 4).kills} == {0, 1}
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete
-from pengserve.planners.merge import LoadHistory, Reason, RunningGroup
+from pengserve.planners.merge import LoadHistory, Reason, StandingGroup
 from pengserve.planners.restore import Way
 from pengserve.planners.selector import AT_REST, Action, Decision, SelectorHistory, select
 from pengserve.planners.types.config import DropConfig, MergeConfig
@@ -432,7 +432,7 @@ def test_decisions_are_the_same_whatever_their_prices() -> None:
 def test_a_standing_group_is_priced_as_it_is() -> None:
     history = SelectorHistory(
         load=LoadHistory(
-            running_groups={Group.parse("tp2@(0,1)"): RunningGroup(since_s=T0_S - 60, reason=Reason.LOAD)},
+            running_groups={Group.parse("tp2@(0,1)"): StandingGroup(since_s=T0_S - 60, reason=Reason.LOAD)},
             seen_s=T0_S - 0.5,
         )
     )

@@ -4,11 +4,11 @@ import asyncio
 
 from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.simulator.engine.instance import SimInstance
-from pengserve.simulator.engine.switches.switch import Switch
+from pengserve.simulator.engine.switches.switch import SimSwitch
 from pengserve.simulator.requests import LiveRequest
 
 
-async def drain(switch: Switch) -> tuple[frozenset[LiveRequest] | None, float]:
+async def drain(switch: SimSwitch) -> tuple[frozenset[LiveRequest] | None, float]:
     """Waits until what runs has ended, `drain_timeout_s` at most; new requests wait.
 
     Under soft, a member that has drained runs new ones meanwhile.
