@@ -134,6 +134,6 @@ class SwitchReport:
     cutover_s: float = 0.0  # from the leader's last step in the old shape until it could step in the new one
     num_carried: int = 0  # requests that went on with their KV
     num_recomputed: int = 0  # running requests whose KV found no room, or was not wanted
-    num_paused: int = 0  # requests that wait in their dp lanes (hard)
+    num_paused: int = 0  # requests of all members that wait in their dp lanes (hard)
     num_redirected: int = 0  # waiting requests that were sent to another instance
     carried_bytes: int = 0  # KV that went over the wire

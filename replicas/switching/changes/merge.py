@@ -34,7 +34,7 @@ class Merge(Change[MergeMet, MergeWave, MergeDone]):
         self._resharder = Resharder(member.lanes, self._lane, self.run.communicator)
         self._carried: list[Traveller] = []  # leader: requests that are in the lane
         self._free: list[int] = []  # leader: blocks of `dp` by rank
-        self._num_lendable = self._num_given_up = 0
+        self._num_lendable = self._num_given_up = self._num_paused = 0
 
     @staticmethod
     def check(member: Member, wiring: Wiring, plan: SwitchPlan) -> None:
@@ -46,12 +46,14 @@ class Merge(Change[MergeMet, MergeWave, MergeDone]):
         return MergeMet(
             num_free=dp.num_free(),
             num_lendable=dp.capacity.num_blocks - self._num_paused_blocks(),
+            num_paused=len(self._paused()),
             travellers=[replace(t, num_own=freed[t.request_id][0], shared=freed[t.request_id][1]) for t in coming],
         )
 
     def move(self, met: Mapping[InstanceKey, MergeMet], ask: Ask[MergeWave, MergeDone]) -> None:
         """Moves all that finds room, a wave at a time: each frees the blocks it came from."""
         self._num_lendable = min(word.num_lendable for word in met.values())
+        self._num_paused = sum(word.num_paused for word in met.values())
         self._free = [met[key].num_free for key in self._plan.members]
         travellers = {t.request_id: t for key in self._plan.members for t in met[key].travellers}
         left = tuple(map(self._mover, travellers.values()))
@@ -120,7 +122,7 @@ class Merge(Change[MergeMet, MergeWave, MergeDone]):
         return self._report(
             num_carried=len(self._carried),
             num_recomputed=self._num_given_up,
-            num_paused=lanes.dp.num_requests(),
+            num_paused=self._num_paused,
             num_redirected=num_redirected,
             carried_bytes=self._resharder.sent_bytes,
         )

@@ -40,7 +40,7 @@ async def merge(switch: SimSwitch) -> SwitchReport:
         assert run.lane.resize(num_free), "carried requests have their blocks"
     switch.enter_group(run)
     num_redirected = _send_rest(switch, rest)
-    num_paused = len(switch.leader.lane.scheduler.running)
+    num_paused = sum(len(member.lane.scheduler.running) for member in switch.members)
     note_stall(carried, loop.time() - started_s)
     return SwitchReport(
         plan_id=plan.plan_id,
