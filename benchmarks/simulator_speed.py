@@ -16,7 +16,7 @@ from pengserve.planners.cost_model import CostModel
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.simulator.clock import run_virtual
 from pengserve.simulator.engine.fast_scheduler import FastScheduler
-from pengserve.simulator.engine.lane import Lane
+from pengserve.simulator.engine.lane import SimLane
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.pipeline_lane import PipelineLane
 from pengserve.simulator.requests import Arrival, LiveRequest
@@ -95,13 +95,13 @@ def step_us(kind: Any, batch: int) -> float:
 def lane_speed(kind: Any, options: SchedulerOptions) -> str:
     """One lane under load, all told."""
 
-    async def serve() -> tuple[Lane, list[LiveRequest]]:
+    async def serve() -> tuple[SimLane, list[LiveRequest]]:
         loop, rng, ended = asyncio.get_running_loop(), random.Random(1), list[LiveRequest]()
         scheduler = kind(ROOM, options)
         if options.num_stages > 1:
-            lane: Lane = PipelineLane(scheduler, Times(), on_end=ended.extend, transfer_s=lambda batch: 1e-4)
+            lane: SimLane = PipelineLane(scheduler, Times(), on_end=ended.extend, transfer_s=lambda batch: 1e-4)
         else:
-            lane = Lane(scheduler, Times(), on_end=ended.extend)
+            lane = SimLane(scheduler, Times(), on_end=ended.extend)
         for request in requests(REQUESTS, 10, 2000, 1, 400):
             await asyncio.sleep(rng.expovariate(8.0))
             lane.add(request)

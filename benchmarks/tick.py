@@ -228,11 +228,10 @@ async def started(num_instances: int, port: TickPort, clock: Clock) -> Controlle
 
 
 async def rest(controller: Controller) -> None:
-    """What comes between two ticks: calls and the switch under way end."""
+    """What comes between two ticks: calls and the switches under way end."""
     for _ in range(8):
         await asyncio.sleep(0)
-    if (switch := controller._coordinator._task) is not None:
-        await switch
+    await asyncio.gather(*controller._coordinator._tasks)
 
 
 async def measure(num_instances: int, load: str, num_ticks: int) -> Figures:

@@ -69,7 +69,7 @@ class Ingress:
 
     async def _build_asgi_app(self) -> Any:
         # vLLM reads its environment at import, and `harden` has just set it.
-        from pengserve.cluster.ingress.api import Ingress as IngressRuntime
+        from pengserve.cluster.ingress.api import IngressRuntime
         from pengserve.cluster.ingress.process import settle
         from pengserve.cluster.ingress.ray_source import RayRoutingSource
         from pengserve.cluster.metrics.facade import Metrics

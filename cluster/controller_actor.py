@@ -14,7 +14,7 @@ from pengserve.replicas.actor import InstanceActor
 from pengserve.replicas.environment import process_environment
 
 
-class ControllerActor(ray_shell.ControllerActor):
+class ControllerActor(ray_shell.ControllerShell):
     """Brings the two floors together that do not know each other: a controller, and the instances it creates."""
 
     def __init__(self, config: Mapping[str, Any], instance_config: Mapping[str, Any]) -> None:

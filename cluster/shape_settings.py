@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from pengserve.planners.types.config import DropConfig, MergeConfig, MicrobatchPolicy
+from pengserve.planners.types.config import DropConfig, MergeConfig, MicrobatchPolicy, check_degrees, check_max_stages
 
 Strategy = Literal["sequential", "soft", "hard", "carry"]  # `planners.types.plans.SwitchStrategy`
 
@@ -30,22 +30,11 @@ class DropSettings(BaseModel, extra="forbid", validate_default=True, frozen=True
     @field_validator("max_stages")
     @classmethod
     def _power_of_two(cls, value: int) -> int:
-        if value & (value - 1):
-            raise ValueError(f"give a power of two such as 2 or 4, or 1 for none; got {value}")
-        return value
+        return check_max_stages(value)
 
     @model_validator(mode="after")
-    def _hysteresis(self) -> "DropSettings":
-        if self.target > self.drop_above:
-            raise ValueError(
-                f"target ({self.target:g}) must not be above drop_above ({self.drop_above:g}),"
-                " or memory would be short right after a drop"
-            )
-        if self.restore_below >= self.drop_above:
-            raise ValueError(
-                f"restore_below ({self.restore_below:g}) must be below drop_above ({self.drop_above:g}),"
-                " or parameters would come and go"
-            )
+    def _can_plan(self) -> "DropSettings":
+        self.drop_config()
         return self
 
     def drop_config(self) -> DropConfig:
@@ -85,18 +74,11 @@ class ShapeSettings(BaseModel, extra="forbid", validate_default=True, frozen=Tru
     def _powers_of_two(cls, value: Any) -> Any:
         if value == "auto":
             return value
-        degrees = list(value) if isinstance(value, list | tuple) else [value]
-        if not all(type(degree) is int and degree >= 2 and not degree & (degree - 1) for degree in degrees):
-            raise ValueError(f"give powers of two such as [2, 4], or auto, or [] for none; got {value!r}")
-        return sorted(set(degrees))
+        return list(check_degrees(value if isinstance(value, list | tuple) else [value], also="auto"))
 
     @model_validator(mode="after")
-    def _hysteresis(self) -> "ShapeSettings":
-        if self.split_above <= self.merge_below:
-            raise ValueError(
-                f"split_above ({self.split_above:g}) must be above merge_below ({self.merge_below:g}),"
-                " or the shape would change to and fro"
-            )
+    def _can_plan(self) -> "ShapeSettings":
+        self.merge_config()
         return self
 
     def merge_config(self) -> MergeConfig:

@@ -11,7 +11,7 @@ from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.ids import InstanceKey
 
 
-class Call(StrEnum):
+class CallKind(StrEnum):
     """Kinds of calls."""
 
     CREATE = "create"
@@ -24,7 +24,7 @@ class Call(StrEnum):
     __hash__ = str.__hash__  # a thousand look-ups a tick: the enum's own is not computed in C
 
 
-End = tuple[Call, InstanceKey, Any, BaseException | None]
+End = tuple[CallKind, InstanceKey, Any, BaseException | None]
 """How a call of a life has ended: what it returned, or what it raised."""
 
 
@@ -44,19 +44,19 @@ class Calls:
     """
 
     def __init__(self, on_end: Callable[[], None]) -> None:
-        self._begun: dict[tuple[Call, InstanceKey], _Begun] = {}
+        self._begun: dict[tuple[CallKind, InstanceKey], _Begun] = {}
         self._at_once: list[End] = []
         self._late: set[asyncio.Task[Any]] = set()  # those that `settle` has waited for in vain
         self._on_end = on_end
 
-    def under_way(self, call: Call, key: InstanceKey) -> bool:
+    def under_way(self, call: CallKind, key: InstanceKey) -> bool:
         """Whether that call has been begun and has not ended."""
         begun = self._begun.get((call, key))
         return begun is not None and not begun.task.done()
 
     def begin(
         self,
-        call: Call,
+        call: CallKind,
         key: InstanceKey,
         work: Callable[[InstanceKey], Coroutine[Any, Any, Any]],
         now_s: float = 0.0,
@@ -77,7 +77,7 @@ class Calls:
 
     def begin_all(
         self,
-        call: Call,
+        call: CallKind,
         keys: Sequence[InstanceKey],
         work: Callable[[Sequence[InstanceKey]], Sequence[Any]],
         now_s: float,
@@ -119,7 +119,7 @@ class Calls:
             ended.append((*which, task.result() if error is None else None, error))
         return ended
 
-    def forget(self, is_old: Callable[[Call, InstanceKey, float], bool]) -> None:
+    def forget(self, is_old: Callable[[CallKind, InstanceKey, float], bool]) -> None:
         """Cancels the calls that are old, by kind, life and when they were begun."""
         for which in [which for which, begun in self._begun.items() if is_old(*which, begun.begun_s)]:
             self._begun.pop(which).task.cancel()

@@ -1,10 +1,13 @@
-"""Carries out one switch at a time: prepare at all members -> commit at the leader, or abort.
+"""Carries out switches: prepare at all members -> commit at the leader, or abort.
 
-    TRANSITION_START --all prepared, same epoch--> commit --report--> TRANSITION_END    layout: epoch + 1
+    TRANSITION_START --all prepared, same groups-> commit --report--> TRANSITION_END    layout: epoch + 1
           |                                          |
           | a member refuses, is silent, ends        | refused, silent, the leader ends
           v                                          v
         abort at all members ------------------> TRANSITION_ERROR    layout: as before, then as the members say
+
+Switches that have no member in common run side by side, and one that fails leaves the others alone: each is fenced by
+the groups that it was made for, and by the epoch that each of its members has committed.
 
 Nothing here is needed for a switch to end well: members that hear no more of a prepared plan forget it, and a commit
 goes on at its leader. So this may be cancelled, or die, at any point; what the members then say is the layout.
@@ -24,13 +27,12 @@ from pengserve.controller.state import ClusterState, Transition
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import EngineError, PengServeError, StepError
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import SwitchRecord
 
 logger = logging.getLogger(__name__)
 
 _LOOK_PERIOD_S = 0.1  # how often a wait for a leader looks whether it still lives
-_DRAINING = (SwitchStrategy.SEQUENTIAL, SwitchStrategy.SOFT)  # they wait for running requests to end
 
 T = TypeVar("T")
 
@@ -48,7 +50,7 @@ class Keeper(Protocol):
 
 
 class Coordinator:
-    """At most one switch is under way. `begin` returns at once; `on_end` runs when it has ended."""
+    """No two switches under way have a member in common. `begin` returns at once; `on_end` runs when one has ended."""
 
     def __init__(
         self,
@@ -60,17 +62,22 @@ class Coordinator:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self.record: SwitchRecord | None = None  # of the newest switch
+        self.record: SwitchRecord | None = None  # of the switch that has begun, gone on or ended most recently
         self._config, self._port, self._keeper, self._on_end = config, port, keeper, on_end
         self._clock, self._wall_clock = clock, wall_clock
-        self._task: asyncio.Task[None] | None = None
+        self._tasks: dict[asyncio.Task[None], SwitchPlan] = {}
         self._failures = 0  # in a row
         self._retry_at_s = 0.0
 
     @property
     def can_begin(self) -> bool:
-        """Whether nothing is under way, and the wait after a failure is over."""
-        return self._task is None and self._clock() >= self._retry_at_s
+        """Whether the wait after a failure is over."""
+        return self._clock() >= self._retry_at_s
+
+    @property
+    def under_way(self) -> tuple[SwitchPlan, ...]:
+        """The switches that have begun and not ended."""
+        return tuple(self._tasks.values())
 
     def forgive(self) -> None:
         """Ends the wait after a failure: a user has changed what the layout should be."""
@@ -78,19 +85,18 @@ class Coordinator:
 
     def begin(self, plan: SwitchPlan) -> None:
         """Begins `plan`, which the caller has checked. One that is stale by then is not begun; plan again."""
-        assert self._task is None, "one switch at a time"
-        self._task = asyncio.get_running_loop().create_task(self._carry_out(plan), name=f"switch {plan.plan_id}")
-        self._task.add_done_callback(self._ended)
+        assert all(plan.is_apart(other) for other in self._tasks.values()), "a member is in one switch at a time"
+        task = asyncio.get_running_loop().create_task(self._carry_out(plan), name=f"switch {plan.plan_id}")
+        self._tasks[task] = plan
+        task.add_done_callback(self._ended)
 
     async def close(self, why: str = "") -> None:
-        """Cancels what is under way; its end is logged where `why` is given."""
-        task = self._task
-        if task is None:
-            return
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-        plan = self._keeper.state().switch
-        if why and plan is not None:
+        """Cancels what is under way; the ends are logged where `why` is given."""
+        tasks = tuple(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for plan in self._keeper.state().switches if why and tasks else ():
             await self._fail(plan, why)
 
     # One switch -------------------------------------------------------------------------------------------------------
@@ -102,30 +108,34 @@ class Coordinator:
             logger.info("switch %s was not begun: %s", plan.plan_id, error)
             return
         started_s = self._clock()
-        self.record = SwitchRecord(
+        record = self.record = SwitchRecord(
             plan_id=plan.plan_id,
             what=transitions.what(plan),
             phase="prepare",
             why=plan.why,
             started_s=self._wall_clock(),
         )
+
+        def note(phase: str, **more: Any) -> None:
+            self.record = replace(record, phase=phase, seconds=self._clock() - started_s, **more)
+
         try:
             await self._prepare(plan)
             prepare_s = self._clock() - started_s
-            transitions.require_epoch(self._keeper.state(), plan)
-            self._note("commit", started_s)
+            transitions.require_groups(self._keeper.state(), plan)
+            note("commit")
             report = await self._commit(plan)
         except Exception as error:
             if not isinstance(error, PengServeError):
                 logger.exception("switch %s failed", plan.plan_id)
             await self._abort(plan)
             await self._fail(plan, _sentence(error))
-            self._note("aborted", started_s, failure=_sentence(error))
+            note("aborted", failure=_sentence(error))
             return
         seconds = {"prepare_s": prepare_s, "commit_s": self._clock() - started_s - prepare_s}
         await self._keeper.update(lambda s: transitions.end_switch(s, plan, report, seconds, self._clock()))
-        self._failures, self._retry_at_s = 0, 0.0
-        self._note("done", started_s, report=report)
+        self._failures = 0
+        note("done", report=report)
 
     async def _prepare(self, plan: SwitchPlan) -> None:
         """Raises StepError where a member cannot take part; waits for all answers all the same."""
@@ -137,8 +147,7 @@ class Coordinator:
                 raise StepError(f"instance {key} cannot take part: {_sentence(answer)}") from answer
 
     async def _commit(self, plan: SwitchPlan) -> SwitchReport:
-        waits = plan.strategy in _DRAINING or plan.verb == "restore"  # for requests to end, or for weights to come back
-        timeout_s = self._config.commit_timeout_s + (plan.drain_timeout_s if waits else 0.0)
+        timeout_s = self._config.commit_timeout_s + (plan.drain_timeout_s if plan.waits else 0.0)
         return await self._bounded(plan.leader, self._port.commit(plan.leader, plan), timeout_s)
 
     async def _abort(self, plan: SwitchPlan) -> None:
@@ -175,13 +184,8 @@ class Coordinator:
         self._retry_at_s = self._clock() + backoff_s(self._config, self._failures)
         await self._keeper.update(lambda state: transitions.fail_switch(state, plan, why, self._clock()))
 
-    def _note(self, phase: str, started_s: float, report: SwitchReport | None = None, failure: str = "") -> None:
-        assert self.record is not None
-        seconds = self._clock() - started_s
-        self.record = replace(self.record, phase=phase, seconds=seconds, report=report, failure=failure)
-
     def _ended(self, task: asyncio.Task[None]) -> None:
-        self._task = None
+        del self._tasks[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("a switch ended in an error of its own", exc_info=error)
         self._on_end()

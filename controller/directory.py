@@ -42,7 +42,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wiring:
+class PeerWiring:
     """The directory that counts, and what it was made from."""
 
     directory: PeerDirectory
@@ -53,12 +53,14 @@ class Wiring:
     topology: Topology = Topology()
 
 
-def empty(version: Version) -> Wiring:
+def empty(version: Version) -> PeerWiring:
     """The wiring without peers and groups; `version` is above all that earlier controllers gave out."""
-    return Wiring(directory=PeerDirectory(version=version, peers=(), groups=()))
+    return PeerWiring(directory=PeerDirectory(version=version, peers=(), groups=()))
 
 
-def rewired(wiring: Wiring, slots: Sequence[Slot], layout: Layout, config: ControllerConfig, now_s: float) -> Wiring:
+def rewired(
+    wiring: PeerWiring, slots: Sequence[Slot], layout: Layout, config: ControllerConfig, now_s: float
+) -> PeerWiring:
     """The wiring for what is known now; the same object where nothing follows from it."""
     if not config.is_elastic:
         return wiring
@@ -77,7 +79,7 @@ def rewired(wiring: Wiring, slots: Sequence[Slot], layout: Layout, config: Contr
     if (directory.peers, directory.groups) != (peers, specs):
         directory = PeerDirectory(version=directory.version.next, peers=peers, groups=specs)
     names = tuple(spec.name for spec in specs)
-    return Wiring(
+    return PeerWiring(
         directory=directory, names=names, rounds=rounds, strangers=strangers, is_placed=is_placed, topology=topology
     )
 
@@ -98,12 +100,12 @@ def _first_retry_s(rounds: Mapping[str, Round]) -> float:
 _next_round_s = Kept(_first_retry_s)
 
 
-def is_due(wiring: Wiring, config: ControllerConfig, now_s: float) -> bool:
+def is_due(wiring: PeerWiring, config: ControllerConfig, now_s: float) -> bool:
     """Whether the wiring may change by itself, with time: a round is due, or ranks do not stand yet."""
     return config.is_elastic and (now_s >= _next_round_s(wiring.rounds) or not wiring.is_placed)
 
 
-def formable(wiring: Wiring, slots: Sequence[Slot]) -> tuple[Group, ...]:
+def formable(wiring: PeerWiring, slots: Sequence[Slot]) -> tuple[Group, ...]:
     """The groups whose members are all READY with the lane and the communicators for it."""
     names = [frozenset(_able(slot.ready)) if slot.ready is not None else frozenset() for slot in slots]
     return tuple(
@@ -168,7 +170,7 @@ def _is_placed(slots: Sequence[Slot], now_s: float) -> bool:
     return bool(ready_s) and now_s - max(ready_s) > PLACE_PATIENCE_S
 
 
-def _rounds(wiring: Wiring, slots: Sequence[Slot], config: ControllerConfig, now_s: float) -> Mapping[str, Round]:
+def _rounds(wiring: PeerWiring, slots: Sequence[Slot], config: ControllerConfig, now_s: float) -> Mapping[str, Round]:
     """Notes failures of this round, and begins the rounds that are due; the same object where there is neither."""
     failed = {name for slot in slots if (answer := slot.ready) is not None for name in answer.groups_failed}
     changed: dict[str, Round] = {}

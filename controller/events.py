@@ -30,7 +30,7 @@ _CLOSES: Mapping[EventKind, frozenset[EventKind]] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Change:
+class EventDraft:
     """An event before the log has given it a number and a time. State transitions return these."""
 
     kind: EventKind
@@ -77,7 +77,7 @@ class EventLog:
             self._tail.extend(_read_tail(self._file))
         self._next_seq = max((event.seq for event in self._tail), default=0) + 1
 
-    def append(self, changes: Iterable[Change]) -> tuple[Event, ...]:
+    def append(self, changes: Iterable[EventDraft]) -> tuple[Event, ...]:
         """Logs `changes` in order; returns them as events. Raises nothing, however the disk is."""
         events = []
         for change in changes:

@@ -8,12 +8,13 @@ by themselves; so a layout that disagrees with its instances is the layout's mis
     an instance has committed an epoch above the layout's           the layout's next epoch is above that
 
 Answers from before a switch say nothing about after it (`Slot.lane` is empty then), and while a switch is under way
-nothing follows from what its members run: the switch's own end tells.
+nothing follows from what its members run: the switch's own end tells. Switches of other groups may end meanwhile, so
+that the layout's epoch may be more than one above the epoch that a plan was made for.
 """
 
 from collections.abc import Collection, Iterable, Sequence
 
-from pengserve.controller.events import Change
+from pengserve.controller.events import EventDraft
 from pengserve.controller.slots import Slot
 from pengserve.planners.columns import group_table
 from pengserve.planners.types.events import EventKind
@@ -29,15 +30,16 @@ _ALONE = ("", "dp")  # what most slots run: no group of several
 def follow(layout: Layout, slots: Sequence[Slot], busy: Collection[InstanceId] = ()) -> tuple[Layout, str]:
     """The layout as the instances have it, and why it is another one; the same object where it is not.
 
-    `busy` are the members of a switch under way.
+    `busy` are the members of switches under way.
     """
     wide = [group for group in layout.groups if len(group.members) > 1]
     broken = {group: why for group in wide if (why := _break(group, slots, busy))}
     claimed = _claimed(wide, slots, busy)
-    newest = max([slot.snapshot.epoch for slot in slots if slot.snapshot is not None], default=layout.epoch)
+    told = [slot.snapshot.epoch for slot in slots if slot.snapshot is not None and slot.key.instance_id not in busy]
+    newest = max(told, default=layout.epoch)
     reasons = [f"{group} has ended: {why}" for group, why in broken.items()]
     reasons += [f"{group} is what its members run" for group in claimed]
-    if newest > layout.epoch and not busy:
+    if newest > layout.epoch:
         reasons.append("an instance has committed a newer epoch")
     if not reasons:
         return layout, ""
@@ -56,20 +58,23 @@ def committed(layout: Layout, slots: Sequence[Slot], plan: SwitchPlan, epoch: Ep
     """
     if any(slots[key.instance_id].key != key or slots[key.instance_id].ready is None for key in plan.members):
         return None
-    before = plan.parts if plan.is_merge else (plan.group,)
-    after = (plan.group,) if plan.is_merge else plan.parts
-    group_of = group_table(layout.groups).group_of
-    if not all(group_of.get(part.leader) == part for part in before):
+    if not stands(layout, plan.before):
         return None
-    left = {part.leader for part in before}
+    left = {part.leader for part in plan.before}
     rest = [group for group in layout.groups if group.members[0] not in left]
-    return _layout(max(epoch, layout.epoch + 1), [*rest, *after])
+    return _layout(max(epoch, layout.epoch + 1), [*rest, *plan.after])
 
 
-def changed(layout: Layout, why: str) -> Change:
+def stands(layout: Layout, groups: Iterable[Group]) -> bool:
+    """Whether all of `groups` are in the layout."""
+    group_of = group_table(layout.groups).group_of
+    return all(group_of.get(group.leader) == group for group in groups)
+
+
+def changed(layout: Layout, why: str) -> EventDraft:
     """The event of a new epoch."""
     data = {"epoch": layout.epoch, "groups": describe(layout)}
-    return Change(kind=EventKind.LAYOUT_CHANGED, why=why, data=data)
+    return EventDraft(kind=EventKind.LAYOUT_CHANGED, why=why, data=data)
 
 
 def describe(layout: Layout) -> str:

@@ -14,11 +14,11 @@ from typing import Any
 from pengserve.controller import layout as layouts
 from pengserve.controller import recovery
 from pengserve.controller import state as transitions
-from pengserve.controller.calls import Call, Calls
+from pengserve.controller.calls import CallKind, Calls
 from pengserve.controller.coordinator import Coordinator
-from pengserve.controller.events import Change, EventLog
+from pengserve.controller.events import EventDraft, EventLog
 from pengserve.controller.ports import ReplicaPort
-from pengserve.controller.slots import Drained, Gone, Killed, Observation
+from pengserve.controller.slots import DrainEnded, Gone, Killed, Observation
 from pengserve.controller.state import ClusterState, Transition
 from pengserve.controller.steering import Steering
 from pengserve.controller.terms import LocalTermStore, Term
@@ -37,6 +37,7 @@ _DRAIN_GRACE_S = 5.0  # for the answer to a drain, beyond the time the drain its
 _RECOVERY_RETRY_S = 1.0
 _TERM_PERIOD_S = 5.0  # between two looks for a newer controller, where nothing is created or killed
 _TERM_TIMEOUT_S = 5.0
+_MOST_BEGUN = 8  # switches that one tick begins: planning for a thousand instances takes milliseconds for each
 _MIN_PERIOD_S = 0.02  # a call that fails at once, again and again, must not make the loop spin
 
 
@@ -88,7 +89,7 @@ class Controller:
 
     async def run(self) -> None:
         """Recovers, then ticks until `stop`. An error in one tick is logged and costs that tick alone."""
-        self._log.append([Change(kind=EventKind.CONTROLLER_START, span=self._span, why=f"app {self.config.app}")])
+        self._log.append([EventDraft(kind=EventKind.CONTROLLER_START, span=self._span, why=f"app {self.config.app}")])
         while not self._stopped:
             self._news.clear()
             period_s = self.config.tick_s
@@ -151,6 +152,7 @@ class Controller:
             demands=self._steering.demands(),
             policy=self._steering.policy,
             last_switch=self._coordinator.record,
+            switching=self._coordinator.under_way,
         )
 
     def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
@@ -225,7 +227,7 @@ class Controller:
             await self._calls.close()
             if self._life is not None:
                 self._life.cancel()
-            self._log.append([Change(kind=EventKind.CONTROLLER_STOP, span=self._span, why=why)])
+            self._log.append([EventDraft(kind=EventKind.CONTROLLER_STOP, span=self._span, why=why)])
             self._log.close()
 
     # One tick ---------------------------------------------------------------------------------------------------------
@@ -250,7 +252,7 @@ class Controller:
             why = "the instances run it so"
         self._log.append(
             [
-                Change(kind=EventKind.CONTROLLER_RECOVERED, span=self._span, data=data),
+                EventDraft(kind=EventKind.CONTROLLER_RECOVERED, span=self._span, data=data),
                 layouts.changed(found.state.layout, why),
             ]
         )
@@ -273,16 +275,16 @@ class Controller:
     def _ask(self, state: ClusterState) -> None:
         """Begins a status call to each life that is created; gives up those that are too old."""
         now_s = self._clock()
-        self._calls.forget(lambda call, key, begun_s: call is Call.STATUS and self._is_old(key, now_s - begun_s))
+        self._calls.forget(lambda call, key, begun_s: call is CallKind.STATUS and self._is_old(key, now_s - begun_s))
         living = [slot for slot in state.slots if slot.alive]
         known = [slot.key for slot in living if slot.answered]
-        self._calls.begin_all(Call.STATUS, known, self._port.statuses, now_s)
+        self._calls.begin_all(CallKind.STATUS, known, self._port.statuses, now_s)
         if len(known) == len(living):
             return
         for slot in living:
             # One that has never answered may be under way to its place: no tick waits for that.
-            if not slot.answered and not self._calls.under_way(Call.CREATE, slot.key):
-                self._calls.begin(Call.STATUS, slot.key, self._port.status, now_s, patient=True)
+            if not slot.answered and not self._calls.under_way(CallKind.CREATE, slot.key):
+                self._calls.begin(CallKind.STATUS, slot.key, self._port.status, now_s, patient=True)
 
     def _is_old(self, key: InstanceKey, age_s: float) -> bool:
         """Whether a status call should be given up. One to an instance that waits for its place waits with it."""
@@ -301,7 +303,7 @@ class Controller:
                     self._term.hear(result.term)
                     self._news.set()
                 seen.append((key, result))
-            elif call is Call.CONNECT:
+            elif call is CallKind.CONNECT:
                 # Whether the instance lives is for its status to tell: one that cannot connect still serves in dp.
                 if error is None:
                     self._told[key.instance_id] = key, result
@@ -311,9 +313,9 @@ class Controller:
                 observation = _meaning(call, result)
                 if observation is not None:
                     seen.append((key, observation))
-            elif isinstance(error, EngineError) and call is not Call.KILL:
+            elif isinstance(error, EngineError) and call is not CallKind.KILL:
                 seen.append((key, Gone(str(error))))
-            elif call is Call.CREATE:
+            elif call is CallKind.CREATE:
                 seen.append((key, Gone(f"it could not be created: {type(error).__name__}: {error}")))
             else:
                 logger.warning("%s of instance %s failed: %s: %s", call, key, type(error).__name__, error)
@@ -330,11 +332,11 @@ class Controller:
             self._news.set()  # `run` ends the loop
             return
         for key in actions.kills:
-            self._begin(Call.KILL, key, self._port.kill, _KILL_TIMEOUT_S)
+            self._begin(CallKind.KILL, key, self._port.kill, _KILL_TIMEOUT_S)
         for key in actions.drains:
             timeout_s = max(0.0, self._ready_state().slots[key.instance_id].deadline_s - now_s)
             self._begin(
-                Call.DRAIN,
+                CallKind.DRAIN,
                 key,
                 partial(self._port.drain, timeout_s=timeout_s),
                 timeout_s + _DRAIN_GRACE_S,
@@ -343,13 +345,13 @@ class Controller:
         for life in actions.retirements:
             timeout_s = max(0.0, life.deadline_s - now_s)
             retire = partial(self._port.retire, timeout_s=timeout_s)
-            self._begin(Call.RETIRE, life.key, retire, timeout_s + _DRAIN_GRACE_S, patient=True)
+            self._begin(CallKind.RETIRE, life.key, retire, timeout_s + _DRAIN_GRACE_S, patient=True)
         if actions.replace is not None:
             plan = actions.replace
             await self._accept(transitions.create(self._ready_state(), plan.slots, plan.why, now_s))
             for instance_id in plan.slots:
                 key = self._ready_state().slots[instance_id].key
-                self._begin(Call.CREATE, key, self._port.create, _CREATE_TIMEOUT_S)
+                self._begin(CallKind.CREATE, key, self._port.create, _CREATE_TIMEOUT_S)
 
     async def _is_newest(self, now_s: float) -> bool:
         """Whether the store of terms knows no newer controller; False also where it does not answer."""
@@ -388,20 +390,22 @@ class Controller:
         version, told = directory.version, self._told
         for slot in state.slots:
             if slot.ready is not None and told.get(slot.key.instance_id) != (slot.key, version):
-                self._begin(Call.CONNECT, slot.key, tell, self.config.status_timeout_s, news=False, patient=True)
+                self._begin(CallKind.CONNECT, slot.key, tell, self.config.status_timeout_s, news=False, patient=True)
 
     def _steer(self) -> None:
-        """Begins the next switch of the layout, where one is due and none is under way."""
+        """Begins the switches of the layout that are due, beside those under way."""
         if not self.config.is_elastic or self._ready_state().closing or not self._coordinator.can_begin:
             return
-        plan, news = self._steering.next_switch(self.snapshot())
-        self._log.append(news)
-        if plan is not None:
+        for _ in range(_MOST_BEGUN):
+            plan, news = self._steering.next_switch(self.snapshot())
+            self._log.append(news)
+            if plan is None:
+                return
             self._coordinator.begin(plan)
 
     def _begin(
         self,
-        call: Call,
+        call: CallKind,
         key: InstanceKey,
         work: Callable[[InstanceKey], Coroutine[Any, Any, Any]],
         timeout_s: float,
@@ -454,7 +458,7 @@ class Controller:
         return f"controller:{self._started_s:.3f}"
 
 
-def _meaning(call: Call, result: object) -> Observation | None:
-    if call in (Call.DRAIN, Call.RETIRE):
-        return Drained(complete=bool(result))
-    return Killed() if call is Call.KILL else None
+def _meaning(call: CallKind, result: object) -> Observation | None:
+    if call in (CallKind.DRAIN, CallKind.RETIRE):
+        return DrainEnded(complete=bool(result))
+    return Killed() if call is CallKind.KILL else None

@@ -271,7 +271,7 @@ class RayPort:
         return self._handles[key]
 
 
-class ControllerActor:
+class ControllerShell:
     """The controller as an async Ray actor. Starts by itself; every method returns soon or at its own time-out."""
 
     def __init__(

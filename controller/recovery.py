@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pengserve.controller import state as transitions
-from pengserve.controller.events import Change, open_starts
+from pengserve.controller.events import EventDraft, open_starts
 from pengserve.controller.ports import ReplicaPort
 from pengserve.controller.slots import Slot, span
 from pengserve.controller.state import Transition
@@ -72,7 +72,7 @@ async def recover(
     return transitions.adopt(state, living, leftovers, found.newest, now_s, found.outgoing)
 
 
-def close_open_spans(past: Sequence[Event], slots: Iterable[Slot]) -> tuple[Change, ...]:
+def close_open_spans(past: Sequence[Event], slots: Iterable[Slot]) -> tuple[EventDraft, ...]:
     """Ends for the starts that earlier controllers left open in the log; `slots` are as adopted.
 
     A start that is still going on stays open. The controller that adopts the instance begins its drain anew.
@@ -82,9 +82,11 @@ def close_open_spans(past: Sequence[Event], slots: Iterable[Slot]) -> tuple[Chan
     for start in open_starts(past):
         state = found.get(start.span)
         if start.kind is not EventKind.INSTANCE_START or state is None:
-            changes.append(Change(kind=_ERROR_OF[start.kind], span=start.span, why="its controller ended before it"))
+            changes.append(
+                EventDraft(kind=_ERROR_OF[start.kind], span=start.span, why="its controller ended before it")
+            )
         elif state is not InstanceState.STARTING:
-            changes.append(Change(kind=EventKind.INSTANCE_READY, span=start.span, why="ready when adopted"))
+            changes.append(EventDraft(kind=EventKind.INSTANCE_READY, span=start.span, why="ready when adopted"))
     return tuple(changes)
 
 

@@ -8,8 +8,8 @@ there is room for their reservations; the others wait until old ones have ended.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pengserve.controller.events import Change
-from pengserve.controller.slots import Drained, Gone, Observation, span
+from pengserve.controller.events import EventDraft
+from pengserve.controller.slots import DrainEnded, Gone, Observation, span
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.ids import InstanceKey
@@ -28,32 +28,32 @@ class Outgoing:
 
 
 def begun(
-    keys: Sequence[InstanceKey], config: ControllerConfig, now_s: float, changes: list[Change]
+    keys: Sequence[InstanceKey], config: ControllerConfig, now_s: float, changes: list[EventDraft]
 ) -> tuple[Outgoing, ...]:
     """What a new controller found of earlier configurations."""
     deadline_s = now_s + HANDOVER_S + config.drain_timeout_s
     for key in keys:
         why = "the application has another configuration now"
-        changes.append(Change(kind=EventKind.INSTANCE_DRAIN_START, span=span(key), why=why))
+        changes.append(EventDraft(kind=EventKind.INSTANCE_DRAIN_START, span=span(key), why=why))
     return tuple(Outgoing(key=key, since_s=now_s, deadline_s=deadline_s) for key in keys)
 
 
-def take_in(life: Outgoing, seen: Observation, now_s: float, changes: list[Change]) -> bool:
+def take_in(life: Outgoing, seen: Observation, now_s: float, changes: list[EventDraft]) -> bool:
     """Whether `life` is over after what was learnt of it; the caller then kills it."""
-    if isinstance(seen, Drained) and seen.complete:
+    if isinstance(seen, DrainEnded) and seen.complete:
         data = {"drain_s": now_s - life.since_s}
-        changes.append(Change(kind=EventKind.INSTANCE_DRAIN_END, span=span(life.key), data=data))
-    elif isinstance(seen, Drained | Gone):
-        why = "requests still ran" if isinstance(seen, Drained) else seen.why
-        changes.append(Change(kind=EventKind.INSTANCE_DRAIN_ERROR, span=span(life.key), why=why))
+        changes.append(EventDraft(kind=EventKind.INSTANCE_DRAIN_END, span=span(life.key), data=data))
+    elif isinstance(seen, DrainEnded | Gone):
+        why = "requests still ran" if isinstance(seen, DrainEnded) else seen.why
+        changes.append(EventDraft(kind=EventKind.INSTANCE_DRAIN_ERROR, span=span(life.key), why=why))
     else:
         return False
     return True
 
 
-def overdue(life: Outgoing, now_s: float, changes: list[Change]) -> bool:
+def overdue(life: Outgoing, now_s: float, changes: list[EventDraft]) -> bool:
     """Whether the time of `life` is over."""
     if now_s <= life.deadline_s:
         return False
-    changes.append(Change(kind=EventKind.INSTANCE_DRAIN_ERROR, span=span(life.key), why="requests still ran"))
+    changes.append(EventDraft(kind=EventKind.INSTANCE_DRAIN_ERROR, span=span(life.key), why="requests still ran"))
     return True

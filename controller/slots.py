@@ -14,7 +14,7 @@ READY for longer than the wait before it ends the row.
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from pengserve.controller.events import Change
+from pengserve.controller.events import EventDraft
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.ids import Epoch, InstanceKey
@@ -31,7 +31,7 @@ class Gone:
 
 
 @dataclass(frozen=True, slots=True)
-class Drained:
+class DrainEnded:
     """Its drain ended; `complete` where nothing ran any more."""
 
     complete: bool
@@ -42,7 +42,7 @@ class Killed:
     """It is ended and its resources are free."""
 
 
-Observation = InstanceSnapshot | Gone | Drained | Killed  # the first: its answer to a status call
+Observation = InstanceSnapshot | Gone | DrainEnded | Killed  # the first: its answer to a status call
 
 _NOWHERE, _NEVER = DeviceInfo(), Epoch(0)
 
@@ -105,7 +105,7 @@ def span(key: InstanceKey) -> str:
 
 
 def take_in(
-    slot: Slot, key: InstanceKey, seen: Observation, config: ControllerConfig, now_s: float, changes: list[Change]
+    slot: Slot, key: InstanceKey, seen: Observation, config: ControllerConfig, now_s: float, changes: list[EventDraft]
 ) -> Slot:
     """The slot after what was learnt of `key`, which may be a life that is over."""
     if isinstance(seen, Killed):
@@ -114,21 +114,21 @@ def take_in(
         return slot  # word of a life that is over
     if isinstance(seen, Gone):
         return _failed(slot, seen.why, config, now_s, changes, lost=True)
-    if isinstance(seen, Drained):
+    if isinstance(seen, DrainEnded):
         if slot.state is not InstanceState.DRAINING:
             return slot
         if seen.complete:
             changes.append(
-                Change(kind=EventKind.INSTANCE_DRAIN_END, span=span(key), data={"drain_s": now_s - slot.since_s})
+                EventDraft(kind=EventKind.INSTANCE_DRAIN_END, span=span(key), data={"drain_s": now_s - slot.since_s})
             )
         else:
-            changes.append(Change(kind=EventKind.INSTANCE_DRAIN_ERROR, span=span(key), why="requests still ran"))
+            changes.append(EventDraft(kind=EventKind.INSTANCE_DRAIN_ERROR, span=span(key), why="requests still ran"))
         return ended(slot, "drained", now_s)
     return _answered(slot, seen, config, now_s, changes)
 
 
 def _answered(
-    slot: Slot, answer: InstanceSnapshot, config: ControllerConfig, now_s: float, changes: list[Change]
+    slot: Slot, answer: InstanceSnapshot, config: ControllerConfig, now_s: float, changes: list[EventDraft]
 ) -> Slot:
     if says_the_same(slot, answer):
         return slot
@@ -140,7 +140,7 @@ def _answered(
         return slot
     if slot.state is InstanceState.STARTING:
         data = {"start_s": round(now_s - slot.since_s, 3), **_placed(answer)}
-        changes.append(Change(kind=EventKind.INSTANCE_READY, span=span(slot.key), data=data))
+        changes.append(EventDraft(kind=EventKind.INSTANCE_READY, span=span(slot.key), data=data))
         slot = replace(slot, state=InstanceState.READY, since_s=now_s, failure="")
     if answer.state is InstanceState.DRAINING:
         slot = draining(slot, "it was asked to", now_s + config.drain_timeout_s, now_s, changes)
@@ -155,7 +155,7 @@ def says_the_same(slot: Slot, answer: InstanceSnapshot) -> bool:
     return bool(answer.revision == known.revision if answer.revision else face_of(answer) == face_of(known))
 
 
-def overdue(slot: Slot, seen_s: float, config: ControllerConfig, now_s: float, changes: list[Change]) -> Slot:
+def overdue(slot: Slot, seen_s: float, config: ControllerConfig, now_s: float, changes: list[EventDraft]) -> Slot:
     """Ends a life that has been silent, starting or draining for too long; `seen_s` is when it last answered."""
     if slot.state is InstanceState.STARTING:
         # A process that imports and loads may be deaf for a while; only the whole start has a time-out.
@@ -166,15 +166,17 @@ def overdue(slot: Slot, seen_s: float, config: ControllerConfig, now_s: float, c
     elif slot.alive and now_s - seen_s > config.lost_after_s:
         return _failed(slot, f"silent for {config.lost_after_s:g} s", config, now_s, changes, lost=True)
     elif slot.state is InstanceState.DRAINING and now_s > slot.deadline_s:
-        changes.append(Change(kind=EventKind.INSTANCE_DRAIN_ERROR, span=span(slot.key), why="requests still ran"))
+        changes.append(EventDraft(kind=EventKind.INSTANCE_DRAIN_ERROR, span=span(slot.key), why="requests still ran"))
         return ended(slot, "drained", now_s)
     return slot
 
 
-def _failed(slot: Slot, why: str, config: ControllerConfig, now_s: float, changes: list[Change], *, lost: bool) -> Slot:
+def _failed(
+    slot: Slot, why: str, config: ControllerConfig, now_s: float, changes: list[EventDraft], *, lost: bool
+) -> Slot:
     """Ends a life by a failure; every span that is open for it is closed."""
     if slot.state is InstanceState.DRAINING:
-        changes.append(Change(kind=EventKind.INSTANCE_DRAIN_ERROR, span=span(slot.key), why=why))
+        changes.append(EventDraft(kind=EventKind.INSTANCE_DRAIN_ERROR, span=span(slot.key), why=why))
     failures = slot.failures
     if slot.state is not InstanceState.STARTING and now_s - slot.since_s >= backoff_s(config, failures):
         failures = 0
@@ -183,7 +185,7 @@ def _failed(slot: Slot, why: str, config: ControllerConfig, now_s: float, change
     was_starting = slot.state is InstanceState.STARTING
     kind = EventKind.INSTANCE_LOST if lost and not was_starting else EventKind.INSTANCE_ERROR
     data = {"state": slot.state.value, "failures_in_a_row": failures, "retry_in_s": delay_s}
-    changes.append(Change(kind=kind, span=span(slot.key), why=why, data=data))
+    changes.append(EventDraft(kind=kind, span=span(slot.key), why=why, data=data))
     return replace(ended(slot, why, now_s), failures=failures, retry_at_s=now_s + delay_s)
 
 
@@ -209,20 +211,20 @@ def ended(slot: Slot, why: str, now_s: float) -> Slot:
     )
 
 
-def draining(slot: Slot, why: str, deadline_s: float, now_s: float, changes: list[Change]) -> Slot:
+def draining(slot: Slot, why: str, deadline_s: float, now_s: float, changes: list[EventDraft]) -> Slot:
     """Begins a drain."""
-    changes.append(Change(kind=EventKind.INSTANCE_DRAIN_START, span=span(slot.key), why=why))
+    changes.append(EventDraft(kind=EventKind.INSTANCE_DRAIN_START, span=span(slot.key), why=why))
     return replace(slot, state=InstanceState.DRAINING, since_s=now_s, deadline_s=deadline_s)
 
 
 def adopted(
-    slot: Slot, answer: InstanceSnapshot | None, config: ControllerConfig, now_s: float, changes: list[Change]
+    slot: Slot, answer: InstanceSnapshot | None, config: ControllerConfig, now_s: float, changes: list[EventDraft]
 ) -> Slot:
     """Takes over a life that an earlier controller began; `answer` is None where it gave none yet."""
     slot = replace(slot, state=InstanceState.STARTING, since_s=now_s)
     found = answer.state if answer else InstanceState.STARTING
     data: dict[str, Any] = {"state": found.value, **(_placed(answer) if answer else {})}
-    changes.append(Change(kind=EventKind.INSTANCE_ADOPTED, span=span(slot.key), data=data))
+    changes.append(EventDraft(kind=EventKind.INSTANCE_ADOPTED, span=span(slot.key), data=data))
     if answer is not None:
         slot = replace(slot, device=answer.device)
     if answer is None or answer.state is InstanceState.STARTING:

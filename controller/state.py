@@ -18,8 +18,8 @@ from pengserve.controller import directory as wirings
 from pengserve.controller import layout as layouts
 from pengserve.controller import rollover, routes
 from pengserve.controller import slots as lives
-from pengserve.controller.directory import Wiring
-from pengserve.controller.events import Change
+from pengserve.controller.directory import PeerWiring
+from pengserve.controller.events import EventDraft
 from pengserve.controller.rollover import Outgoing
 from pengserve.controller.routes import Part
 from pengserve.controller.slots import Gone, Killed, Observation, Slot, span
@@ -50,11 +50,11 @@ class ClusterState:
     seen_s: tuple[float, ...]  # by slot; when that came
     layout: Layout
     routing: RoutingTable
-    wiring: Wiring
+    wiring: PeerWiring
     parts: tuple[Part | None, ...] = ()  # of the routing table, by slot
     formable: tuple[Group, ...] = ()  # whose members are all READY with lanes and communicators
     wired: tuple[Slot, ...] = ()  # the slots that parts, formable and wiring were made from
-    switch: SwitchPlan | None = None  # under way
+    switches: tuple[SwitchPlan, ...] = ()  # under way; no two have a member in common
     layout_since_s: float = 0.0  # when the layout last changed, on the controller's monotonic clock
     strays: tuple[InstanceKey, ...] = ()  # lives outside the slots, to be killed
     outgoing: tuple[Outgoing, ...] = ()  # lives of an earlier configuration, outside the slots
@@ -66,7 +66,7 @@ class Transition:
     """A new state and what happened on the way there."""
 
     state: ClusterState
-    changes: tuple[Change, ...] = ()
+    changes: tuple[EventDraft, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +99,7 @@ def empty(config: ControllerConfig, *, version: Version, epoch: Epoch) -> Cluste
 
 def observe(state: ClusterState, seen: Sequence[tuple[InstanceKey, Observation]], now_s: float) -> Transition:
     """Takes in what was learnt, and what silence since then means."""
-    changes: list[Change] = []
+    changes: list[EventDraft] = []
     slots, strays = list(state.slots), state.strays
     answers, seen_s = list(state.answers), list(state.seen_s)
     outgoing = {life.key: life for life in state.outgoing}
@@ -134,13 +134,13 @@ def observe(state: ClusterState, seen: Sequence[tuple[InstanceKey, Observation]]
         outgoing=tuple(life for key, life in outgoing.items() if key not in late),
     )
     # The layout has followed from these slots already, where no switch under way has kept it from that.
-    is_followed = after.slots is state.wired and state.switch is None
+    is_followed = after.slots is state.wired and not state.switches
     return (_rewired if is_followed else _followed)(after, state, changes, now_s)
 
 
 def create(state: ClusterState, slots: Iterable[InstanceId], why: str, now_s: float) -> Transition:
     """Begins a new life in each of the empty `slots`; the caller creates the instances."""
-    changes: list[Change] = []
+    changes: list[EventDraft] = []
     filled = list(state.slots)
     for instance_id in slots:
         slot = filled[instance_id]
@@ -148,7 +148,7 @@ def create(state: ClusterState, slots: Iterable[InstanceId], why: str, now_s: fl
         key = InstanceKey(instance_id=instance_id, incarnation=slot.key.incarnation + 1)
         filled[instance_id] = lives.begun(slot, key, now_s)
         data = {"failures_in_a_row": slot.failures}
-        changes.append(Change(kind=EventKind.INSTANCE_START, span=span(key), why=slot.failure or why, data=data))
+        changes.append(EventDraft(kind=EventKind.INSTANCE_START, span=span(key), why=slot.failure or why, data=data))
     return Transition(state=replace(state, slots=tuple(filled)), changes=tuple(changes))
 
 
@@ -170,7 +170,7 @@ def adopt(
     for key in {*living, *leftovers}:
         keys_of.setdefault(key.instance_id, []).append(key)
     last = {key.instance_id: key for key in sorted([*newest, *outgoing])}
-    changes: list[Change] = []
+    changes: list[EventDraft] = []
     slots = []
     for slot in state.slots:
         slot = replace(slot, key=last.get(slot.key.instance_id, slot.key))
@@ -206,22 +206,28 @@ def begin_switch(state: ClusterState, plan: SwitchPlan) -> Transition:
     """Marks `plan` as under way.
 
     Raises:
-        FenceError: it was made for another epoch, or another switch is under way.
+        FenceError: it was made for another epoch, or another switch is under way with one of its members.
     """
-    if state.switch is not None:
-        raise FenceError(f"switch {state.switch.plan_id} is still under way; plan again when it has ended")
-    require_epoch(state, plan)
-    data = {"epoch": plan.epoch, **_kind_of(plan), "members": [str(key) for key in plan.members]}
-    change = Change(kind=EventKind.TRANSITION_START, span=switch_span(plan), why=plan.why, data=data)
-    return Transition(state=replace(state, switch=plan), changes=(change,))
-
-
-def require_epoch(state: ClusterState, plan: SwitchPlan) -> None:
-    """Raise FenceError where the layout is another one than `plan` was made for, or nothing may switch any more."""
-    if state.closing:
-        raise FenceError("the application is being drained, and nothing switches any more")
+    for other in state.switches:
+        if not plan.is_apart(other):
+            raise FenceError(f"switch {other.plan_id} is still under way; plan again when it has ended")
     if plan.epoch != state.layout.epoch:
         raise FenceError(f"the plan is for epoch {plan.epoch}, and the layout's is {state.layout.epoch}; plan again")
+    require_groups(state, plan)
+    data = {"epoch": plan.epoch, **_kind_of(plan), "members": [str(key) for key in plan.members]}
+    change = EventDraft(kind=EventKind.TRANSITION_START, span=switch_span(plan), why=plan.why, data=data)
+    return Transition(state=replace(state, switches=(*state.switches, plan)), changes=(change,))
+
+
+def require_groups(state: ClusterState, plan: SwitchPlan) -> None:
+    """Raise FenceError where the groups that `plan` was made for do not stand, or nothing may switch any more.
+
+    Other groups may have changed since, and the layout's epoch with them.
+    """
+    if state.closing:
+        raise FenceError("the application is being drained, and nothing switches any more")
+    if not layouts.stands(state.layout, plan.before):
+        raise FenceError(f"{' '.join(map(str, plan.before))} are not in the layout any more; plan again")
 
 
 def end_switch(
@@ -229,13 +235,13 @@ def end_switch(
 ) -> Transition:
     """Takes in that the leader has committed `plan`; `seconds` are the controller's, by phase."""
     data = {**_kind_of(plan), **to_data(report), **seconds}
-    changes = [Change(kind=EventKind.TRANSITION_END, span=switch_span(plan), why=plan.why, data=data)]
+    changes = [EventDraft(kind=EventKind.TRANSITION_END, span=switch_span(plan), why=plan.why, data=data)]
     layout = layouts.committed(state.layout, state.slots, plan, report.epoch)
     slots = list(state.slots)
     for key in plan.members:
         if slots[key.instance_id].key == key:
             slots[key.instance_id] = replace(slots[key.instance_id], switched=report.epoch)
-    after = replace(state, switch=None, slots=tuple(slots))
+    after = replace(state, switches=_others(state, plan), slots=tuple(slots))
     if layout is not None:
         changes.append(layouts.changed(layout, plan.why))
         after = replace(after, layout=layout, layout_since_s=now_s)
@@ -245,19 +251,26 @@ def end_switch(
 def fail_switch(state: ClusterState, plan: SwitchPlan, why: str, now_s: float) -> Transition:
     """Ends a switch that was aborted, or whose outcome the controller does not know: members' answers tell it later."""
     data = _kind_of(plan)
-    changes = [Change(kind=EventKind.TRANSITION_ERROR, span=switch_span(plan), why=why, data=data)]
-    return _followed(replace(state, switch=None), state, changes, now_s)
+    changes = [EventDraft(kind=EventKind.TRANSITION_ERROR, span=switch_span(plan), why=why, data=data)]
+    return _followed(replace(state, switches=_others(state, plan)), state, changes, now_s)
+
+
+def _others(state: ClusterState, plan: SwitchPlan) -> tuple[SwitchPlan, ...]:
+    """The switches that are under way beside `plan`."""
+    return tuple(other for other in state.switches if other.plan_id != plan.plan_id)
 
 
 def drain_all(state: ClusterState, why: str, timeout_s: float, now_s: float) -> Transition:
     """Ends the application: no route any more, READY instances finish what they run, the others end at once."""
-    changes: list[Change] = []
+    changes: list[EventDraft] = []
     slots = []
     for slot in state.slots:
         if slot.state is InstanceState.READY:
             slot = lives.draining(slot, why, now_s + timeout_s, now_s, changes)
         elif slot.state is InstanceState.STARTING:
-            changes.append(Change(kind=EventKind.INSTANCE_ERROR, span=span(slot.key), why=f"not ready yet when {why}"))
+            changes.append(
+                EventDraft(kind=EventKind.INSTANCE_ERROR, span=span(slot.key), why=f"not ready yet when {why}")
+            )
             slot = lives.ended(slot, why, now_s)
         slots.append(slot)
     outgoing = tuple(replace(life, deadline_s=min(life.deadline_s, now_s + timeout_s)) for life in state.outgoing)
@@ -342,10 +355,10 @@ def switch_span(plan: SwitchPlan) -> str:
 # What follows from the slots ------------------------------------------------------------------------------------------
 
 
-def _followed(state: ClusterState, before: ClusterState, changes: list[Change], now_s: float) -> Transition:
+def _followed(state: ClusterState, before: ClusterState, changes: list[EventDraft], now_s: float) -> Transition:
     """The state with the layout that its instances have, and all that follows from that."""
     if not state.closing and state.config.is_elastic:
-        busy = state.switch.group.members if state.switch is not None else ()
+        busy = {member for plan in state.switches for member in plan.group.members}
         layout, why = layouts.follow(state.layout, state.slots, busy)
         if layout is not state.layout:
             changes.append(layouts.changed(layout, why))
@@ -353,7 +366,7 @@ def _followed(state: ClusterState, before: ClusterState, changes: list[Change], 
     return _rewired(state, before, changes, now_s)
 
 
-def _rewired(state: ClusterState, before: ClusterState, changes: list[Change], now_s: float) -> Transition:
+def _rewired(state: ClusterState, before: ClusterState, changes: list[EventDraft], now_s: float) -> Transition:
     """The state with its directory, and a new routing table where the part of a slot or the layout has changed."""
     is_due = not state.wired or wirings.is_due(state.wiring, state.config, now_s)
     is_same = state.layout is before.layout and state.closing == before.closing and not is_due
@@ -390,7 +403,7 @@ def _rewired(state: ClusterState, before: ClusterState, changes: list[Change], n
         "epoch": table.epoch,
         **routes.difference(before.routing.routes, table.routes),
     }
-    changes.append(Change(kind=EventKind.ROUTING_CHANGED, data=data))
+    changes.append(EventDraft(kind=EventKind.ROUTING_CHANGED, data=data))
     return Transition(state=replace(state, routing=table), changes=tuple(changes))
 
 

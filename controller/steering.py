@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pengserve.controller.events import Change
+from pengserve.controller.events import EventDraft
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete
 from pengserve.planners.selector import AT_REST, Action, Decision, Option, SelectorHistory, select
@@ -62,7 +62,7 @@ class Steering:
             self._heard[client_id] = _Heard(demand, self._clock())
         return _wishes(demand) and (before is None or _wishes(before.demand) != _wishes(demand))
 
-    def pin(self, target: LayoutTarget, snapshot: ClusterSnapshot, possible: Iterable[Group]) -> Change:
+    def pin(self, target: LayoutTarget, snapshot: ClusterSnapshot, possible: Iterable[Group]) -> EventDraft:
         """Lets `target` stand until it is asked otherwise. `possible` are the groups that the hardware allows.
 
         Raises:
@@ -72,12 +72,12 @@ class Steering:
         self._target, self._is_auto = LayoutTarget(groups=groups, strategy=target.strategy), False
         text = " ".join(str(group) for group in groups if group.kind is not GroupKind.DP) or "dp"
         data = {"is_auto": False, "groups": text, "strategy": target.strategy.value}
-        return Change(kind=EventKind.POLICY_CHANGED, why=f"asked to keep {text}", data=data)
+        return EventDraft(kind=EventKind.POLICY_CHANGED, why=f"asked to keep {text}", data=data)
 
-    def release(self) -> Change:
+    def release(self) -> EventDraft:
         """Lets the planners decide again."""
         self._target, self._is_auto = None, True
-        return Change(kind=EventKind.POLICY_CHANGED, why="asked to follow the load", data={"is_auto": True})
+        return EventDraft(kind=EventKind.POLICY_CHANGED, why="asked to follow the load", data={"is_auto": True})
 
     def remember(self, past: Iterable[Event]) -> None:
         """Takes over what an earlier controller was asked, from its log."""
@@ -103,7 +103,7 @@ class Steering:
             raise ValueError(f"{text} needs more than {len(ids)} instances")
         return LayoutTarget(groups=complete(groups, ids), strategy=SwitchStrategy(data["strategy"]))
 
-    def next_switch(self, snapshot: ClusterSnapshot) -> tuple[SwitchPlan | None, tuple[Change, ...]]:
+    def next_switch(self, snapshot: ClusterSnapshot) -> tuple[SwitchPlan | None, tuple[EventDraft, ...]]:
         """The next switch to carry out, which breaks no law on `snapshot`, or None; and a new decision, for the log."""
         strategy = self._target.strategy if self._target is not None else SwitchStrategy.CARRY
         merge, drop = self._config.merge, self._config.drop
@@ -117,7 +117,7 @@ class Steering:
         self._refused = violations
         return (None if violations else plan), news
 
-    def _news(self, decision: Decision) -> tuple[Change, ...]:
+    def _news(self, decision: Decision) -> tuple[EventDraft, ...]:
         """The event of a decision that is another one than the last, and more than to rest.
 
         Memory may be short at every other look: that instances are missing is told once in a while.
@@ -134,11 +134,11 @@ class Steering:
         return (decided(decision),)
 
 
-def decided(decision: Decision) -> Change:
+def decided(decision: Decision) -> EventDraft:
     """The event of a decision."""
     options = [_shown(option) for option in decision.options]
     data = {**_shown(decision.chosen), "needs_instances": decision.needs_instances, "options": options}
-    return Change(kind=EventKind.PLAN_DECIDED, why=decision.chosen.why, data=data)
+    return EventDraft(kind=EventKind.PLAN_DECIDED, why=decision.chosen.why, data=data)
 
 
 def _shown(option: Option) -> dict[str, Any]:

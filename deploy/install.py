@@ -37,7 +37,7 @@ def required(lines: Iterable[str]) -> list[str]:
     return [match[1] for line in lines if (match := _REQUIREMENT.match(line))]
 
 
-class Progress:
+class PipProgress:
     """How many packages pip has fetched and installed, read from what it prints and from what it has unpacked."""
 
     def __init__(self, num_packages: int, site_packages: Path) -> None:
@@ -110,10 +110,10 @@ def _install(python: str, lines: Sequence[str], *options: str) -> int:
     with tempfile.TemporaryDirectory() as directory:
         pins = Path(directory, "requirements.txt")
         pins.write_text("\n".join(lines) + "\n")
-        return _run_pip([*_pip(python), *options, "-r", str(pins)], Progress(len(required(lines)), site_packages))
+        return _run_pip([*_pip(python), *options, "-r", str(pins)], PipProgress(len(required(lines)), site_packages))
 
 
-def _run_pip(command: Sequence[str], progress: Progress) -> int:
+def _run_pip(command: Sequence[str], progress: PipProgress) -> int:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         assert pip.stdout is not None
         output: list[str] = []
@@ -134,7 +134,7 @@ def _run_pip(command: Sequence[str], progress: Progress) -> int:
     return status
 
 
-def _show(progress: Progress, over: threading.Event) -> None:
+def _show(progress: PipProgress, over: threading.Event) -> None:
     is_terminal = sys.stdout.isatty()
     while not over.wait(REDRAW_S if is_terminal else PERIOD_S):
         if is_terminal:

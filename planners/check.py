@@ -14,10 +14,10 @@ _END = {GroupKind.TP: "split", GroupKind.PP: "restore"}  # what must happen befo
 def check_switch(plan: SwitchPlan, snapshot: ClusterSnapshot) -> tuple[str, ...]:
     """All laws that `plan` breaks on `snapshot`.
 
-    A plan is for the layout's epoch, and its members are the READY lives of their slots. A merge or drop takes groups
-    of the layout, dp ones or pipelines that nest in the new one, whose lanes and communicators are ready. A split or
-    restore ends a group of the layout, none of whose requests is too long for what it ends in; on a restore, all of
-    them together must fit too, and narrower pipelines that it ends in nest in it and are ready.
+    A plan is for the layout's epoch, and its members are the READY lives of their slots, in no other switch. A merge or
+    drop takes groups of the layout, dp ones or pipelines that nest in the new one, whose lanes and communicators are
+    ready. A split or restore ends a group of the layout, none of whose requests is too long for what it ends in; on a
+    restore, all of them together must fit too, and narrower pipelines that it ends in nest in it and are ready.
     """
     found: list[str] = []
     if plan.epoch != snapshot.epoch:
@@ -28,6 +28,8 @@ def check_switch(plan: SwitchPlan, snapshot: ClusterSnapshot) -> tuple[str, ...]
         found += _check_member(key, by_id.get(key.instance_id))
     if len(set(plan.members)) != len(plan.members):
         found.append(f"{plan.group} has an instance twice")
+    under_way = [other for other in snapshot.switching if not plan.is_apart(other)]
+    found += [f"{other.verb} {other.group} is under way with some of its members: wait for it" for other in under_way]
     found += _check_merge(plan, snapshot, by_id) if plan.is_merge else _check_split(plan, snapshot, by_id)
     return tuple(found)
 

@@ -145,7 +145,7 @@ class Ready(dict[InstanceId, InstanceSnapshot]):
         if lanes and lanes.count(lanes[0]) == len(lanes):
             self._common_lanes = lanes[0]
         self._columns: dict[str, Ints] = {}
-        self._lanes: dict[str, Lanes] = {}
+        self._lanes: dict[str, LaneColumns] = {}
         self._runs: tuple[GroupTable, Bools] | None = None
 
     def stat(self, name: str) -> Ints:
@@ -154,10 +154,10 @@ class Ready(dict[InstanceId, InstanceSnapshot]):
             self._columns[name] = spread(self.ids, column(self._stats, name), self.size)
         return self._columns[name]
 
-    def lanes(self, shape: str) -> "Lanes":
+    def lanes(self, shape: str) -> "LaneColumns":
         """What they can hold in `shape`."""
         if shape not in self._lanes:
-            self._lanes[shape] = Lanes(self, shape)
+            self._lanes[shape] = LaneColumns(self, shape)
         return self._lanes[shape]
 
     def common_lane(self, shape: str) -> KvCapacity | None:
@@ -172,7 +172,7 @@ class Ready(dict[InstanceId, InstanceSnapshot]):
         return self._runs[1]
 
 
-class Lanes:
+class LaneColumns:
     """What the instances of a look can hold in one shape, in columns by instance id: 0 where one cannot run it."""
 
     def __init__(self, ready: Ready, shape: str) -> None:

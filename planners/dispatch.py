@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.layout import tensor_degree_of
+from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 
 FULL = 1.0  # virtual load from which requests wait
 
@@ -53,6 +54,30 @@ class Candidate:
     max_tokens: int | None = None  # most tokens that one request may ever have there; None: the capacity
     num_priority: int = 0  # priority requests of this dispatcher that are there
 
+    @classmethod
+    def of(
+        cls,
+        key: InstanceKey,
+        stats: InstanceStats,
+        capacity: KvCapacity,
+        *,
+        num_unseen: int = 0,
+        unseen_tokens: int = 0,
+        num_priority: int = 0,
+    ) -> "Candidate":
+        """The route to a leader with these stats; `capacity` is of its dp lane, and counts until stats have come."""
+        return cls(
+            key=key,
+            resident_tokens=stats.kv_blocks_used * (stats.block_size or capacity.block_size),
+            queued_tokens=stats.queued_tokens,
+            unseen_tokens=unseen_tokens,
+            capacity_tokens=kv_tokens(stats, capacity),
+            num_requests=stats.num_running + stats.num_waiting + num_unseen,
+            shape=stats.shape,
+            max_tokens=stats.max_model_len or capacity.max_model_len,
+            num_priority=num_priority,
+        )
+
     @property
     def virtual_load(self) -> float:
         """Resident plus queued demand as a share of the capacity; above 1 it queues or preempts."""
@@ -71,6 +96,13 @@ class Candidate:
     def holds(self, num_tokens: int) -> bool:
         """Whether a request of `num_tokens` could ever be there, with nothing else running."""
         return num_tokens <= self.most_tokens
+
+
+def kv_tokens(stats: InstanceStats, capacity: KvCapacity) -> int:
+    """Tokens of KV in the shape that an instance runs now; `capacity` as in `Candidate.of`."""
+    if not stats.kv_blocks_total:
+        return capacity.num_tokens
+    return stats.kv_blocks_total * (stats.block_size or capacity.block_size)
 
 
 def choose(candidates: Sequence[Candidate], num_tokens: int, options: DispatchOptions = ANY) -> InstanceKey | None:

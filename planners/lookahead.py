@@ -44,7 +44,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class MicrobatchLimits:
     """What a microbatch can hold. A decode of more than `max_tokens` is alone in its own."""
 
     max_tokens: int
@@ -66,7 +66,7 @@ class Microbatch:
 
 
 def form_microbatches(
-    work: Sequence[Work], model: CostModel, limits: Limits, num_microbatches: int | None = None
+    work: Sequence[Work], model: CostModel, limits: MicrobatchLimits, num_microbatches: int | None = None
 ) -> tuple[Microbatch, ...]:
     """All of `work` as microbatches of about equal cost, in the order of `work`.
 
@@ -79,7 +79,7 @@ def form_microbatches(
     return line.microbatches(list(_parts(line, limits, wished)))
 
 
-def form_by_tokens(work: Sequence[Work], model: CostModel, limits: Limits) -> tuple[Microbatch, ...]:
+def form_by_tokens(work: Sequence[Work], model: CostModel, limits: MicrobatchLimits) -> tuple[Microbatch, ...]:
     """The baseline: each microbatch takes tokens up to the limit, as Sarathi-Serve and vLLM do. `model` only prices."""
     line = _Line(work, model)
     parts = []
@@ -92,7 +92,12 @@ def form_by_tokens(work: Sequence[Work], model: CostModel, limits: Limits) -> tu
 
 
 def next_budget(
-    ready: Sequence[Work], in_flight_s: Sequence[float], model: CostModel, limits: Limits, *, max_in_flight: int
+    ready: Sequence[Work],
+    in_flight_s: Sequence[float],
+    model: CostModel,
+    limits: MicrobatchLimits,
+    *,
+    max_in_flight: int,
 ) -> Mapping[str, int]:
     """What enters a pipeline next: `{request id: new tokens}`, decodes first, the longest ready before all.
 
@@ -121,7 +126,7 @@ def next_budget(
     return {part.request_id: part.num_tokens for part in line.work(0, min(stop, line.fill(0, limits)))}
 
 
-def next_by_tokens(ready: Sequence[Work], model: CostModel, limits: Limits) -> Mapping[str, int]:
+def next_by_tokens(ready: Sequence[Work], model: CostModel, limits: MicrobatchLimits) -> Mapping[str, int]:
     """The baseline of `next_budget`: all that is ready, up to the limit."""
     line = _Line(sorted(ready, key=lambda work: (work.is_prefill, work.since)), model)
     return {part.request_id: part.num_tokens for part in line.work(0, line.fill(0, limits))} if ready else {}
@@ -176,7 +181,7 @@ class _Line:
             for start, stop in parts
         )
 
-    def fill(self, start: int, limits: Limits) -> int:
+    def fill(self, start: int, limits: MicrobatchLimits) -> int:
         """The longest range from `start` that the limits allow; its stop. At least one token, or one decode."""
         first = self._item(start)
         after = min(first + limits.max_requests, len(self._items))
@@ -251,14 +256,14 @@ class _Line:
         return self._model.tokens_s(self._items[index].prefix_tokens + skipped, stop - start)
 
 
-def _window(work: Sequence[Work], limits: Limits) -> Sequence[Work]:
+def _window(work: Sequence[Work], limits: MicrobatchLimits) -> Sequence[Work]:
     """The first of `work`: what fills `WINDOW` microbatches, or all. Plans change before more of it is reached."""
     tokens = accumulate(item.num_tokens for item in work)
     enough = bisect_left(list(tokens), WINDOW * limits.max_tokens) + 1
     return work[: min(enough, WINDOW * limits.max_requests)]
 
 
-def _parts(line: _Line, limits: Limits, wished: int) -> Iterator[tuple[int, int]]:
+def _parts(line: _Line, limits: MicrobatchLimits, wished: int) -> Iterator[tuple[int, int]]:
     """The line as ranges of about equal cost, `wished` or more. What is beyond the limits all the same is halved until
     it is within them, or cannot be cut."""
     ranges = list(pairwise(_equal_parts(line, limits, wished)))[::-1] if line.stop else []
@@ -271,7 +276,7 @@ def _parts(line: _Line, limits: Limits, wished: int) -> Iterator[tuple[int, int]
             ranges += [(cut, stop), (start, cut)]
 
 
-def _equal_parts(line: _Line, limits: Limits, wished: int) -> list[int]:
+def _equal_parts(line: _Line, limits: MicrobatchLimits, wished: int) -> list[int]:
     """The ends of parts of equal cost: the least number that is at least `wished` and keeps each within the limits.
 
     Where requests differ much, cheap tokens fill a microbatch up to its limit before it costs its share. Then all are
@@ -287,7 +292,7 @@ def _equal_parts(line: _Line, limits: Limits, wished: int) -> list[int]:
         num_parts = min(most, max(num_parts + 1, ceil(num_parts * fullest)))
 
 
-def _fullness(line: _Line, limits: Limits, start: int, stop: int) -> float:
+def _fullness(line: _Line, limits: MicrobatchLimits, start: int, stop: int) -> float:
     """How many times as much as a microbatch can hold lies in `[start, stop)`."""
     return max((stop - start) / limits.max_tokens, line.num_requests(start, stop) / limits.max_requests)
 

@@ -45,7 +45,7 @@ class Reason(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunningGroup:
+class StandingGroup:
     """Since when a tp group is in the layout, and why."""
 
     since_s: float
@@ -56,7 +56,7 @@ class RunningGroup:
 class LoadHistory:
     """What the planner remembers from look to look. A value: a call returns the next one. Times are snapshot times."""
 
-    running_groups: Mapping[Group, RunningGroup] = field(default_factory=dict)  # tp groups of the layout
+    running_groups: Mapping[Group, StandingGroup] = field(default_factory=dict)  # tp groups of the layout
     low_since_s: Mapping[Group, float] = field(default_factory=dict)  # groups that load would allow, and since when
     queue_since_s: Mapping[InstanceId, float] = field(default_factory=dict)  # leaders whose requests wait
     wanted_s: Mapping[int, float] = field(default_factory=dict)  # degrees, and when a request last asked for them
@@ -79,7 +79,7 @@ class _Step:
 
 @dataclass(slots=True, kw_only=True)
 class _Look:
-    """One call's working state. `claimed` grows from reason to reason."""
+    """One call's working state. `claimed` begins with what switches, and grows from reason to reason."""
 
     view: ClusterView
     config: MergeConfig
@@ -118,14 +118,6 @@ class Proposal:
     followed: LoadHistory = field(default_factory=LoadHistory)  # ... and where it is
 
 
-def plan_switch(
-    snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory
-) -> tuple[SwitchPlan | None, LoadHistory]:
-    """The next merge or split, or None where the layout should stay; and what to remember for the next call."""
-    proposal = propose(snapshot, config, history)
-    return proposal.plan, proposal.followed
-
-
 def propose(snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory) -> Proposal:
     """The next merge or split, for a caller that may choose another switch.
 
@@ -140,7 +132,8 @@ def propose(snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory
     lasting_queues = (i for i, since_s in queues.items() if snapshot.time_s - since_s >= QUEUE_S)
     view = ClusterView.of(snapshot, config.busy_requests, lasting_queues)
     history = _observe(view, config, replace(history, queue_since_s=queues, seen_s=snapshot.time_s))
-    look = _Look(view=view, config=config, history=history, claimed={})
+    claimed_before = {member: plan.group for plan in snapshot.switching for member in plan.group.members}
+    look = _Look(view=view, config=config, history=history, claimed=claimed_before)
     step = _for_long_context(look) or _for_wishes(look) or _for_load(look)
     history, claimed = look.history, frozenset(look.claimed)
     if step is None or is_backing_off(snapshot):
@@ -180,13 +173,13 @@ def _observe(view: ClusterView, config: MergeConfig, history: LoadHistory) -> Lo
     )
 
 
-def _running_group(group: Group, snapshot: ClusterSnapshot, history: LoadHistory) -> RunningGroup:
+def _running_group(group: Group, snapshot: ClusterSnapshot, history: LoadHistory) -> StandingGroup:
     known = history.running_groups.get(group)
     if known is not None:
         return known
     is_planned = history.planned is not None and history.planned[0] == group
     reason = history.planned[1] if history.planned is not None and is_planned else Reason.LOAD
-    return RunningGroup(since_s=snapshot.layout_since_s or snapshot.time_s, reason=reason)
+    return StandingGroup(since_s=snapshot.layout_since_s or snapshot.time_s, reason=reason)
 
 
 def _low(view: ClusterView, config: MergeConfig, before: Mapping[Group, float]) -> Iterable[tuple[Group, float]]:

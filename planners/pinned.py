@@ -14,25 +14,28 @@ from pengserve.planners.types.snapshot import ClusterSnapshot
 def plan_pinned(
     snapshot: ClusterSnapshot, target: tuple[Group, ...], strategy: SwitchStrategy, why: str
 ) -> SwitchPlan | None:
-    """The next switch on the way to `target`; None when there, or while a step must wait.
+    """The next switch on the way to `target`; None when there, or while each step must wait.
+
+    It has no member in common with those under way.
 
     What `target` does not name is alone. Groups end before others begin, but a pipeline that is wanted wider grows as
-    it is, and one that is wanted narrower is cut. A split waits for a request that is too long
-    for one instance, a restore also until the members have room for all that runs; a merge or drop for communicators
-    and for paused requests to go on. Drops and restores always carry, also where `strategy` is another.
+    it is, and one that is wanted narrower is cut. A split waits for a request that is too long for one instance, a
+    restore also until the members have room for all that runs; a merge or drop for communicators and for paused
+    requests to go on. Drops and restores always carry, also where `strategy` is another.
     """
     if is_backing_off(snapshot):
         return None
     view = ClusterView.of(snapshot, busy_requests=1)
+    busy = snapshot.busy
     wanted = {group for group in target if group.kind is not GroupKind.DP}
     running_groups = [g for g in snapshot.layout.groups if g.kind is not GroupKind.DP and g.leader in view.loads]
     for group in running_groups:
-        if group not in wanted and not _grows(group, wanted):
+        if group not in wanted and busy.isdisjoint(group.members) and not _grows(group, wanted):
             parts = _parts(group, wanted)
             if can_split(view, group, parts):
                 return make_plan(snapshot, view.instances, group, False, _how(group, strategy), why, parts)
     for group in sorted(wanted.difference(running_groups), key=lambda g: g.members):
-        if can_merge(view, group):
+        if busy.isdisjoint(group.members) and can_merge(view, group):
             return make_plan(snapshot, view.instances, group, True, _how(group, strategy), why)
     return None
 

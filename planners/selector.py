@@ -7,6 +7,10 @@ The first that is due, and each one on what those before it leave alone:
     3. split, merge    for load; no group that is short of memory is merged for load
     4. restore         where memory is plenty, and short nowhere
 
+Switches whose groups have no member in common are carried out side by side: a call plans what members of those under
+way have no part in. Merges and splits for load, wishes and long requests come one after another all the same, as each
+changes what the next should be.
+
 Where a user has pinned a layout, the rules above rest, and the next switch is one that leads to that layout.
 
 Every option has a price, in seconds that requests stall, added up over all requests: those whose KV a switch moves, for
@@ -15,7 +19,7 @@ judged anew. The order above decides, and prices decide between options of one k
 what else was possible, and what it would have cost.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 import numpy as np
@@ -101,11 +105,17 @@ def select(
     """
     if not snapshot.policy.is_auto:
         return _towards_target(snapshot, drop, history, strategy)
-    proposal = propose(snapshot, merge, history.load)
+    busy = snapshot.busy
+    if any(plan.group.kind is GroupKind.TP for plan in snapshot.switching):
+        proposal = Proposal(claimed=busy, history=history.load, followed=history.load)
+    else:
+        proposal = propose(snapshot, merge, history.load)
     if drop.max_stages <= 1 and not group_table(snapshot.layout.groups).of_kind[GroupKind.PP]:
         return proposal.plan, SelectorHistory(load=proposal.followed), _decide_alone(snapshot, drop, proposal.plan)
     demand, demand_history = predict_demand(snapshot, drop, history.demand)
     verdict = plan_drop(snapshot, demand, drop, claimed=proposal.claimed) if drop.is_auto else Verdict()
+    if busy:  # what they lead to is not known yet
+        verdict = replace(verdict, short=tuple(group for group in verdict.short if busy.isdisjoint(group.members)))
     restore, restore_history = plan_restore(snapshot, demand, drop, history.restore, claimed=proposal.claimed)
     plan = None if is_backing_off(snapshot) else _first(snapshot, demand, proposal, verdict, restore)
     is_followed = plan is not None and plan is proposal.plan

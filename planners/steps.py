@@ -109,8 +109,8 @@ def make_plan(
 
     A group begins of what its members run. It ends in `parts`; without them, each member is alone.
 
-    Its id tells epoch, step and group; after an aborted switch of the same epoch also the layout's age, so that a
-    second try has an id of its own.
+    Its id tells epoch, step and group. Where another switch of the same epoch may have been aborted it also tells the
+    layout's age, so that a second try has an id of its own.
     """
     if is_merge:
         parts = parts_of(group_table(snapshot.layout.groups).group_of, group)
@@ -126,6 +126,6 @@ def make_plan(
     )
     plan_id = f"{snapshot.epoch}:{plan.verb}:{group}"
     last = snapshot.last_switch
-    if last is not None and last.plan_id.startswith(f"{snapshot.epoch}:"):
+    if last is not None and (last.phase != "done" or last.plan_id.startswith(f"{snapshot.epoch}:")):
         plan_id += f"+{snapshot.time_s - snapshot.layout_since_s:.3f}s"
     return replace(plan, plan_id=plan_id)

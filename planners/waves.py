@@ -1,4 +1,4 @@
-"""Which requests of a merge or a split move in which wave, so that as many as can keep their KV.
+"""Which requests of a merge, split or restore move where, and in which wave, so that as many as can keep their KV.
 
 A merge's wave takes as many blocks of each member as its requests have in the group's lane, and frees, at the member
 that each of them comes from, those that it had there. Their KV is read before they free anything, and written once they
@@ -7,12 +7,14 @@ have. So a wave may use the blocks that it frees: members must have enough block
     free blocks of two members, and what a request of 9 blocks changes that needs 5 of the lane
     (1, 2)  -> from the first: (+9 - 5, -5)  ->  (5, -3)  -> from the second: (-5, +9 - 5)  ->  (0, 1): a wave of both
 
-A split's wave takes blocks of one member for each request, and frees the group's of all members at its end.
+A split's wave takes blocks of one member for each request, and frees the group's of all members at its end. A restore
+has one wave, in which each request takes blocks of one part.
 """
 
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 # Members have the KV of a wave in buffers meanwhile.
 MAX_WAVE_TOKENS = 1 << 14  # of a merge, from one member: it has all heads of these, and its own heads of everybody's
@@ -115,20 +117,26 @@ def _longest(coming: Iterable[Mover], room: _Room) -> list[Mover]:
 
 
 def split_wave(leaving: Iterable[tuple[int, int]], free: Sequence[int]) -> list[int | None]:
-    """The rank that each request of a group goes to, where most blocks are free; None where it waits for the next wave.
+    """`place` for one wave of a split; a request without a rank waits for the next one."""
+    return place(leaving, free, MAX_SPLIT_TOKENS)
+
+
+def place(leaving: Iterable[tuple[int, int]], free: Sequence[int], max_tokens: float = inf) -> list[int | None]:
+    """The place where each request of a group goes on: where most blocks are free. None where it does not fit there.
 
     Args:
         leaving: of each request, the tokens whose KV moves and the blocks that it needs where it goes.
-        free: blocks of each member, by rank.
+        free: blocks of each place: a member, or a part that the group ends in.
+        max_tokens: that move at most; the last request may go beyond.
     """
     room, num_tokens = list(free), 0
-    ranks: list[int | None] = []
+    places: list[int | None] = []
     for tokens, needed in leaving:
-        rank = max(range(len(room)), key=lambda r: (room[r], -r))
-        if room[rank] < needed or num_tokens > MAX_SPLIT_TOKENS:
-            ranks.append(None)
+        best = max(range(len(room)), key=lambda p: (room[p], -p))
+        if room[best] < needed or num_tokens > max_tokens:
+            places.append(None)
             continue
-        room[rank] -= needed
+        room[best] -= needed
         num_tokens += tokens
-        ranks.append(rank)
-    return ranks
+        places.append(best)
+    return places

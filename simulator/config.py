@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from pengserve.planners.types.config import check_degrees, check_max_stages
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.units import GIB
 from pengserve.simulator.traces.config import TraceConfig
@@ -72,16 +73,12 @@ class ClusterConfig(_Section):
     @field_validator("degrees")
     @classmethod
     def _powers_of_two(cls, value: tuple[int, ...]) -> tuple[int, ...]:
-        if any(degree < 2 or degree & (degree - 1) for degree in value):
-            raise ValueError(f"give powers of two such as [2, 4], or [] for none; got {list(value)}")
-        return tuple(sorted(set(value)))
+        return check_degrees(value)
 
     @field_validator("max_stages")
     @classmethod
     def _power_of_two(cls, value: int) -> int:
-        if value & (value - 1):
-            raise ValueError(f"give a power of two such as 2 or 4, or 1 for none; got {value}")
-        return value
+        return check_max_stages(value)
 
     @field_validator("links")
     @classmethod
@@ -119,7 +116,7 @@ class ControllerOptions(_Section):
 
 
 class LimitOptions(_Section):
-    """Of the production ingress; see `ingress.Limits`."""
+    """Of the production ingress; see `ingress.IngressLimits`."""
 
     no_instance_timeout_s: float = Field(default=300.0, gt=0)
     parallelism_wait_s: float = Field(default=2.0, ge=0)

@@ -12,7 +12,7 @@ from pengserve.simulator.engine.instance import SimInstance
 MOST_EXACT = 64  # routes whose loads are those of this moment; of more they are as of their last event
 
 
-class Dispatcher:
+class SimDispatcher:
     """The routes in order. Code that changes an instance's load calls `touch`."""
 
     def __init__(self, cluster: SimCluster) -> None:
@@ -64,22 +64,7 @@ class Dispatcher:
             if instance is None or not is_open or key not in self._routes:
                 self._index.forget(key)
             else:
-                self._index.update(_candidate(instance, self._num_urgent[key]))
+                num_urgent = self._num_urgent[key]
+                # Nothing is unseen: the newest stats are the present ones.
+                self._index.update(Candidate.of(key, instance.load(), instance.capacity, num_priority=num_urgent))
         self._dirty.clear()
-
-
-def _candidate(instance: SimInstance, num_priority: int) -> Candidate:
-    """A route as the planner sees it. Nothing is unseen: the newest stats are the present ones."""
-    scheduler, capacity, run, held = instance.current.scheduler, instance.capacity, instance.group, instance.held or ()
-    reserved = run.num_reserved if run is not None else 0
-    return Candidate(
-        key=instance.key,
-        resident_tokens=(scheduler.num_blocks - scheduler.num_free + reserved) * capacity.block_size,
-        queued_tokens=scheduler.queued_tokens + sum(request.num_tokens for request in held),
-        unseen_tokens=0,
-        capacity_tokens=capacity.num_tokens,
-        num_requests=len(scheduler.running) + len(scheduler.waiting) + len(held),
-        shape="dp" if run is None else run.group.shape,
-        max_tokens=instance.max_tokens,
-        num_priority=num_priority,
-    )

@@ -13,7 +13,7 @@ from pengserve.planners.admission import IngressLoad, admit
 from pengserve.planners.dispatch import DispatchOptions
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import Demand, RoutingTable
-from pengserve.simulator.dispatcher import Dispatcher
+from pengserve.simulator.dispatcher import SimDispatcher
 from pengserve.simulator.engine.cluster import SimCluster
 from pengserve.simulator.engine.instance import SimInstance
 from pengserve.simulator.requests import Arrival, LiveRequest
@@ -23,7 +23,7 @@ MAX_REDIRECTS_IN_PLACE = 8  # in a row without a new token; more of them wait a 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class IngressLimits:
     """As `cluster.ingress.config.LimitConfig`."""
 
     no_instance_timeout_s: float = 300.0  # a request waits so long for an instance that can take it
@@ -52,10 +52,10 @@ class _Record:
         self.num_tokens_placed = self.request.num_generated
 
 
-class Ingress:
+class SimIngress:
     """All requests in flight. `on_end` gets each one once, with the reason where it was not served."""
 
-    def __init__(self, limits: Limits, on_end: Callable[[LiveRequest, str], None]) -> None:
+    def __init__(self, limits: IngressLimits, on_end: Callable[[LiveRequest, str], None]) -> None:
         self._limits, self._on_end = limits, on_end
         self._records: dict[LiveRequest, _Record] = {}
         self._waiting: deque[_Record] = deque()
@@ -66,7 +66,7 @@ class Ingress:
 
     def serve(self, cluster: SimCluster) -> None:
         """Sends requests to `cluster` from now on. Each of the two needs the other, so that this comes second."""
-        self._cluster, self._dispatcher = cluster, Dispatcher(cluster)
+        self._cluster, self._dispatcher = cluster, SimDispatcher(cluster)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -84,11 +84,6 @@ class Ingress:
     def num_waiting(self) -> int:
         """Requests without an instance."""
         return len(self._waiting)
-
-    @property
-    def waiting_tokens(self) -> int:
-        """Tokens of those."""
-        return sum(record.request.num_tokens for record in self._waiting)
 
     # What comes -------------------------------------------------------------------------------------------------------
 

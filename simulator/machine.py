@@ -13,7 +13,7 @@ from pengserve.simulator.engine.driver import Driver, Owner
 from pengserve.simulator.engine.fast_scheduler import FastScheduler
 from pengserve.simulator.engine.gaps import GapCounter
 from pengserve.simulator.engine.instance import SimInstance
-from pengserve.simulator.engine.lane import Lane
+from pengserve.simulator.engine.lane import SimLane
 from pengserve.simulator.engine.network import LinkNetwork
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.pipeline_lane import PipelineLane
@@ -73,7 +73,7 @@ class Machine:
                 # Copies go both ways at once, beside the step before (as InferCept overlaps them).
                 return max(0.0, max(out_bytes, in_bytes) / self.host_bytes_per_s - lane.last_step_s)
 
-            lane = Lane(scheduler, times, on_end=on_end, on_step=on_step, gaps=gaps, swap_s=swap_s)
+            lane = SimLane(scheduler, times, on_end=on_end, on_step=on_step, gaps=gaps, swap_s=swap_s)
             return lane
         first_s = network.hop_s(members, 0)
         each_s = (network.hop_s(members, 1 << 30) - first_s) * self.activation_bytes / (1 << 30)

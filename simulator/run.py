@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-from pengserve.controller.events import Change, EventLog
+from pengserve.controller.events import EventDraft, EventLog
 from pengserve.controller.loop import Controller
 from pengserve.planners.groups import expand
 from pengserve.planners.types.config import ControllerConfig
@@ -19,7 +19,7 @@ from pengserve.simulator.build import arrivals_of, machine_of, setup_of
 from pengserve.simulator.clock import run_virtual
 from pengserve.simulator.config import SimulationConfig
 from pengserve.simulator.engine.port import SimPort
-from pengserve.simulator.ingress import Ingress, Limits
+from pengserve.simulator.ingress import IngressLimits, SimIngress
 from pengserve.simulator.machine import Machine
 from pengserve.simulator.outcomes import Outcomes
 from pengserve.simulator.policies.policy import Setup
@@ -54,7 +54,7 @@ class RecordedLog(EventLog):
 
     def append(self, changes: Any) -> tuple[Event, ...]:
         """Logs `changes` in order, keeps them for the report, and returns them as events."""
-        found: tuple[Change, ...] = tuple(changes)
+        found: tuple[EventDraft, ...] = tuple(changes)
         events = super().append(found)
         self.events += events
         return events
@@ -93,7 +93,7 @@ class Simulation:
         loop.set_exception_handler(self._fail)
         log = RecordedLog(loop.time)
         self.outcomes = Outcomes(on_all=self._over.set, num_requests=len(self._arrivals))
-        self.ingress = Ingress(Limits(**self.config.limits.model_dump()), self.outcomes.end)
+        self.ingress = SimIngress(IngressLimits(**self.config.limits.model_dump()), self.outcomes.end)
         self.cluster = self.machine.cluster(self.ingress, self.outcomes.gaps)
         self.ingress.serve(self.cluster)
         controller = Controller(

@@ -7,7 +7,7 @@ from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Layout
 from pengserve.simulator.engine.cluster import SimCluster
 from pengserve.simulator.engine.instance import SimInstance
-from pengserve.simulator.ingress import Ingress
+from pengserve.simulator.ingress import SimIngress
 from pengserve.simulator.outcomes import Outcomes
 from pengserve.simulator.result import Moment
 
@@ -15,7 +15,7 @@ from pengserve.simulator.result import Moment
 class Sampler:
     """Takes `Moment`s. At most one for each moment: a second one in its place is left out."""
 
-    def __init__(self, cluster: SimCluster, ingress: Ingress, controller: Controller, outcomes: Outcomes) -> None:
+    def __init__(self, cluster: SimCluster, ingress: SimIngress, controller: Controller, outcomes: Outcomes) -> None:
         self.moments: list[Moment] = []
         self.instance_kv: list[tuple[float, ...]] = []
         self.num_generated = 0

@@ -12,7 +12,14 @@ from typing import Any
 
 from benchmarks.harness import MIB
 from pengserve.planners.cost_model import CostModel, Sample, fit, fit_token_count, relative_errors
-from pengserve.planners.lookahead import Limits, Work, form_by_tokens, form_microbatches, next_budget, next_by_tokens
+from pengserve.planners.lookahead import (
+    MicrobatchLimits,
+    Work,
+    form_by_tokens,
+    form_microbatches,
+    next_budget,
+    next_by_tokens,
+)
 from pengserve.planners.pipeline import Bubble, Former, Job, serve, simulate
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.replicas.profile_process import ProfilePlan, profile_engine
@@ -68,10 +75,10 @@ class Plan:
     seed: int = 7
     engine: Mapping[str, Any] = field(default_factory=_engine_flags)
 
-    def limits(self) -> Limits:
+    def limits(self) -> MicrobatchLimits:
         """What a microbatch can hold."""
         load = self.load
-        return Limits(max_tokens=load.max_tokens, max_requests=load.max_requests, min_tokens=load.min_tokens)
+        return MicrobatchLimits(max_tokens=load.max_tokens, max_requests=load.max_requests, min_tokens=load.min_tokens)
 
     def jobs(self) -> list[Job]:
         """The requests of the load."""

@@ -178,7 +178,9 @@ def _headline(snapshot: ClusterSnapshot) -> Text:
 
 
 def _switch(snapshot: ClusterSnapshot) -> Text:
-    return Text("switch ").append_text(switch_line(snapshot.last_switch, snapshot.time_s))
+    text = Text("switch ").append_text(switch_line(snapshot.last_switch, snapshot.time_s))
+    num_under_way = len(snapshot.switching)
+    return text.append(f"   ({num_under_way} under way)", "dim") if num_under_way > 1 else text
 
 
 def _totals(snapshot: ClusterSnapshot, rates: Sequence[Rates]) -> Text:

@@ -35,7 +35,7 @@ SNAPSHOT_PERIOD_S = 5.0
 SNAPSHOT_TIMEOUT_S = 5.0
 
 
-class Ingress:
+class IngressRuntime:
     """Everything one ingress owns. `app` answers from the start; `start` begins to follow the controller."""
 
     def __init__(

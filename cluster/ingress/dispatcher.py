@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
 
-from pengserve.planners.dispatch import Candidate, DispatchOptions, choose
+from pengserve.planners.dispatch import Candidate, DispatchOptions, choose, kv_tokens
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.link import InstanceLink
 
@@ -60,7 +60,7 @@ class Dispatcher:
         stats, capacity = link.stats, link.capacity
         if stats.is_follower:
             return 0
-        return min(stats.max_model_len or capacity.max_model_len, _kv_tokens(link))
+        return min(stats.max_model_len or capacity.max_model_len, kv_tokens(stats, capacity))
 
     def sent(self, link: InstanceLink, num_tokens: int) -> None:
         """A request of `num_tokens` went out over `link`."""
@@ -74,24 +74,12 @@ class Dispatcher:
 
     def _candidate(self, link: InstanceLink, now_s: float, num_priority: int) -> Candidate:
         unseen = self._unseen.setdefault(link.key, _Unseen())
-        stats = link.stats
-        unseen.prune(stats.step, now_s)
-        return Candidate(
-            key=link.key,
-            resident_tokens=stats.kv_blocks_used * (stats.block_size or link.capacity.block_size),
-            queued_tokens=stats.queued_tokens,
+        unseen.prune(link.stats.step, now_s)
+        return Candidate.of(
+            link.key,
+            link.stats,
+            link.capacity,
+            num_unseen=len(unseen.entries),
             unseen_tokens=unseen.num_tokens,
-            capacity_tokens=_kv_tokens(link),
-            num_requests=stats.num_running + stats.num_waiting + len(unseen.entries),
-            shape=stats.shape,
-            max_tokens=self.max_tokens(link),
             num_priority=num_priority,
         )
-
-
-def _kv_tokens(link: InstanceLink) -> int:
-    """Tokens of KV in the shape that the instance runs now."""
-    stats, capacity = link.stats, link.capacity
-    if not stats.kv_blocks_total:
-        return capacity.num_tokens
-    return stats.kv_blocks_total * (stats.block_size or capacity.block_size)

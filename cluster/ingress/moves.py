@@ -18,7 +18,7 @@ MAX_TOLD = 4096  # copies that are remembered as told to go away
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class RequestMove:
     """One request's part of a MOVED frame."""
 
     to: InstanceKey | None
@@ -31,7 +31,7 @@ class Stash:
 
     since_s: float
     num_events: int = 0
-    _events: dict[InstanceLink, list[EngineCoreOutput | Move]] = field(default_factory=dict)
+    _events: dict[InstanceLink, list[EngineCoreOutput | RequestMove]] = field(default_factory=dict)
 
     def __contains__(self, link: object) -> bool:
         return link in self._events
@@ -39,21 +39,25 @@ class Stash:
     def __iter__(self) -> Iterator[InstanceLink]:
         return iter(self._events)
 
-    def add(self, link: InstanceLink, event: EngineCoreOutput | Move) -> None:
+    def add(self, link: InstanceLink, event: EngineCoreOutput | RequestMove) -> None:
         """Keeps `event` until the copy is known to be on `link`."""
         self._events.setdefault(link, []).append(event)
         self.num_events += 1
 
-    def take(self, link: InstanceLink) -> tuple[list[EngineCoreOutput], Move | None]:
+    def take(self, link: InstanceLink) -> tuple[list[EngineCoreOutput], RequestMove | None]:
         """What came over `link` until the copy left it again, and where it then went."""
         events = self._events.pop(link, [])
-        outputs = [e for e in takewhile(lambda event: not isinstance(event, Move), events) if not isinstance(e, Move)]
+        outputs = [
+            e
+            for e in takewhile(lambda event: not isinstance(event, RequestMove), events)
+            if not isinstance(e, RequestMove)
+        ]
         num_taken = len(outputs)
         move = events[num_taken] if num_taken < len(events) else None
         if rest := events[num_taken + 1 :]:
             self._events[link] = rest
         self.num_events -= len(events) - len(rest)
-        return outputs, move if isinstance(move, Move) else None
+        return outputs, move if isinstance(move, RequestMove) else None
 
     def drop(self, link: InstanceLink) -> None:
         """`link` is gone, and what it brought may have a hole."""

@@ -36,7 +36,7 @@ import msgspec
 
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.dispatcher import Dispatcher
-from pengserve.cluster.ingress.moves import Move, Orphans, Stash
+from pengserve.cluster.ingress.moves import Orphans, RequestMove, Stash
 from pengserve.cluster.ingress.quarantine import PoisonousRequestError, Quarantine
 from pengserve.cluster.ingress.record import Links, RecordEvents, RequestRecord
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
@@ -150,7 +150,7 @@ class RequestBook:
         accepted: list[EngineCoreOutput] = []
         redirected: list[tuple[RequestRecord, InstanceKey | None]] = []
         target = self._links.find(moved.to) if moved.to is not None else None
-        move = Move(moved.to, moved.carried)
+        move = RequestMove(moved.to, moved.carried)
         for wire_id in moved.request_ids:
             record = self._copies.get(wire_id)
             if record is None:
@@ -292,12 +292,12 @@ class RequestBook:
         else:
             self._stash(record, link, event)
 
-    def _stash(self, record: RequestRecord, link: InstanceLink, event: EngineCoreOutput | Move) -> None:
+    def _stash(self, record: RequestRecord, link: InstanceLink, event: EngineCoreOutput | RequestMove) -> None:
         if record.stash is None or not record.stash.num_events:
             record.stash = Stash(since_s=self._clock())
         record.stash.add(link, event)
 
-    def _follow(self, record: RequestRecord, move: Move, accepted: list[EngineCoreOutput]) -> Move | None:
+    def _follow(self, record: RequestRecord, move: RequestMove, accepted: list[EngineCoreOutput]) -> RequestMove | None:
         """Leads `record` along `move` and those that follow in its stash; the last one where it was not carried."""
         while True:
             if not move.carried:

@@ -1,8 +1,6 @@
 """Keeps the metrics of instances and of the cluster in step with what the ingress hears of them."""
 
-import asyncio
 from collections import Counter
-from collections.abc import Callable
 from importlib.metadata import version
 
 from pengserve.cluster.memory_parts import leader_of, memory_parts
@@ -116,14 +114,6 @@ class ClusterValues:
         """Sets all gauges and counters from the newest stats."""
         for key, stats in self._stats.items():
             self._publish_stats(key, stats)
-
-    async def publish_forever(self, period_s: float, snapshot: Callable[[], None] | None = None) -> None:
-        """For the backend `ray`, which does not use `exposition`: refreshes every `period_s` until cancelled."""
-        while True:
-            if snapshot is not None:
-                snapshot()
-            self._metrics.refresh()
-            await asyncio.sleep(period_s)
 
     def _publish_stats(self, key: InstanceKey, stats: InstanceStats) -> None:
         slot, metrics = str(key.instance_id), self._metrics

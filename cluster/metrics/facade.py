@@ -41,7 +41,7 @@ class Histogram(Protocol):
         """Counts `value` into its bucket."""
 
 
-class Backend(Protocol):
+class MetricsBackend(Protocol):
     """Where metrics go. `labels` are complete and in the order of `spec.all_labels`."""
 
     def counter(self, spec: MetricSpec, labels: tuple[str, ...]) -> Counter:
@@ -75,7 +75,7 @@ class Metrics:
         """
         self.backend_name = resolve_backend(backend, num_ingresses=num_ingresses)
         module = importlib.import_module(f"pengserve.cluster.metrics.{self.backend_name}_backend")
-        self._backend: Backend = module.open_backend(CATALOG.values())
+        self._backend: MetricsBackend = module.open_backend(CATALOG.values())
         self._app = app
         self._bound: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._refreshers: list[Callable[[], None]] = []

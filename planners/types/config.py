@@ -1,9 +1,33 @@
 """Validated configuration as frozen values. `cluster/settings.py` builds these from YAML and the environment."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
+
+
+def check_degrees(degrees: Iterable[Any], also: str = "") -> tuple[int, ...]:
+    """Degrees of tensor-parallel groups, in order and each once.
+
+    Args:
+        also: what else may be given, for people, such as "auto".
+
+    Raises:
+        ValueError: one is no power of two, or below 2.
+    """
+    found = tuple(degrees)
+    if not all(type(degree) is int and degree >= 2 and not degree & (degree - 1) for degree in found):
+        raise ValueError(
+            f"give powers of two such as [2, 4],{also and f' or {also},'} or [] for none; got {list(found)}"
+        )
+    return tuple(sorted(set(found)))
+
+
+def check_max_stages(max_stages: int) -> int:
+    """The most stages of a pipeline. Raises ValueError where it is no power of two."""
+    if max_stages < 1 or max_stages & (max_stages - 1):
+        raise ValueError(f"give a power of two such as 2 or 4, or 1 for none; got {max_stages}")
+    return max_stages
 
 
 class MicrobatchPolicy(StrEnum):
@@ -52,6 +76,13 @@ class MergeConfig:
     priority_strategy: str = "hard"
     long_context_strategy: str = "carry"
 
+    def __post_init__(self) -> None:
+        if self.split_above <= self.merge_below:
+            raise ValueError(
+                f"split_above ({self.split_above:g}) must be above merge_below ({self.merge_below:g}),"
+                " or the shape would change to and fro"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DropConfig:
@@ -69,6 +100,19 @@ class DropConfig:
     quiet_s: float = 1.0  # demand must have been below `restore_below` for so long
     min_dwell_s: float = 2.0  # between a drop and the restore that undoes it
     link_bytes_per_s: float = 1e9  # from instance to instance; for prices alone, which people see
+
+    def __post_init__(self) -> None:
+        check_max_stages(self.max_stages)
+        if self.target > self.drop_above:
+            raise ValueError(
+                f"target ({self.target:g}) must not be above drop_above ({self.drop_above:g}),"
+                " or memory would be short right after a drop"
+            )
+        if self.restore_below >= self.drop_above:
+            raise ValueError(
+                f"restore_below ({self.restore_below:g}) must be below drop_above ({self.drop_above:g}),"
+                " or parameters would come and go"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

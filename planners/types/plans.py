@@ -46,7 +46,7 @@ class SwitchPlan:
     """
 
     plan_id: str
-    epoch: Epoch  # of the layout it was made for; the layout after it has `epoch + 1`
+    epoch: Epoch  # of the layout it was made for; its members are at `epoch + 1` after it, the layout there or above
     group: Group  # that begins (merge, drop) or ends (split, restore)
     members: tuple[InstanceKey, ...]  # lives of `group.members`, in rank order; the first leads
     is_merge: bool
@@ -66,6 +66,20 @@ class SwitchPlan:
             raise ValueError(f"{' '.join(map(str, self.parts))} are not the parts of {self.group}")
         if any(part.kind not in (GroupKind.DP, self.group.kind) or part == self.group for part in self.parts):
             raise ValueError(f"{self.group} is of dp groups, or of narrower {self.group.kind} groups")
+
+    @property
+    def before(self) -> tuple[Group, ...]:
+        """The groups of the layout that it is made for."""
+        return self.parts if self.is_merge else (self.group,)
+
+    @property
+    def after(self) -> tuple[Group, ...]:
+        """The groups that stand in their place when it has been carried out."""
+        return (self.group,) if self.is_merge else self.parts
+
+    def is_apart(self, other: "SwitchPlan") -> bool:
+        """Whether the two have no member in common, so that they may be carried out side by side."""
+        return set(self.group.members).isdisjoint(other.group.members)
 
     @property
     def leader(self) -> InstanceKey:
@@ -88,6 +102,20 @@ class SwitchPlan:
         return "merge" if self.is_merge else "split"
 
     @property
+    def drains(self) -> bool:
+        """Whether running requests end first."""
+        return self.strategy is SwitchStrategy.SEQUENTIAL or (self.is_merge and self.strategy is SwitchStrategy.SOFT)
+
+    @property
+    def waits(self) -> bool:
+        """Whether it may take `drain_timeout_s` longer: requests end first, or weights come back."""
+        return self.drains or self.verb == "restore"
+
+    def pauses(self, priority: int) -> bool:
+        """Whether a running request of this priority waits in its dp lane until the group is split (hard)."""
+        return self.verb == "merge" and self.strategy is SwitchStrategy.HARD and priority >= 0
+
+    @property
     def inverse(self) -> "SwitchPlan":
         """The plan that undoes this one, for the epoch it leads to."""
         return replace(
@@ -100,12 +128,12 @@ class SwitchReport:
     """How a committed switch went. Seconds are the leader's."""
 
     plan_id: str
-    epoch: Epoch  # of the layout it led to
+    epoch: Epoch  # that its members are at; the layout it led to has this one, or one above
     drain_s: float = 0.0  # until the running requests had finished (sequential, soft)
     meet_s: float = 0.0  # until every member had reached a step boundary; the leader went on stepping meanwhile
     cutover_s: float = 0.0  # from the leader's last step in the old shape until it could step in the new one
     num_carried: int = 0  # requests that went on with their KV
     num_recomputed: int = 0  # running requests whose KV found no room, or was not wanted
-    num_paused: int = 0  # requests that wait in their dp lanes (hard)
+    num_paused: int = 0  # requests of all members that wait in their dp lanes (hard)
     num_redirected: int = 0  # waiting requests that were sent to another instance
     carried_bytes: int = 0  # KV that went over the wire

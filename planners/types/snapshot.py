@@ -11,7 +11,7 @@ from typing import Any
 
 from pengserve.planners.types.ids import NO_VERSION, Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Group, Layout
-from pengserve.planners.types.plans import SwitchReport
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 
 
 class InstanceState(StrEnum):
@@ -187,7 +187,7 @@ class LayoutPolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchRecord:
-    """The newest switch, for people."""
+    """How far a switch is, for people."""
 
     plan_id: str
     what: str  # "merge tp2@(0,1) (carry)"
@@ -214,12 +214,18 @@ class ClusterSnapshot:
     demands: tuple[Demand, ...] = ()  # of the ingresses heard of lately
     policy: LayoutPolicy = LayoutPolicy()
     layout_since_s: float = 0.0  # seconds since the Unix epoch; when the layout last changed
-    last_switch: SwitchRecord | None = None
+    last_switch: SwitchRecord | None = None  # that has begun, gone on or ended most recently
+    switching: tuple[SwitchPlan, ...] = ()  # under way; no two have a member in common
 
     @property
     def epoch(self) -> Epoch:
         """Version of the layout."""
         return self.layout.epoch
+
+    @property
+    def busy(self) -> frozenset[InstanceId]:
+        """Members of the switches under way: no other switch may have them."""
+        return frozenset(member for plan in self.switching for member in plan.group.members)
 
     def instance(self, instance_id: InstanceId) -> InstanceSnapshot | None:
         """The instance that fills the slot now, or None."""

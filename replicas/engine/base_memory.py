@@ -15,12 +15,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from pengserve.planners.layer_sizes import LayerSizes
 from pengserve.planners.stages import stage_layers
 from pengserve.planners.types.errors import ConfigError, UnsupportedShapeError
 from pengserve.planners.types.units import format_bytes
 from pengserve.replicas.engine.shared_model import pack_linears
 from pengserve.replicas.memory.arena.open import open_arena
-from pengserve.replicas.memory.layers import LayerMemory, LayerSizes
+from pengserve.replicas.memory.layers import LayerMemory
 
 OPTIONS = "pengserve_memory"
 """Key of vLLM's `additional_config` under which a `MemoryOptions` travels to the worker."""

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence, Set
 
 from pengserve.planners.cost_model import Chunk, CostModel, OnlineFit
-from pengserve.planners.lookahead import Limits, Work, next_budget, next_by_tokens
+from pengserve.planners.lookahead import MicrobatchLimits, Work, next_budget, next_by_tokens
 from pengserve.planners.types.config import MicrobatchPolicy
 from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import Request, SchedulerOutput
@@ -34,7 +34,7 @@ class Microbatches:
     ) -> None:
         self._scheduler, self._num_stages, self._policy = scheduler, num_stages, policy
         max_tokens = scheduler.max_step_tokens
-        self._limits = Limits(
+        self._limits = MicrobatchLimits(
             max_tokens=max_tokens, max_requests=scheduler.max_running, min_tokens=min(MIN_TOKENS, max_tokens)
         )
         self._fit = OnlineFit(model)

@@ -218,9 +218,7 @@ class PpLane(GroupLane):
             StepError: too many are in use.
         """
         sizes = self._memory.sizes
-        kept = [self.stages[stage_of(rank, self.num_stages)] for rank in range(self.num_stages)]
-        left = min(sizes.num_blocks_beside(parts.layers(rank), layers) for rank, layers in enumerate(kept)) - 1
-        count = max(0, self.capacity.num_blocks - left)
+        count = max(0, self.capacity.num_blocks - (sizes.num_blocks_left(parts) - 1))  # without the null block
         if count > self.num_free():
             raise StepError(f"{count} blocks must be free to bring the weights back, {self.num_free()} are")
         self._withheld = self.scheduler.withhold(count)

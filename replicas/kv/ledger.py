@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pengserve.replicas.memory.layers import LayerRange
+from pengserve.planners.layer_sizes import LayerRange
 
 NULL_BLOCK = 0  # vLLM's: never leased, the same in all lanes
 

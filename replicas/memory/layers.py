@@ -10,59 +10,14 @@ Blocks of a stage are the cheaper the fewer layers it has: what the other layers
 counts include vLLM's null block 0.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 
 import torch
 
+from pengserve.planners.layer_sizes import LayerRange, LayerSizes
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.units import format_bytes
 from pengserve.replicas.memory.arena.arena import Arena
-
-LayerRange = tuple[int, int]
-"""Half-open range of layers."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerSizes:
-    """What there is to hold, and in what units. Pure arithmetic."""
-
-    num_chunks: int
-    chunk_bytes: int
-    weight_bytes: tuple[int, ...]  # by layer
-    block_bytes: int  # of one block in one layer
-
-    @property
-    def num_layers(self) -> int:
-        """Layers of the model."""
-        return len(self.weight_bytes)
-
-    @property
-    def all_layers(self) -> LayerRange:
-        """What a `dp` lane has."""
-        return (0, self.num_layers)
-
-    def weight_chunks(self, layer: int) -> int:
-        """Chunks that back the weights of `layer`."""
-        return -(-self.weight_bytes[layer] // self.chunk_bytes)
-
-    def kv_chunks(self, num_blocks: int) -> int:
-        """Chunks that back `num_blocks` of one layer."""
-        return -(-num_blocks * self.block_bytes // self.chunk_bytes)
-
-    def num_blocks(self, layers: LayerRange) -> int:
-        """Blocks that fit beside the weights of `layers`, where there are no others; the null block is one of them."""
-        return self.num_blocks_beside(layers, layers)
-
-    def num_blocks_beside(self, weights: LayerRange, layers: LayerRange) -> int:
-        """Blocks of `layers` that fit beside the weights of more layers: what a stage keeps while a restore begins."""
-        first, stop = layers
-        left = self.num_chunks - sum(map(self.weight_chunks, range(*weights)))
-        return max(0, left // (stop - first)) * self.chunk_bytes // self.block_bytes
-
-    def num_pipeline_blocks(self, stages: Iterable[LayerRange]) -> int:
-        """Blocks that all of these stages hold, without the null block: what their scheduler may hand out."""
-        return min(map(self.num_blocks, stages)) - 1
 
 
 class LayerMemory:

@@ -21,7 +21,6 @@ from pengserve.replicas.comm.peers import PeerNetwork
 from pengserve.replicas.comm.pool import CommunicatorPool
 from pengserve.replicas.engine.group_run import STEP
 from pengserve.replicas.engine.lanes import Lanes
-from pengserve.replicas.switching.changes.table import change_of
 from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.following import Following
 from pengserve.replicas.switching.leading import Leading
@@ -143,9 +142,7 @@ class Agent:
         switch = self._steps.ask(lambda: self._leading.begin(plan))
         if isinstance(switch, SwitchReport):
             return switch
-        change = change_of(plan)
-        waits_first = change.returns_weights or plan.strategy in change.drains_for
-        timeout_s = 4 * self._member.timeout_s + (plan.drain_timeout_s if waits_first else 0.0)
+        timeout_s = 4 * self._member.timeout_s + (plan.drain_timeout_s if plan.waits else 0.0)
         try:
             return switch.outcome.result(timeout_s)
         except FutureTimeoutError:

@@ -77,7 +77,7 @@ class Leading:
         try:
             if change_of(plan).returns_weights:
                 self._return_weights(switch)
-            elif plan.strategy in change_of(plan).drains_for:
+            elif plan.drains:
                 self._drain(switch)
             else:
                 self._meet(switch)

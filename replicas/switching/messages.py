@@ -70,6 +70,7 @@ class MergeMet(_Word):
 
     num_free: int  # blocks of `dp`
     num_lendable: int  # blocks of `dp` that no paused request keeps
+    num_paused: int  # requests that stay in `dp`, paused
     travellers: list[Traveller]
 
 

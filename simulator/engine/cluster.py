@@ -18,7 +18,7 @@ from pengserve.simulator.engine.switches.drop import drop
 from pengserve.simulator.engine.switches.merge import check_merge, merge
 from pengserve.simulator.engine.switches.restore import restore
 from pengserve.simulator.engine.switches.split import check_split, split
-from pengserve.simulator.engine.switches.switch import Network, Switch
+from pengserve.simulator.engine.switches.switch import Network, SimSwitch
 from pengserve.simulator.timing.switches import SwitchCosts
 
 _KINDS = {"merge": merge, "split": split, "drop": drop, "restore": restore}
@@ -37,7 +37,7 @@ class ClusterShape:
 
 @dataclass(slots=True, eq=False)
 class _UnderWay:
-    switch: Switch
+    switch: SimSwitch
     task: "asyncio.Task[SwitchReport]"
     failure: PengServeError | None = None  # why it was broken off
 
@@ -202,12 +202,12 @@ class SimCluster:
                 raise StepError(f"instance {member} has not prepared {plan.plan_id}")
             del self._prepared[member, plan.plan_id]
         members = tuple(self.find(member) for member in plan.members)
-        switch = Switch(plan=plan, members=members, around=self)
+        switch = SimSwitch(plan=plan, members=members, around=self)
         task = asyncio.get_running_loop().create_task(self._carry_out(switch), name=plan.plan_id)
         task.add_done_callback(_report)
         self._under_way[plan.plan_id] = _UnderWay(switch, task)
 
-    async def _carry_out(self, switch: Switch) -> SwitchReport:
+    async def _carry_out(self, switch: SimSwitch) -> SwitchReport:
         plan = switch.plan
         try:
             report = await _KINDS[plan.verb](switch)

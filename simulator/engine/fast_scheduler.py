@@ -24,7 +24,7 @@ from pengserve.simulator.engine.fast_state import FastState
 from pengserve.simulator.engine.formation import Formation
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.queues import Entry
-from pengserve.simulator.engine.scheduler import Step, check_admitted, check_fits
+from pengserve.simulator.engine.scheduler import SimStep, check_admitted, check_fits
 from pengserve.simulator.requests import LiveRequest
 from pengserve.simulator.timing.steps import Batch
 
@@ -143,7 +143,7 @@ class FastScheduler:
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
-    def schedule(self, max_steps: int = 1) -> Step | None:
+    def schedule(self, max_steps: int = 1) -> SimStep | None:
         """The next step, or up to `max_steps` equal ones as one; None where there is nothing to compute now."""
         if len(self._open) >= self.options.most_in_flight:
             raise PlanError(f"{len(self._open)} steps are unfinished: finish one first")
@@ -153,7 +153,7 @@ class FastScheduler:
             self._open.append(step.handle)
         return step
 
-    def finish(self, step: Step, num_steps: int = 1) -> list[LiveRequest]:
+    def finish(self, step: SimStep, num_steps: int = 1) -> list[LiveRequest]:
         """Ends `num_steps` of the oldest unfinished step, counts their tokens, and returns the requests that ended."""
         if not self._open or step.handle is not self._open[0]:
             raise PlanError("steps must be finished in the order in which they were scheduled, each once")
@@ -172,7 +172,7 @@ class FastScheduler:
 
     # Steps of decodes alone ------------------------------------------------------------------------------------------
 
-    def _schedule_decodes(self, max_steps: int) -> Step | None:
+    def _schedule_decodes(self, max_steps: int) -> SimStep | None:
         """Steps in which all that runs decodes; None where the next one is of another kind."""
         state, running, size = self._state, self._state.running, self.capacity.block_size
         count = len(running)
@@ -189,7 +189,7 @@ class FastScheduler:
             steps = 1 + bisect_right(range(2, steps + 1), free, key=self._blocks_of_steps)
         context = sum([entry.computed for entry in running]) + count
         lives = state.lives
-        return Step(batch=Batch(count, context), requests=lives, due=lives, max_steps=steps, handle=running)
+        return SimStep(batch=Batch(count, context), requests=lives, due=lives, max_steps=steps, handle=running)
 
     def _can_begin(self, free: int) -> bool:
         queue = self._state.next_queue()
@@ -217,7 +217,7 @@ class FastScheduler:
 
     # All other steps -------------------------------------------------------------------------------------------------
 
-    def _schedule_mixed(self) -> Step | None:
+    def _schedule_mixed(self) -> SimStep | None:
         draft = self._draft()
         preempted, swapped_out = draft.preempted, draft.swapped_out
         while not draft.tokens:
@@ -241,7 +241,7 @@ class FastScheduler:
             entry.in_flight += num_tokens
             if entry.computed == entry.tokens:
                 due.append(entry)
-        return Step(
+        return SimStep(
             batch=Batch(num_decodes, context, tuple(chunks)),
             requests=tuple([entry.live for entry in draft.tokens]),
             due=tuple([entry.live for entry in due]),

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from pengserve.planners.cost_model import Chunk, CostModel
-from pengserve.planners.lookahead import Limits, Work, next_budget
+from pengserve.planners.lookahead import MicrobatchLimits, Work, next_budget
 from pengserve.simulator.engine.queues import Entry
 
 MIN_TOKENS = 32  # no microbatch is made smaller than this, but to give every stage something to do
@@ -19,7 +19,9 @@ class Formation:
 
     def __init__(self, model: CostModel, *, max_in_flight: int, max_tokens: int, max_requests: int) -> None:
         self._model, self._max_in_flight = model, max_in_flight
-        self._limits = Limits(max_tokens=max_tokens, max_requests=max_requests, min_tokens=min(MIN_TOKENS, max_tokens))
+        self._limits = MicrobatchLimits(
+            max_tokens=max_tokens, max_requests=max_requests, min_tokens=min(MIN_TOKENS, max_tokens)
+        )
         self._clock = itertools.count(1)
         self._since: dict[str, int] = {}  # request -> when it became ready, in steps of the clock
 

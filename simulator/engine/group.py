@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Traveller:
+class SimTraveller:
     """A running request and the tokens of its KV, on the way from one lane to another."""
 
     request: LiveRequest
@@ -25,14 +25,14 @@ class Traveller:
 
 
 @dataclass(eq=False, kw_only=True)
-class GroupRun:
+class SimGroup:
     """One group from its merge or drop to its end. The first member leads."""
 
     group: Group
     members: tuple["SimInstance", ...]
     lane: Driver
     capacity: KvCapacity
-    arriving: list[Traveller] = field(default_factory=list)  # after a drop: their KV is on its way
+    arriving: list[SimTraveller] = field(default_factory=list)  # after a drop: their KV is on its way
     is_exchanging: bool = False
     exchange: asyncio.Task[None] | None = None
 
@@ -62,7 +62,7 @@ class GroupRun:
             self.exchange.cancel()
 
 
-def end_group(run: GroupRun) -> Sequence[LiveRequest]:
+def end_group(run: SimGroup) -> Sequence[LiveRequest]:
     """Takes all members out of the group. Returns its requests, which no lane holds any more."""
     requests = run.requests()
     run.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection
+from typing import Any
 
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.layout import GroupKind
@@ -14,7 +15,7 @@ from pengserve.planners.types.snapshot import (
     LaneInfo,
 )
 from pengserve.simulator.engine.driver import Driver
-from pengserve.simulator.engine.group import GroupRun
+from pengserve.simulator.engine.group import SimGroup
 from pengserve.simulator.engine.memory import Sizes
 from pengserve.simulator.requests import LiveRequest
 
@@ -39,7 +40,7 @@ class SimInstance:
         """`lanes` are the shapes that it was asked to be able to run; empty where it is never in a group."""
         self.key, self.device, self.sizes = key, device, sizes
         self.state = InstanceState.STARTING
-        self.group: GroupRun | None = None
+        self.group: SimGroup | None = None
         self.epoch = Epoch(0)
         self.groups_ready: tuple[str, ...] = ()
         self.held: list[LiveRequest] | None = None  # new requests, while it drains for a switch
@@ -124,32 +125,34 @@ class SimInstance:
 
     # What it says -----------------------------------------------------------------------------------------------------
 
+    def load(self) -> InstanceStats:
+        """What ingresses choose by, of `stats`."""
+        return InstanceStats(**self._load())
+
+    def _load(self) -> dict[str, Any]:
+        capacity, run, held = self.capacity, self.group, self.held or ()
+        scheduler = self.current.scheduler
+        reserved = run.num_reserved if run is not None and run.leader is self else 0
+        return {
+            "num_running": len(scheduler.running),
+            "num_waiting": len(scheduler.waiting) + len(held),
+            "kv_blocks_used": scheduler.num_blocks - scheduler.num_free + reserved,
+            "queued_tokens": scheduler.queued_tokens + sum(request.num_tokens for request in held),
+            "shape": "dp" if run is None else run.group.shape,
+            "is_follower": self.is_follower,
+            "block_size": capacity.block_size,
+            "kv_blocks_total": capacity.num_blocks,
+            "max_model_len": capacity.max_model_len,
+        }
+
     def stats(self) -> InstanceStats:
         """Its load, as a production instance sends it after its last step."""
-        lane, capacity, run = self.current, self.capacity, self.group
-        scheduler = lane.scheduler
-        held = self.held or ()
-        num_paused = reserved = longest = 0
-        shape = "dp"
-        if run is not None:
-            shape, own = run.group.shape, self.lane.scheduler
-            num_paused = len(own.running) + len(own.waiting)
-            if run.leader is self:
-                reserved = run.num_reserved
-                longest = max((request.num_tokens for request in scheduler.running), default=0)
+        run, scheduler, own = self.group, self.current.scheduler, self.lane.scheduler
+        leads = run is not None and run.leader is self
         return InstanceStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting) + len(held),
-            kv_blocks_used=scheduler.num_blocks - scheduler.num_free + reserved,
-            queued_tokens=scheduler.queued_tokens + sum(request.num_tokens for request in held),
-            shape=shape,
-            is_follower=self.is_follower,
-            block_size=capacity.block_size,
-            kv_blocks_total=capacity.num_blocks,
-            max_model_len=capacity.max_model_len,
-            longest_tokens=longest,
-            num_paused=num_paused,
-            **scheduler.totals,
+            **{**self._load(), **scheduler.totals},
+            longest_tokens=max((r.num_tokens for r in scheduler.running), default=0) if leads else 0,
+            num_paused=0 if run is None else len(own.running) + len(own.waiting),
         )
 
     def snapshot(self) -> InstanceSnapshot:

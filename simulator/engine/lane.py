@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from pengserve.simulator.engine.gaps import GapCounter
-from pengserve.simulator.engine.scheduler import LaneScheduler, Step
+from pengserve.simulator.engine.scheduler import LaneScheduler, SimStep
 from pengserve.simulator.requests import LiveRequest
 from pengserve.simulator.timing.steps import Batch, StepTimes
 
@@ -25,13 +25,13 @@ MANY = 1 << 30  # more steps than anything lasts
 class Flight:
     """Steps that were begun and have not ended."""
 
-    step: Step
+    step: SimStep
     begin_s: float  # computing begins, after swapping
     num_steps: int
     end_s: float
 
 
-class Lane:
+class SimLane:
     """Belongs to the event loop that runs when it is built. Times are that loop's.
 
     Writes `LiveRequest` times and longest gaps. What is asked for at one moment happens in the order of asking.
@@ -170,7 +170,7 @@ class Lane:
         self._flights.append(flight)
         self._timer = self._loop.call_at(flight.end_s, self._ended)
 
-    def _next_step(self, max_steps: int = 1) -> Step | None:
+    def _next_step(self, max_steps: int = 1) -> SimStep | None:
         step, scheduler = self.scheduler.schedule(max_steps), self.scheduler
         while step is None and not self._flights and (stuck := scheduler.running[:1]):
             # Requests that came with their KV can together leave no block for any of them: one gives up its own.
@@ -190,7 +190,7 @@ class Lane:
         self._timer = self._loop.call_at(self._ready_s, self._fill, self._ready_s)
         return True
 
-    def _started(self, step: Step, now_s: float) -> float:
+    def _started(self, step: SimStep, now_s: float) -> float:
         """Writes down who begins; when computing begins."""
         for request in step.admitted:
             if request.scheduled_s is None:

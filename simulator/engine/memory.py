@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from pengserve.planners.layer_sizes import LayerSizes
 from pengserve.planners.stages import Parts, stage_layers, stage_of
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.layout import GroupKind
@@ -46,6 +47,16 @@ class Sizes:
         return self.dp_token_bytes * self.block_size
 
     @cached_property
+    def layers(self) -> LayerSizes:
+        """The model's layers, in memory that moves between weights and KV by the byte."""
+        return LayerSizes(
+            num_chunks=max(0, self.memory_bytes - (self.weight_bytes - self.num_layers * self.layer_bytes)),
+            chunk_bytes=1,
+            weight_bytes=(self.layer_bytes,) * self.num_layers,
+            block_bytes=self.dp_block_bytes // self.num_layers,
+        )
+
+    @cached_property
     def dp(self) -> KvCapacity:
         """What one instance holds alone."""
         return self._capacity((self.memory_bytes - self.weight_bytes) // self.dp_block_bytes, self.block_size)
@@ -65,7 +76,8 @@ class Sizes:
         Raises:
             UnsupportedShapeError: there are fewer layers than stages.
         """
-        return self._capacity(min(map(self.stage_blocks, self.stage_sizes(num_stages))), self.block_size)
+        stages = stage_layers(self.num_layers, num_stages)
+        return self._capacity(min(map(self.layers.num_blocks, stages)), self.block_size)
 
     def lane(self, shape: str) -> KvCapacity:
         """What one member of a group of that shape holds. Raises as `pp`."""
@@ -79,33 +91,18 @@ class Sizes:
         stages = [stop - start for start, stop in stage_layers(self.num_layers, num_stages)]
         return tuple(stages[stage_of(rank, num_stages)] for rank in range(num_stages))
 
-    def stage_blocks(self, num_layers: int) -> int:
-        """Blocks of so many layers that fit beside the weights of these alone."""
-        weights = self.weight_bytes - (self.num_layers - num_layers) * self.layer_bytes
-        return self._blocks(self.memory_bytes - weights, num_layers)
-
     def first_blocks(self, parts: Parts) -> int:
         """Blocks of a pipeline that have memory at once on a drop: the layers' KV as it was, and the freed weights."""
         counts = []
-        for num_before, num_after in _num_layers(parts):
-            freed = (num_before - num_after) * self.layer_bytes
-            counts.append(self.stage_blocks(num_before) + self._blocks(freed, num_after))
+        for rank, (num_before, num_after) in enumerate(_num_layers(parts)):
+            freed_bytes = (num_before - num_after) * self.layer_bytes
+            before = self.layers.num_blocks(parts.layers(rank))
+            counts.append(before + freed_bytes // (num_after * self.layers.block_bytes))
         return min(counts)
-
-    def last_blocks(self, parts: Parts) -> int:
-        """Blocks that a pipeline keeps while the weights come back that its members have in `parts`."""
-        room = self.memory_bytes - self.weight_bytes
-        return min(
-            self._blocks(room + (self.num_layers - num_after) * self.layer_bytes, num_before)
-            for num_after, num_before in _num_layers(parts)
-        )
 
     def remapped_layers(self, parts: Parts) -> int:
         """Layers of the member that drops or takes back most of them."""
         return max(in_part - in_all for in_part, in_all in _num_layers(parts))
-
-    def _blocks(self, num_bytes: int, num_layers: int) -> int:
-        return max(0, num_bytes * self.num_layers // (num_layers * self.dp_block_bytes))
 
     def _capacity(self, num_blocks: int, block_size: int) -> KvCapacity:
         num_blocks = max(0, num_blocks)

@@ -4,15 +4,15 @@ from collections.abc import Sequence
 
 from pengserve.simulator.engine.instance import SimInstance
 from pengserve.simulator.hardware.catalog import Gpu
-from pengserve.simulator.timing.links import Kind, Latencies, Links
+from pengserve.simulator.timing.links import ClusterLinks, Kind, Latencies
 
 
 class LinkNetwork:
-    """`switches.switch.Network` over `Links`, whose ends are slots. Belongs to the loop that it is made in."""
+    """`switches.switch.Network` over `ClusterLinks`, whose ends are slots. Belongs to the loop that it is made in."""
 
     def __init__(self, gpu: Gpu, num_instances: int, per_node: int, latencies: Latencies) -> None:
         """`gpu` has the links of one instance."""
-        self._links = Links(gpu, [slot // per_node for slot in range(num_instances)], latencies)
+        self._links = ClusterLinks(gpu, [slot // per_node for slot in range(num_instances)], latencies)
 
     async def send(self, source: SimInstance, target: SimInstance, num_bytes: int, *, is_weights: bool) -> None:
         """Returns when the bytes have come over the links; KV goes before weights."""

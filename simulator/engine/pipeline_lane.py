@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from pengserve.planners.types.errors import PlanError
 from pengserve.simulator.engine.gaps import GapCounter
-from pengserve.simulator.engine.lane import MANY, Flight, Lane
+from pengserve.simulator.engine.lane import MANY, Flight, SimLane
 from pengserve.simulator.engine.scheduler import LaneScheduler
 from pengserve.simulator.requests import LiveRequest
 from pengserve.simulator.timing.steps import Batch, StepTimes
@@ -67,8 +67,8 @@ class Stages:
             self.queued_busy_s += busy_s
 
 
-class PipelineLane(Lane):
-    """As `Lane`, over `scheduler.options.num_stages` stages. Its scheduler forms the microbatches."""
+class PipelineLane(SimLane):
+    """As `SimLane`, over `scheduler.options.num_stages` stages. Its scheduler forms the microbatches."""
 
     def __init__(
         self,

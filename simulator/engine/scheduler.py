@@ -12,7 +12,7 @@ from pengserve.simulator.timing.steps import Batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class SimStep:
     """One step that was scheduled, or several in a row that are all the same."""
 
     batch: Batch
@@ -95,14 +95,14 @@ class LaneScheduler(Protocol):
         """Lets requests go, running or waiting; their blocks are free at once. None may be in an unfinished step."""
         ...
 
-    def schedule(self, max_steps: int = 1) -> Step | None:
+    def schedule(self, max_steps: int = 1) -> SimStep | None:
         """The next step, or as many equal ones as fit; None where there is nothing to compute now.
 
         Counts `num_preemptions` up. A request that needs more blocks than the lane has waits for ever.
         """
         ...
 
-    def finish(self, step: Step, num_steps: int = 1) -> list[LiveRequest]:
+    def finish(self, step: SimStep, num_steps: int = 1) -> list[LiveRequest]:
         """`num_steps` of a scheduled step were made: every request that was due has its tokens; those that ended.
 
         Counts `num_generated` up; times are for the lane to write.

@@ -23,7 +23,7 @@ from pengserve.replicas.engine.vllm_seam import (
     SchedulerOutput,
 )
 from pengserve.simulator.engine.options import SchedulerOptions
-from pengserve.simulator.engine.scheduler import Step, check_admitted, check_fits
+from pengserve.simulator.engine.scheduler import SimStep, check_admitted, check_fits
 from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
 from pengserve.simulator.requests import Arrival, LiveRequest
 from pengserve.simulator.timing.steps import Batch
@@ -168,7 +168,7 @@ class VllmScheduler:
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
-    def schedule(self, max_steps: int = 1) -> Step | None:
+    def schedule(self, max_steps: int = 1) -> SimStep | None:
         """vLLM's next step, always a single one; None where there is nothing to compute now."""
         if len(self._in_flight) >= self.options.most_in_flight:
             raise PlanError(f"{len(self._in_flight)} steps are unfinished: finish one first")
@@ -191,7 +191,7 @@ class VllmScheduler:
             return self._microbatches.schedule(self._in_flight, self.options.most_in_flight)
         return self._scheduler.schedule()
 
-    def _step(self, output: SchedulerOutput, preempted: tuple[LiveRequest, ...]) -> Step:
+    def _step(self, output: SchedulerOutput, preempted: tuple[LiveRequest, ...]) -> SimStep:
         find, lives = self._scheduler.request, self._lives
         everyone, due, sampled, chunks = [], [], [], []
         num_decodes = context = 0
@@ -213,7 +213,7 @@ class VllmScheduler:
             if self.options.prefix_caching and not find(new.req_id).num_preemptions:
                 self._prefix_queries += lives[new.req_id].num_tokens
                 self._prefix_hits += new.num_computed_tokens
-        return Step(
+        return SimStep(
             batch=Batch(num_decodes, context, tuple(chunks)),
             requests=tuple(everyone),
             due=tuple(due),
@@ -222,7 +222,7 @@ class VllmScheduler:
             handle=_Handle(output, sampled),
         )
 
-    def finish(self, step: Step, num_steps: int = 1) -> list[LiveRequest]:
+    def finish(self, step: SimStep, num_steps: int = 1) -> list[LiveRequest]:
         """Ends the oldest unfinished step, gives vLLM its tokens, and returns the requests that ended."""
         output, sampled = step.handle
         if not self._in_flight or output is not self._in_flight[0]:

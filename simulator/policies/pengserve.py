@@ -8,7 +8,7 @@ from pengserve.planners.types.config import DropConfig, MergeConfig
 from pengserve.simulator.policies.policy import Facts, Policy, Setup, planner_config
 
 
-class PengServe(Policy):
+class PengServePolicy(Policy):
     """Merges where `cluster.degrees` allow it, and drops where `cluster.max_stages` does.
 
     `merge` and `drop` are fields of `planners.types.config.MergeConfig` and `DropConfig`.

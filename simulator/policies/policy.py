@@ -86,7 +86,7 @@ def planner_config(kind: type[Config], given: dict[str, Any], where: str, **fixe
     """The planners' config with the fields that are `given`.
 
     Raises:
-        ConfigError: there is no such field, or its value is of another type; names it.
+        ConfigError: there is no such field, or its value is not what it may be; names it.
     """
     known = {f.name: type(getattr(kind(), f.name)) for f in fields(kind) if f.name not in fixed}
     for name, value in given.items():
@@ -94,4 +94,7 @@ def planner_config(kind: type[Config], given: dict[str, Any], where: str, **fixe
             raise ConfigError(f"{where}.{name} is no known field: choose among {', '.join(known)}")
         if _NAMES.get(type(value)) != _NAMES[known[name]]:
             raise ConfigError(f"{where}.{name} must be {_NAMES[known[name]]}, not {value!r}")
-    return kind(**{**given, **fixed})
+    try:
+        return kind(**{**given, **fixed})
+    except ValueError as error:
+        raise ConfigError(f"{where}.{error}") from None

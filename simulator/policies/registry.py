@@ -4,7 +4,7 @@ import difflib
 
 from pengserve.planners.types.errors import ConfigError
 from pengserve.simulator.policies.migration import Migration
-from pengserve.simulator.policies.pengserve import PengServe
+from pengserve.simulator.policies.pengserve import PengServePolicy
 from pengserve.simulator.policies.policy import Policy
 from pengserve.simulator.policies.swap import Swap
 from pengserve.simulator.policies.vllm_dp import VllmDp
@@ -12,7 +12,7 @@ from pengserve.simulator.policies.vllm_pp import VllmPp
 from pengserve.simulator.policies.vllm_tp import VllmTp
 
 POLICIES: dict[str, type[Policy]] = {
-    "pengserve": PengServe,
+    "pengserve": PengServePolicy,
     "vllm_dp": VllmDp,
     "vllm_tp": VllmTp,
     "vllm_pp": VllmPp,

@@ -10,7 +10,7 @@ import yaml
 from pengserve.planners.types.codec import to_data
 from pengserve.simulator.reports import panels, words
 from pengserve.simulator.reports.runs import Run
-from pengserve.simulator.reports.tables import Row, headline_rows, rows
+from pengserve.simulator.reports.tables import FigureRow, headline_rows, rows
 
 Legend = Sequence[tuple[str, str]]  # (colour, words)
 
@@ -143,7 +143,7 @@ def _layouts(runs: Sequence[Run]) -> str:
     return _section("layouts", "Time in each layout", "", (), f'<div class="pair">{"".join(lines)}</div>')
 
 
-def _table(name: str, title: str, text: str, table: Sequence[Row], runs: Sequence[Run]) -> str:
+def _table(name: str, title: str, text: str, table: Sequence[FigureRow], runs: Sequence[Run]) -> str:
     figures = [run.figures for run in runs]
     head = "".join(f"<th>{escape(run.title)}</th>" for run in runs)
     lines, part = [f"<thead><tr><th></th>{head}</tr></thead><tbody>"], ""

@@ -12,7 +12,7 @@ Number = float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class FigureRow:
     """One figure of each run."""
 
     part: str  # rows of one part stand together
@@ -26,20 +26,22 @@ class Row:
         return [(self.show(value), words.ratio(value, values[0]) if i else "") for i, value in enumerate(values)]
 
 
-def rows() -> list[Row]:
+def rows() -> list[FigureRow]:
     """All figures."""
     found = _counts()
     for part, get in _SPREADS:
-        found += [Row(part=part, title=title, get=_of(get, name), show=words.seconds) for title, name in _PERCENTILES]
+        found += [
+            FigureRow(part=part, title=title, get=_of(get, name), show=words.seconds) for title, name in _PERCENTILES
+        ]
     return [*found, *_throughput(), *_slo(), *_memory(), *_layout()]
 
 
-def headline_rows() -> list[Row]:
+def headline_rows() -> list[FigureRow]:
     """Those that people ask for first."""
     picked = []
     for part, get in _SPREADS[:2]:
         picked += [
-            Row(part="", title=f"{part} {title}", get=_of(get, name), show=words.seconds)
+            FigureRow(part="", title=f"{part} {title}", get=_of(get, name), show=words.seconds)
             for title, name in _PERCENTILES
             if name in ("p50", "p99")
         ]
@@ -70,34 +72,36 @@ def _of(get: Callable[[Figures], Spread | None], name: str) -> Callable[[Figures
     return lambda figures: None if get(figures) is None else getattr(get(figures), name)
 
 
-def _counts() -> list[Row]:
+def _counts() -> list[FigureRow]:
     get: tuple[tuple[str, Callable[[Figures], Number]], ...] = (
         ("arrived", lambda figures: figures.num_requests),
         ("finished", lambda figures: figures.num_finished),
         ("refused", lambda figures: figures.num_refused),
         ("unfinished", lambda figures: figures.num_unfinished),
     )
-    return [Row(part="Requests", title=title, get=find, show=words.count) for title, find in get]
+    return [FigureRow(part="Requests", title=title, get=find, show=words.count) for title, find in get]
 
 
-def _throughput() -> list[Row]:
+def _throughput() -> list[FigureRow]:
     get: tuple[tuple[str, Callable[[Figures], Number]], ...] = (
         ("requests a second", lambda figures: figures.requests_per_s),
         ("output tokens a second", lambda figures: figures.output_tokens_per_s),
         ("all tokens a second", lambda figures: figures.total_tokens_per_s),
     )
-    return [Row(part="Throughput", title=title, get=find, show=words.rate) for title, find in get]
+    return [FigureRow(part="Throughput", title=title, get=find, show=words.rate) for title, find in get]
 
 
-def _slo() -> list[Row]:
+def _slo() -> list[FigureRow]:
     def at(scale: float, name: str) -> Callable[[Figures], Number]:
         return lambda figures: next((getattr(p, name) for p in figures.slo if p.scale == scale), None)
 
     found = []
     for scale in (HEADLINE_SCALE, 10):
         found += [
-            Row(part="SLO", title=f"SLO attainment at scale {scale}", get=at(scale, "attained"), show=words.percent),
-            Row(
+            FigureRow(
+                part="SLO", title=f"SLO attainment at scale {scale}", get=at(scale, "attained"), show=words.percent
+            ),
+            FigureRow(
                 part="SLO",
                 title=f"goodput at scale {scale} (requests/s)",
                 get=at(scale, "goodput_per_s"),
@@ -107,25 +111,25 @@ def _slo() -> list[Row]:
     return found
 
 
-def _memory() -> list[Row]:
+def _memory() -> list[FigureRow]:
     get: tuple[tuple[str, Callable[[Figures], Number]], ...] = (
         ("KV in use, mean", lambda figures: figures.kv_use_mean),
         ("KV in use, peak", lambda figures: figures.kv_use_peak),
         ("demand over room, peak", lambda figures: figures.demand_peak),
     )
-    return [Row(part="Memory", title=title, get=find, show=words.percent) for title, find in get]
+    return [FigureRow(part="Memory", title=title, get=find, show=words.percent) for title, find in get]
 
 
-def _layout() -> list[Row]:
+def _layout() -> list[FigureRow]:
     return [
-        Row(part="Shape", title="changes of the layout", get=lambda f: f.num_switches, show=words.count),
-        Row(part="Shape", title="drop periods", get=lambda f: len(f.drops), show=words.count),
-        Row(
+        FigureRow(part="Shape", title="changes of the layout", get=lambda f: f.num_switches, show=words.count),
+        FigureRow(part="Shape", title="drop periods", get=lambda f: len(f.drops), show=words.count),
+        FigureRow(
             part="Shape",
             title="time with parameters dropped",
             get=lambda f: sum(stop - start for start, stop in f.drops),
             show=words.seconds,
         ),
-        Row(part="Shape", title="preemptions", get=lambda f: f.num_preemptions, show=words.count),
-        Row(part="Shape", title="requests moved", get=lambda f: f.num_moves, show=words.count),
+        FigureRow(part="Shape", title="preemptions", get=lambda f: f.num_preemptions, show=words.count),
+        FigureRow(part="Shape", title="requests moved", get=lambda f: f.num_moves, show=words.count),
     ]

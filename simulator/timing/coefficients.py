@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from pengserve.simulator.timing.ramp import Ramp
+from pengserve.simulator.timing.ramp import StepRamp
 from pengserve.simulator.timing.steps import Batch, prefill_tokens
 
 _FILE = "coefficients.csv"
@@ -91,12 +91,12 @@ class TableTimes:
         """One of so many stages."""
         return TableTimes(self._table, self._host, share=self._share / num_stages)
 
-    def _ramp(self, batch: Batch) -> Ramp:
+    def _ramp(self, batch: Batch) -> StepRamp:
         assert not batch.prefills, "steps in a row are of decodes alone"
         table, num = self._table, batch.num_decodes
         first_s = table.linear(num) + table.launch_s + table.sequence_s * num + table.context_s * batch.context_tokens
         first_s, slope_s, host_s = first_s * self._share, table.context_s * num * self._share, self._host.seconds(num)
-        return Ramp(first_s, slope_s, host_s) if self._host.is_hidden else Ramp(first_s + host_s, slope_s)
+        return StepRamp(first_s, slope_s, host_s) if self._host.is_hidden else StepRamp(first_s + host_s, slope_s)
 
 
 @cache

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from pengserve.planners.cost_model import Chunk, CostModel, Sample, fit, relative_errors
-from pengserve.simulator.timing.ramp import Ramp
+from pengserve.simulator.timing.ramp import StepRamp
 from pengserve.simulator.timing.steps import Batch, StepTimes
 
 NUM_BATCHES = 240
@@ -40,13 +40,13 @@ class CostModelTimes:
         """One of so many stages."""
         return CostModelTimes(self._model, host_s=self._host_s, share=self._share / num_stages)
 
-    def _ramp(self, batch: Batch) -> Ramp:
+    def _ramp(self, batch: Batch) -> StepRamp:
         """Of the decodes: each is a chunk of one token after all of its context but that one."""
         model, num = self._model, batch.num_decodes
         per_prefix_s = model.prefix_attention_s + model.kv_read_s
         decodes_s = per_prefix_s * (batch.context_tokens - num) + num * model.tokens_s(0, 1)
         layers_s = model.load_s - self._host_s + decodes_s
-        return Ramp(self._host_s + self._share * layers_s, self._share * per_prefix_s * num)
+        return StepRamp(self._host_s + self._share * layers_s, self._share * per_prefix_s * num)
 
 
 def fit_cost_model(

@@ -62,7 +62,7 @@ class _Transfer:
     timer: asyncio.TimerHandle | None = None
 
 
-class Links:
+class ClusterLinks:
     """All links of a cluster of equal GPUs. Runs in the event loop whose `time` is the cluster's."""
 
     def __init__(self, gpu: Gpu, nodes: Sequence[int], latencies: Latencies | None = None) -> None:

@@ -4,7 +4,7 @@ from math import ceil, sqrt
 from typing import NamedTuple
 
 
-class Ramp(NamedTuple):
+class StepRamp(NamedTuple):
     """Step `i` takes `max(floor_s, first_s + i * slope_s)` seconds; none of the three is below 0."""
 
     first_s: float

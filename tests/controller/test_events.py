@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from pengserve.controller import line_file
-from pengserve.controller.events import RETRY_S, TAIL_BYTES, Change, EventLog, open_starts
+from pengserve.controller.events import RETRY_S, TAIL_BYTES, EventDraft, EventLog, open_starts
 from pengserve.controller.line_file import FileLimits
 from pengserve.planners.types.events import EventKind
 
-CHANGE = Change(kind=EventKind.INSTANCE_START, span="instance:0.1", why="begin", data={"n": 1})
+CHANGE = EventDraft(kind=EventKind.INSTANCE_START, span="instance:0.1", why="begin", data={"n": 1})
 
 
 def test_numbers_go_on_over_restarts(tmp_path: Path) -> None:
@@ -55,7 +55,7 @@ def test_every_event_is_on_disk_when_append_returns(tmp_path: Path) -> None:
 
 def test_a_long_log_is_read_from_its_end_alone(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    EventLog(str(path)).append([Change(kind=EventKind.INSTANCE_ERROR, why="x" * 1000)] * 1200)
+    EventLog(str(path)).append([EventDraft(kind=EventKind.INSTANCE_ERROR, why="x" * 1000)] * 1200)
     assert path.stat().st_size > TAIL_BYTES
     (event,) = EventLog(str(path)).append([CHANGE])
     assert event.seq == 1201
@@ -160,9 +160,9 @@ def test_open_starts_are_those_without_an_end() -> None:
     log.append(
         [
             CHANGE,
-            Change(kind=EventKind.INSTANCE_START, span="instance:1.1"),
-            Change(kind=EventKind.INSTANCE_READY, span="instance:0.1"),
-            Change(kind=EventKind.INSTANCE_DRAIN_START, span="instance:0.1"),
+            EventDraft(kind=EventKind.INSTANCE_START, span="instance:1.1"),
+            EventDraft(kind=EventKind.INSTANCE_READY, span="instance:0.1"),
+            EventDraft(kind=EventKind.INSTANCE_DRAIN_START, span="instance:0.1"),
         ]
     )
     assert [(e.kind, e.span) for e in open_starts(log.tail())] == [

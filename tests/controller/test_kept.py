@@ -95,7 +95,7 @@ def test_what_is_kept_is_what_would_be_made_anew(data: st.DataObject) -> None:
         assert {spec.group for spec in state.wiring.directory.groups} == wired
         table = routes.table(state.routing, state.parts, state.layout, placed, is_draining=state.closing)
         assert (state.routing.routes, state.routing.addresses) == (table.routes, table.addresses)
-        busy = state.switch.group.members if state.switch is not None else ()
+        busy = {member for plan in state.switches for member in plan.group.members}
         assert layouts.follow(state.layout, state.slots, busy) == (state.layout, "")
         for slot, newest in zip(state.slots, state.answers, strict=True):
             if slot.snapshot is not None:

@@ -12,8 +12,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from pengserve.controller import directory, recovery, routes
 from pengserve.controller import layout as layouts
 from pengserve.controller import state as transitions
-from pengserve.controller.events import Change
-from pengserve.controller.slots import Drained, Gone, Killed, Observation, Slot
+from pengserve.controller.events import EventDraft
+from pengserve.controller.slots import DrainEnded, Gone, Killed, Observation, Slot
 from pengserve.controller.state import ClusterState, Transition
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import FenceError
@@ -40,7 +40,7 @@ class LayoutLaws(RuleBasedStateMachine):
         self.world: dict[InstanceKey, InstanceSnapshot] = {}
         self.under_way: list[InstanceSnapshot] = []  # answers that were given and have not arrived
         self.plans = 0
-        self.done: SwitchReport | None = None  # the plan under way was committed, and nobody has heard
+        self.done: dict[str, SwitchReport] = {}  # plans under way that were committed, and nobody has heard
         self.state = transitions.empty(CONFIG, version=FIRST, epoch=Epoch(100))
         self.apply(transitions.create(self.state, [InstanceId(i) for i in range(4)], "begin", 0))
         for slot in self.state.slots:
@@ -83,10 +83,11 @@ class LayoutLaws(RuleBasedStateMachine):
         """In the order they were given, one of each instance: a second call waits for the first."""
         newest = {said.key: said for said in self.under_way}
         self.under_way.clear()
-        before, switch = set(self.state.layout.groups), self.state.switch
+        before = set(self.state.layout.groups)
         kept = {group for group in before if self.is_together(group)}
-        if switch is not None and all(self.state.slots[i].ready is not None for i in switch.group.members):
-            kept |= {group for group in before if set(group.members) & set(switch.group.members)}
+        for switch in self.state.switches:
+            if all(self.state.slots[i].ready is not None for i in switch.group.members):
+                kept |= {group for group in before if set(group.members) & set(switch.group.members)}
         self.observe(*((key, said) for key, said in newest.items()))
         if all(slot.ready is not None for slot in self.state.slots):
             assert kept <= set(self.state.layout.groups), "late words end no group that runs, nor a switch"
@@ -104,19 +105,23 @@ class LayoutLaws(RuleBasedStateMachine):
             is_merge=is_merge,
             why="wanted",
         )
-        if self.state.switch is not None or late:
+        stands = all(part in self.state.layout.groups for part in plan.before)
+        if late or not stands or not all(plan.is_apart(other) for other in self.state.switches):
             with pytest.raises(FenceError):
                 transitions.begin_switch(self.state, plan)
             return
-        in_dp = all(g.kind is GroupKind.DP for g in self.state.layout.groups if set(g.members) & set(group.members))
-        if all(slot.ready for slot in slots) and (not is_merge or in_dp):
-            self.done = None
+        if all(slot.ready for slot in slots):
             self.apply(transitions.begin_switch(self.state, plan))
 
-    @rule()
-    def the_members_commit(self) -> None:
-        plan = self.state.switch
-        if plan is None or self.done is not None or any(key not in self.world for key in plan.members):
+    def a_switch(self, data: st.DataObject, *, is_done: bool) -> SwitchPlan | None:
+        """One of those under way whose members have committed it, or have not."""
+        able = [plan for plan in self.state.switches if (plan.plan_id in self.done) is is_done]
+        return data.draw(st.sampled_from(able)) if able else None
+
+    @rule(data=st.data())
+    def the_members_commit(self, data: st.DataObject) -> None:
+        plan = self.a_switch(data, is_done=False)
+        if plan is None or any(key not in self.world for key in plan.members):
             return
         if not plan.is_merge and not self.is_together(plan.group):
             return
@@ -126,25 +131,40 @@ class LayoutLaws(RuleBasedStateMachine):
         for key in plan.members:
             lane = str(plan.group) if plan.is_merge else "dp"
             self.world[key] = replace(self.world[key], lane=lane, epoch=epoch)
-        self.done = SwitchReport(plan_id=plan.plan_id, epoch=epoch)
+        self.done[plan.plan_id] = SwitchReport(plan_id=plan.plan_id, epoch=epoch)
 
-    @rule()
-    def the_switch_ends(self) -> None:
-        plan = self.state.switch
-        if plan is not None and self.done is not None:
-            self.apply(transitions.end_switch(self.state, plan, self.done, {}, self.now_s))
-            assert self.state.switch is None
+    @rule(data=st.data())
+    def a_switch_ends(self, data: st.DataObject) -> None:
+        plan = self.a_switch(data, is_done=True)
+        if plan is not None:
+            others = [other for other in self.state.switches if other is not plan]
+            self.apply(transitions.end_switch(self.state, plan, self.done[plan.plan_id], {}, self.now_s))
+            assert list(self.state.switches) == others
 
-    @rule(group=st.sampled_from(GROUPS))
-    def a_whole_switch(self, group: Group) -> None:
+    @rule(data=st.data(), group=st.sampled_from(GROUPS))
+    def a_whole_switch(self, data: st.DataObject, group: Group) -> None:
         self.a_switch_begins(group, late=False)
-        self.the_members_commit()
-        self.the_switch_ends()
+        self.the_members_commit(data)
+        self.a_switch_ends(data)
 
-    @rule()
-    def the_switch_fails_or_its_end_is_lost(self) -> None:
-        if self.state.switch is not None:
-            self.apply(transitions.fail_switch(self.state, self.state.switch, "no answer", self.now_s))
+    @rule(data=st.data())
+    def a_switch_fails_or_its_end_is_lost(self, data: st.DataObject) -> None:
+        if self.state.switches:
+            self.fail(data.draw(st.sampled_from(self.state.switches)))
+
+    def fail(self, plan: SwitchPlan) -> None:
+        """It undoes only itself: what others have formed, and what they are about, stands."""
+        others = [other for other in self.state.switches if other is not plan]
+        kept = {
+            group
+            for other in others
+            for group in self.state.layout.groups
+            if set(group.members) & set(other.group.members)
+        }
+        self.apply(transitions.fail_switch(self.state, plan, "no answer", self.now_s))
+        assert list(self.state.switches) == others
+        if all(slot.ready is not None for slot in self.state.slots):
+            assert kept <= set(self.state.layout.groups)
 
     @rule(data=st.data(), seen=st.booleans())
     def an_instance_dies(self, data: st.DataObject, seen: bool) -> None:
@@ -179,14 +199,15 @@ class LayoutLaws(RuleBasedStateMachine):
         state = transitions.empty(CONFIG, version=self.state.routing.version.next, epoch=Epoch(101))
         self.state = transitions.adopt(state, dict(self.world), [], newest, self.now_s).state
         assert all(self.state.layout.epoch >= said.epoch for said in self.world.values())
-        assert self.state.switch is None
+        assert not self.state.switches
         self.epochs_told = [self.state.layout.epoch]
         self.follows_the_world()
 
     @rule()
     def quiet(self) -> None:
         """Once all has been heard, and nothing is under way, the layout is what the instances run."""
-        self.the_switch_fails_or_its_end_is_lost()
+        for plan in self.state.switches:
+            self.fail(plan)
         self.under_way.clear()
         self.slots_are_filled()
         self.hear_all()
@@ -206,6 +227,11 @@ class LayoutLaws(RuleBasedStateMachine):
         for group in self.state.layout.groups:
             if group.kind is GroupKind.TP:
                 assert all(self.state.slots[member].ready is not None for member in group.members)
+
+    @invariant()
+    def no_instance_is_in_two_switches(self) -> None:
+        members = [member for plan in self.state.switches for member in plan.group.members]
+        assert len(members) == len(set(members))
 
     @invariant()
     def each_epoch_is_told_once(self) -> None:
@@ -409,7 +435,7 @@ def test_a_tick_over_a_thousand_instances_with_groups_is_cheap(capsys: pytest.Ca
     assert min(times_s) < 0.08
 
 
-def changes_of(transition: Transition) -> list[Change]:
+def changes_of(transition: Transition) -> list[EventDraft]:
     return [change for change in transition.changes if change.kind is EventKind.LAYOUT_CHANGED]
 
 
@@ -454,9 +480,9 @@ def test_a_follower_stays_until_its_leader_has_finished() -> None:
     state = merged(started(CONFIG), GROUPS[0])
     state = transitions.drain_all(state, "the end", 60, 2).state
     assert state.routing.routes == () and transitions.plan(state, 2).drains == (life(0), life(2), life(3))
-    state = transitions.observe(state, [(life(0), Drained(complete=True))], 3).state
+    state = transitions.observe(state, [(life(0), DrainEnded(complete=True))], 3).state
     assert life(1) in transitions.plan(state, 3).drains
-    state = transitions.observe(state, [(life(1), Drained(complete=True))], 4).state
+    state = transitions.observe(state, [(life(1), DrainEnded(complete=True))], 4).state
     assert {key.instance_id for key in transitions.plan(state, 4).kills} == {0, 1}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pengserve.controller.events import Change, EventLog, open_starts
+from pengserve.controller.events import EventDraft, EventLog, open_starts
 from pengserve.controller.loop import Controller
 from pengserve.controller.terms import Term
 from pengserve.planners.types.config import ControllerConfig
@@ -269,7 +269,7 @@ async def test_a_log_of_another_cluster_or_a_damaged_one_keeps_no_controller_fro
     tmp_path: Path, data: dict[str, Any]
 ) -> None:
     path = str(tmp_path / "events.jsonl")
-    EventLog(path).append([Change(kind=EventKind.POLICY_CHANGED, data=data)])
+    EventLog(path).append([EventDraft(kind=EventKind.POLICY_CHANGED, data=data)])
     port = FakePort((2,))
     async with running(port, replace(CONFIG, degrees=(2,)), log=EventLog(path)) as controller:
         await routed(controller, routes(life(0), life(1)))

@@ -115,11 +115,11 @@ class Client:
     """A controller actor, with calls that wait for their answer."""
 
     def __init__(self, ray: Any, config: ControllerConfig, instance_config: dict[str, str]) -> None:
-        from pengserve.controller.ray_shell import ControllerActor
+        from pengserve.controller.ray_shell import ControllerShell
 
         self._ray = ray
         self._actor = (
-            ray.remote(ControllerActor)
+            ray.remote(ControllerShell)
             .options(num_cpus=0)
             .remote(config, instance_config, light_instance(), {"TEST_DEVICE": "cpu:7"})
         )

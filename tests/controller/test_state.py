@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pengserve.controller import state as transitions
-from pengserve.controller.events import Change, open_starts
+from pengserve.controller.events import EventDraft, open_starts
 from pengserve.controller.recovery import bases, close_open_spans
-from pengserve.controller.slots import Drained, Gone, Killed, Observation, span
+from pengserve.controller.slots import DrainEnded, Gone, Killed, Observation, span
 from pengserve.controller.state import Transition
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.events import Event, EventKind
@@ -48,7 +48,7 @@ class ClusterLaws(RuleBasedStateMachine):
         ), "the version changes exactly with the routes"
         self.note(transition.changes)
 
-    def note(self, changes: tuple[Change, ...]) -> None:
+    def note(self, changes: tuple[EventDraft, ...]) -> None:
         for c in changes:
             seq = len(self.log) + 1
             self.log.append(Event(seq=seq, time_s=self.wall_s, kind=c.kind, why=c.why, span=c.span, data=c.data))
@@ -57,7 +57,7 @@ class ClusterLaws(RuleBasedStateMachine):
         """What each controller logs of its numbers, for the next one."""
         table = self.state.routing
         data = {"term": table.version.term, "version": table.version.counter, "epoch": table.epoch}
-        self.note((Change(kind=EventKind.CONTROLLER_RECOVERED, data=data),))
+        self.note((EventDraft(kind=EventKind.CONTROLLER_RECOVERED, data=data),))
 
     def observe(self, *seen: tuple[InstanceKey, Observation]) -> None:
         self.apply(transitions.observe(self.state, seen, self.now_s))
@@ -127,9 +127,9 @@ class ClusterLaws(RuleBasedStateMachine):
         key = self.pick(data)
         if key is None:
             return
-        self.observe((key, Drained(complete=complete)))
+        self.observe((key, DrainEnded(complete=complete)))
 
-    @rule(data=st.data(), seen=st.sampled_from([Gone("late"), Drained(complete=True), Killed()]))
+    @rule(data=st.data(), seen=st.sampled_from([Gone("late"), DrainEnded(complete=True), Killed()]))
     def late_word(self, data: st.DataObject, seen: Observation) -> None:
         """An answer of a life that is over changes nothing for the one after it."""
         over = sorted(self.used - self.reserved)
@@ -197,7 +197,7 @@ class ClusterLaws(RuleBasedStateMachine):
                 if slot.alive and self.living.get(slot.key) in (InstanceState.STARTING, InstanceState.READY):
                     self.living[slot.key] = InstanceState.READY
                     seen.append((slot.key, answer(slot.key, InstanceState.READY)))
-                    seen.append((slot.key, Drained(complete=True)))
+                    seen.append((slot.key, DrainEnded(complete=True)))
                 elif slot.alive:
                     seen.append((slot.key, Gone("quiet")))
             self.observe(*seen)

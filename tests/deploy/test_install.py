@@ -83,7 +83,7 @@ def run_install(lock: Path, target: Path, wheels: Path, *options: str) -> subpro
 
 
 def test_it_says_what_is_fetched_and_how_much_is_left(install: ModuleType, tmp_path: Path) -> None:
-    progress = install.Progress(3, tmp_path)
+    progress = install.PipProgress(3, tmp_path)
     progress.read("Collecting numpy==2.0 (from -r lock (line 1))\n")
     assert progress.line().startswith("fetching numpy: 2 of 3 left")
     progress.read("Requirement already satisfied: rich==15 in ./site-packages\n")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete, groups_for, pipelines_for
-from pengserve.planners.merge import LoadHistory, plan_switch
+from pengserve.planners.merge import LoadHistory, propose
 from pengserve.planners.types.config import MergeConfig
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind, Layout, degree_of
@@ -28,6 +28,14 @@ BLOCK_BYTES = 1 << 20
 DP_TOKENS = BLOCK_SIZE * NUM_BLOCKS  # most tokens of a request on one instance
 SLOTS = 32
 T0_S = 1000.0
+
+
+def plan_switch(
+    seen: ClusterSnapshot, config: MergeConfig, history: LoadHistory
+) -> tuple[SwitchPlan | None, LoadHistory]:
+    """The merge planner's next switch, where nothing else is asked; and what to remember."""
+    proposal = propose(seen, config, history)
+    return proposal.plan, proposal.followed
 
 
 def capacity(degree: int = 1, slots: int = SLOTS) -> KvCapacity:

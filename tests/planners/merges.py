@@ -2,13 +2,13 @@
 
 from hypothesis import strategies as st
 
-from pengserve.planners.merge import LoadHistory, Reason, RunningGroup, plan_switch
+from pengserve.planners.merge import LoadHistory, Reason, StandingGroup
 from pengserve.planners.types.config import MergeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand
-from tests.planners.clusters import DP_TOKENS, T0_S, snapshot, stats
+from tests.planners.clusters import DP_TOKENS, T0_S, plan_switch, snapshot, stats
 
 CONFIG = MergeConfig()
 DWELL_S, QUIET_S = CONFIG.min_dwell_s, CONFIG.quiet_s
@@ -24,7 +24,7 @@ def what(found: SwitchPlan | None) -> str:
 
 def running_group(text: str, reason: Reason, since_s: float = T0_S - 50) -> LoadHistory:
     return LoadHistory(
-        running_groups={Group.parse(text): RunningGroup(since_s=since_s, reason=reason)}, seen_s=T0_S - 0.5
+        running_groups={Group.parse(text): StandingGroup(since_s=since_s, reason=reason)}, seen_s=T0_S - 0.5
     )
 
 

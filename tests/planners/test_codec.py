@@ -6,7 +6,8 @@ import pytest
 
 from pengserve.planners.types.codec import from_data, to_data
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
-from pengserve.planners.types.layout import Layout
+from pengserve.planners.types.layout import Group, GroupKind, Layout
+from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import (
     ClusterSnapshot,
     InstanceSnapshot,
@@ -14,6 +15,17 @@ from pengserve.planners.types.snapshot import (
     InstanceStats,
     KvCapacity,
     LaneInfo,
+)
+
+DROP = SwitchPlan(
+    plan_id="4:drop:pp2@(0,1)",
+    epoch=Epoch(4),
+    group=Group(kind=GroupKind.PP, members=(InstanceId(0), InstanceId(1))),
+    members=(
+        InstanceKey(instance_id=InstanceId(0), incarnation=0),
+        InstanceKey(instance_id=InstanceId(1), incarnation=3),
+    ),
+    is_merge=True,
 )
 
 
@@ -35,6 +47,7 @@ def make_snapshot() -> ClusterSnapshot:
         time_s=1.5,
         layout=Layout.all_dp((InstanceId(1), InstanceId(0)), Epoch(4)),
         instances=(starting, instance),
+        switching=(DROP,),
     )
 
 

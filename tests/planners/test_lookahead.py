@@ -13,8 +13,8 @@ from pengserve.planners.lookahead import (
     MAX_MORE,
     REST,
     SNAP,
-    Limits,
     Microbatch,
+    MicrobatchLimits,
     Work,
     form_by_tokens,
     form_microbatches,
@@ -27,8 +27,8 @@ MODEL = CostModel(
     prefix_attention_s=5e-8, self_attention_s=2.5e-8, kv_read_s=5e-7, ffn_s=7e-5, other_s=8e-5, load_s=4e-3
 )
 TILED = replace(MODEL, tile_tokens=64)
-WIDE = Limits(max_tokens=1 << 30, max_requests=1 << 30)
-Former = Callable[[Sequence[Work], CostModel, Limits], tuple[Microbatch, ...]]
+WIDE = MicrobatchLimits(max_tokens=1 << 30, max_requests=1 << 30)
+Former = Callable[[Sequence[Work], CostModel, MicrobatchLimits], tuple[Microbatch, ...]]
 
 
 def prefill(name: str, num: int, prefix: int = 0, since: float = 0.0) -> Work:
@@ -56,7 +56,7 @@ def works(draw: st.DrawFn, max_size: int = 30, max_tokens: int = 3000) -> list[W
 
 
 limits = st.builds(
-    Limits, max_tokens=st.integers(3, 4000), max_requests=st.integers(1, 20), min_tokens=st.integers(1, 300)
+    MicrobatchLimits, max_tokens=st.integers(3, 4000), max_requests=st.integers(1, 20), min_tokens=st.integers(1, 300)
 )
 cost_models = st.sampled_from([MODEL, TILED])
 formers = st.one_of(
@@ -81,7 +81,7 @@ def granule_s(work: Sequence[Work], model: CostModel = MODEL) -> float:
 
 @given(works(), limits, formers, cost_models)
 def test_every_token_is_computed_once_and_in_order(
-    work: list[Work], most: Limits, form: Former, model: CostModel
+    work: list[Work], most: MicrobatchLimits, form: Former, model: CostModel
 ) -> None:
     batches = form(work, model, most)
     for item in work:
@@ -92,14 +92,14 @@ def test_every_token_is_computed_once_and_in_order(
 
 
 @given(works(), limits, formers)
-def test_requests_keep_their_order(work: list[Work], most: Limits, form: Former) -> None:
+def test_requests_keep_their_order(work: list[Work], most: MicrobatchLimits, form: Former) -> None:
     served = [item.request_id for batch in form(work, MODEL, most) for item in batch.work]
     assert list(dict.fromkeys(served)) == [item.request_id for item in work]
 
 
 @given(works(), limits, formers, cost_models)
 def test_no_microbatch_is_empty_or_beyond_the_limits(
-    work: list[Work], most: Limits, form: Former, model: CostModel
+    work: list[Work], most: MicrobatchLimits, form: Former, model: CostModel
 ) -> None:
     for batch in form(work, model, most):
         assert batch.work and all(item.num_tokens > 0 for item in batch.work)
@@ -110,14 +110,14 @@ def test_no_microbatch_is_empty_or_beyond_the_limits(
 
 def test_a_decode_that_does_not_fit_waits_for_the_next_microbatch() -> None:
     drafts = [replace(decode(f"r{i}", 100), num_tokens=3) for i in range(4)]
-    most = Limits(max_tokens=5, max_requests=9)
+    most = MicrobatchLimits(max_tokens=5, max_requests=9)
     for batches in (form_by_tokens(drafts, MODEL, most), form_microbatches(drafts, MODEL, most, 1)):
         assert [batch.num_tokens for batch in batches] == [3, 3, 3, 3]
     assert next_by_tokens(drafts, MODEL, most) == next_budget(drafts, [], MODEL, most, max_in_flight=1) == {"r0": 3}
 
 
 @given(works(), limits, formers, cost_models)
-def test_a_microbatch_tells_its_cost(work: list[Work], most: Limits, form: Former, model: CostModel) -> None:
+def test_a_microbatch_tells_its_cost(work: list[Work], most: MicrobatchLimits, form: Former, model: CostModel) -> None:
     for batch in form(work, model, most):
         assert batch.cost_s == pytest.approx(model.batch_s(item.chunk for item in batch.work))
 
@@ -165,7 +165,7 @@ def all_partitions(work: Sequence[Work], num: int) -> list[list[float]]:
 
 
 @given(works(), limits)
-def test_balance_makes_no_crowd_of_small_microbatches(work: list[Work], most: Limits) -> None:
+def test_balance_makes_no_crowd_of_small_microbatches(work: list[Work], most: MicrobatchLimits) -> None:
     prompts = [replace(item, is_prefill=True) for item in work]
     many = len(form_microbatches(prompts, MODEL, replace(most, max_requests=1 << 30), 1))
     least = len(form_by_tokens(prompts, MODEL, replace(most, max_requests=1 << 30)))
@@ -193,7 +193,7 @@ def test_a_cut_that_falls_nearly_between_two_requests_falls_between_them() -> No
 
 def test_cheap_tokens_make_all_microbatches_smaller_rather_than_some_cheaper() -> None:
     work = [prefill(f"cheap{i}", 100) for i in range(20)] + [prefill(f"dear{i}", 100, 1500) for i in range(20)]
-    most = Limits(max_tokens=500, max_requests=100)
+    most = MicrobatchLimits(max_tokens=500, max_requests=100)
     ours = [batch.cost_s for batch in form_microbatches(work, MODEL, most, 1)]
     theirs = [batch.cost_s for batch in form_by_tokens(work, MODEL, most)]
     assert max(ours) / min(ours) < 1.05 < 1.5 < max(theirs) / min(theirs)
@@ -211,7 +211,7 @@ def test_work_without_a_token_is_refused() -> None:
 
 @given(works(), limits, st.integers(1, 8), st.lists(st.floats(4e-3, 10), max_size=7))
 def test_a_budget_takes_the_first_of_what_is_ready(
-    work: list[Work], most: Limits, stages: int, in_flight_s: list[float]
+    work: list[Work], most: MicrobatchLimits, stages: int, in_flight_s: list[float]
 ) -> None:
     for budget in (
         next_budget(work, in_flight_s[: stages - 1], MODEL, most, max_in_flight=stages),
@@ -254,7 +254,7 @@ def test_decodes_that_came_back_together_part_again() -> None:
 
 def test_a_long_queue_gives_microbatches_like_those_in_flight() -> None:
     queue = [prefill(f"r{i}", 37 * (i % 50 + 1)) for i in range(200)]
-    most = Limits(max_tokens=512, max_requests=64)
+    most = MicrobatchLimits(max_tokens=512, max_requests=64)
     first = form_microbatches(queue, MODEL, most, 2)[0].cost_s
     budget = next_budget(queue, [first], MODEL, most, max_in_flight=2)
     taken = [replace(item, num_tokens=budget[item.request_id]) for item in queue if item.request_id in budget]

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete, expand
-from pengserve.planners.merge import LoadHistory, plan_switch
+from pengserve.planners.merge import LoadHistory
 from pengserve.planners.pinned import plan_pinned
 from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, LayoutPolicy, SwitchRecord
-from tests.planners.clusters import DP_TOKENS, T0_S, snapshot, stats
+from tests.planners.clusters import DP_TOKENS, T0_S, plan_switch, snapshot, stats
 from tests.planners.merges import CONFIG, looks, plan, snapshots, what
 from tests.support.speed import slowness
 

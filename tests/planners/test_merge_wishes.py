@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pengserve.planners.merge import LoadHistory, Reason, plan_switch
+from pengserve.planners.merge import LoadHistory, Reason
 from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand
-from tests.planners.clusters import DP_TOKENS, T0_S, VirtualCluster, snapshot, stats
+from tests.planners.clusters import DP_TOKENS, T0_S, VirtualCluster, plan_switch, snapshot, stats
 from tests.planners.merges import CONFIG, DWELL_S, plan, running_group, snapshots, what
 
 # Long context

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from pengserve.planners.cost_model import CostModel
 from pengserve.planners.lookahead import (
-    Limits,
     Microbatch,
+    MicrobatchLimits,
     Work,
     form_by_tokens,
     form_microbatches,
@@ -29,7 +29,7 @@ DEEP = CostModel(  # twelve layers, of which a pipeline of two is large enough t
     prefix_attention_s=3e-7, self_attention_s=1.9e-7, kv_read_s=4.6e-6, ffn_s=3.7e-4, other_s=4.1e-5, load_s=1.6e-2
 )
 PER_TOKEN = CostModel(prefix_attention_s=0, self_attention_s=0, kv_read_s=0, ffn_s=1.0, other_s=0, load_s=0)
-LIMITS = Limits(max_tokens=512, max_requests=64, min_tokens=32)
+LIMITS = MicrobatchLimits(max_tokens=512, max_requests=64, min_tokens=32)
 
 
 def batch(*pairs: tuple[str, int], is_prefill: bool = True) -> Microbatch:
@@ -51,11 +51,11 @@ def jobs(count: int, most_tokens: int, outputs: tuple[int, int] = (8, 64), seed:
     ]
 
 
-def lookahead(stages: int, limits: Limits = LIMITS, model: CostModel = MODEL) -> Former:
+def lookahead(stages: int, limits: MicrobatchLimits = LIMITS, model: CostModel = MODEL) -> Former:
     return partial(next_budget, model=model, limits=limits, max_in_flight=stages)
 
 
-def by_tokens(limits: Limits = LIMITS) -> Former:
+def by_tokens(limits: MicrobatchLimits = LIMITS) -> Former:
     return lambda ready, in_flight_s: next_by_tokens(ready, MODEL, limits)
 
 
@@ -140,7 +140,7 @@ def test_one_stage_is_busy_as_long_as_there_is_work() -> None:
 @pytest.mark.parametrize(("most_tokens", "max_tokens"), [(1900, 512), (8000, 512), (8000, 2048)])
 def test_lookahead_at_least_halves_the_bubble_of_a_mixed_load(stages: int, most_tokens: int, max_tokens: int) -> None:
     load = jobs(100, most_tokens)
-    limits = Limits(max_tokens=max_tokens, max_requests=64, min_tokens=32)
+    limits = MicrobatchLimits(max_tokens=max_tokens, max_requests=64, min_tokens=32)
     before = serve(load, by_tokens(limits), stages, MODEL, max_running=64)
     after = serve(load, lookahead(stages, limits), stages, MODEL, max_running=64)
     for baseline, ours in zip(before, after, strict=True):
@@ -151,7 +151,7 @@ def test_lookahead_at_least_halves_the_bubble_of_a_mixed_load(stages: int, most_
 @pytest.mark.parametrize(("stages", "most"), [(2, 0.25), (4, 0.4)])
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_short_prompts_beside_cheap_decodes_leave_few_bubbles_too(stages: int, most: float, seed: int) -> None:
-    load, limits = jobs(100, 900, seed=seed), Limits(max_tokens=512, max_requests=32, min_tokens=32)
+    load, limits = jobs(100, 900, seed=seed), MicrobatchLimits(max_tokens=512, max_requests=32, min_tokens=32)
     before, _ = serve(load, by_tokens(limits), stages, DEEP, max_running=32)
     after, _ = serve(load, lookahead(stages, limits, DEEP), stages, DEEP, max_running=32)
     assert after.share <= most * before.share

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete
-from pengserve.planners.merge import LoadHistory, Reason, RunningGroup, plan_switch
+from pengserve.planners.merge import LoadHistory, Reason, StandingGroup
 from pengserve.planners.restore import Way
 from pengserve.planners.selector import AT_REST, Action, Decision, SelectorHistory, select
 from pengserve.planners.types.config import DropConfig, MergeConfig
 from pengserve.planners.types.ids import InstanceId
-from pengserve.planners.types.layout import Group, GroupKind, alone
+from pengserve.planners.types.layout import Group, GroupKind, alone, parse_groups
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, LayoutPolicy, SwitchRecord
 from tests.planners.clusters import (
@@ -24,6 +24,7 @@ from tests.planners.clusters import (
     NUM_BLOCKS,
     T0_S,
     pipeline_capacity,
+    plan_switch,
     snapshot,
     stats,
 )
@@ -355,6 +356,44 @@ def test_after_an_abort_nothing_is_dropped_for_a_while() -> None:
     assert plan is not None and plan.plan_id.startswith("7:drop:pp2@(0,1)+")
 
 
+# Switches side by side
+
+
+@given(looks(), st.sampled_from(["", "tp2@(0,1)", "tp2@(0,1) tp2@(2,3)", "tp4@(0..3)"]))
+def test_all_that_is_planned_at_once_is_disjoint_and_breaks_no_law(seen: list[ClusterSnapshot], pinned: str) -> None:
+    history = SelectorHistory()
+    for look in seen:
+        if pinned:
+            look = replace(look, policy=LayoutPolicy(is_auto=False, target=parse_groups(pinned)))
+        for _ in look.instances:
+            plan, history, _ = select(look, MERGE, DROP, history)
+            if plan is None:
+                break
+            assert check_switch(plan, look) == () and all(plan.is_apart(other) for other in look.switching)
+            assert check_switch(plan, replace(look, switching=(plan,))) != (), "the same once more"
+            look = replace(look, switching=(*look.switching, plan))
+        assert plan is None, "each takes two instances at least"
+
+
+def test_two_groups_that_are_short_of_memory_drop_side_by_side() -> None:
+    seen = snapshot(4, "", dict.fromkeys(range(4), FULL), degrees=(), max_stages=2)
+    first, history, _ = select(seen, MERGE, DROP, SelectorHistory())
+    assert first is not None
+    second, history, _ = select(replace(seen, switching=(first,)), MERGE, DROP, history)
+    assert second is not None and {what(first), what(second)} == {"drop pp2@(0,1)", "drop pp2@(2,3)"}
+    third, _, decision = select(replace(seen, switching=(first, second)), MERGE, DROP, history)
+    assert third is None and not decision.needs_instances, "help is on its way"
+
+
+def test_turns_for_load_and_wishes_come_one_after_another() -> None:
+    """A second look at the same wish must not form a second group for it."""
+    demand = Demand(wanted_degrees=((2, 1),))
+    seen = snapshot(4, "", {i: stats(requests=1, blocks=2) for i in range(4)}, demands=[demand], degrees=(2,))
+    first, history, _ = select(seen, MERGE, DROP, SelectorHistory())
+    assert first is not None and first.group.kind is GroupKind.TP
+    assert select(replace(seen, switching=(first,)), MERGE, DROP, history)[0] is None
+
+
 # Decisions
 
 
@@ -393,7 +432,7 @@ def test_decisions_are_the_same_whatever_their_prices() -> None:
 def test_a_standing_group_is_priced_as_it_is() -> None:
     history = SelectorHistory(
         load=LoadHistory(
-            running_groups={Group.parse("tp2@(0,1)"): RunningGroup(since_s=T0_S - 60, reason=Reason.LOAD)},
+            running_groups={Group.parse("tp2@(0,1)"): StandingGroup(since_s=T0_S - 60, reason=Reason.LOAD)},
             seen_s=T0_S - 0.5,
         )
     )

@@ -33,6 +33,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"policy": {"options": {"degree": 2}}}, "policy.options.degree is no known field"),
     ({"policy": {"options": {"drop": {"quiet": 2}}}}, "policy.options.drop.quiet is no known field"),
     ({"policy": {"options": {"merge": {"is_auto": 1}}}}, "policy.options.merge.is_auto must be true or false"),
+    (
+        {"policy": {"options": {"merge": {"split_above": 0.2}}}},
+        "policy.options.merge.split_above (0.2) must be above merge_below (0.25)",
+    ),
+    (
+        {"policy": {"options": {"drop": {"target": 0.99}}}},
+        "policy.options.drop.target (0.99) must not be above drop_above (0.95)",
+    ),
     ({"policy": {"name": "vllm_tp", "options": {"degree": 4}}}, "policy.options.degree is 4"),
     ({"policy": {"name": "vllm_pp", "options": {"stages": 3}}}, "policy.options.stages: give a power of two"),
     ({"policy": {"name": "migration", "options": {"full_above": 0.2}}}, "free_below (0.6) must not be above"),

@@ -204,6 +204,8 @@ def test_a_hard_merge_pauses_what_runs_until_the_split() -> None:
     result = simulate_small(config, [*early, late])
     assert all(o.longest_gap_s > 2.5 for o in result.outcomes[:4])
     assert result.outcomes[4].end_s is not None and result.outcomes[4].end_s < 6
+    reports = [event.data for event in result.events if event.kind is EventKind.TRANSITION_END]
+    assert [report["num_paused"] for report in reports] == [4, 0], "of both instances"
 
 
 def test_a_death_is_seen_replaced_and_resumed() -> None:

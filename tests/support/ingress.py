@@ -104,12 +104,12 @@ def serving(config: IngressConfig, source: Any, wrap: Callable[[Any], Any] = lam
     from pengserve.cluster.ingress.security import harden
 
     harden(config)
-    from pengserve.cluster.ingress.api import Ingress
+    from pengserve.cluster.ingress.api import IngressRuntime
 
     metrics = Metrics("prometheus", app="tests")
 
     async def application() -> Any:
-        return wrap(await Ingress(config, source, metrics, metrics.exposition).build_app())
+        return wrap(await IngressRuntime(config, source, metrics, metrics.exposition).build_app())
 
     box: dict[str, uvicorn.Server] = {}
     failures: list[BaseException] = []

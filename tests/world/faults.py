@@ -30,7 +30,7 @@ class Kind(StrEnum):
     SHORT_WRITES = "short_writes"  # the disk takes a few bytes a call [bytes; how long]
     TORN_LINE = "torn_line"  # the log's last line loses its end, as by a crash of the machine [bytes]
     LEAVE = "leave"  # a client goes away [request]
-    LAYOUT = "layout"  # a user asks for another layout [0: auto, 1: dp, 2: a pair]
+    LAYOUT = "layout"  # a user asks for another layout [0: auto, 1: dp, 2: pairs]
 
 
 _OFTEN = (Kind.CRASH, Kind.EXCEPTION, Kind.EXCEPTION, Kind.EXCEPTION, Kind.LAYOUT, Kind.LAYOUT, Kind.LEAVE)

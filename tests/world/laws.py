@@ -50,8 +50,7 @@ def _controllers(world: "World") -> Iterator[str]:
     yield from (f"instance {i.key} lives beside its slot" for i in world.cluster.living() if i.key not in keys)
     if world.cluster.reserved != keys:
         yield f"reserved are {sorted(world.cluster.reserved)}, and slots hold {sorted(keys)}"
-    if state.switch is not None:
-        yield f"the switch {state.switch.plan_id} is still under way"
+    yield from (f"the switch {plan.plan_id} is still under way" for plan in state.switches)
     for ingress in world.ingresses.values():
         if ingress.watcher.table.version != state.routing.version:
             yield f"{ingress.name} has routes {ingress.watcher.table.version}, and there are {state.routing.version}"

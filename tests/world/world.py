@@ -197,7 +197,8 @@ class World:
             if wish == 0:
                 controller.auto_layout()
             else:
-                groups = parse_groups("tp2@(0,1)") if wish == 2 else ()
+                firsts = range(0, self.scenario.num_instances - 1, 2) if wish == 2 else ()
+                groups = parse_groups(" ".join(f"tp2@({first},{first + 1})" for first in firsts))
                 controller.set_layout(LayoutTarget(groups=groups))
         except PengServeError:
             return  # the user reads why

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from pengserve.planners.types.errors import PengServeError
 from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.layout import Group
-from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.replicas.engine.group_run import GroupRun
 from pengserve.replicas.switching.member import Member
 from pengserve.replicas.switching.messages import Answer, Met, Round
@@ -35,7 +35,6 @@ Ask = Callable[[R], Mapping[InstanceKey, A]]
 class Change(ABC, Generic[M, R, A]):
     """One member's part in one change. Belongs to the step thread."""
 
-    drains_for: ClassVar[frozenset[SwitchStrategy]] = frozenset()  # running requests end first under these
     returns_weights: ClassVar[bool] = False  # weights come back beside the steps before the members meet
     rounds: ClassVar[tuple[type[Any], ...]]  # the words that `take` takes
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.replicas.engine.exchange import DropExchange
 from pengserve.replicas.engine.group_run import GroupRun
 from pengserve.replicas.engine.handoff import revive
@@ -25,7 +25,6 @@ from pengserve.replicas.switching.wiring import Wiring
 class Drop(Change[DropMet, DropWave, DropDone]):
     """One member's part in a drop."""
 
-    drains_for = frozenset((SwitchStrategy.SEQUENTIAL, SwitchStrategy.SOFT))
     rounds = (DropWave,)
     run: GroupRun
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from msgspec.structs import replace
 
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.waves import Mover, merge_wave
 from pengserve.replicas.engine.group_run import GroupRun
 from pengserve.replicas.engine.handoff import revive
@@ -24,7 +24,6 @@ from pengserve.replicas.switching.wiring import Wiring
 class Merge(Change[MergeMet, MergeWave, MergeDone]):
     """One member's part in a merge."""
 
-    drains_for = frozenset((SwitchStrategy.SEQUENTIAL, SwitchStrategy.SOFT))
     rounds = (MergeWave,)
     run: GroupRun
 
@@ -35,7 +34,7 @@ class Merge(Change[MergeMet, MergeWave, MergeDone]):
         self._resharder = Resharder(member.lanes, self._lane, self.run.communicator)
         self._carried: list[Traveller] = []  # leader: requests that are in the lane
         self._free: list[int] = []  # leader: blocks of `dp` by rank
-        self._num_lendable = self._num_given_up = 0
+        self._num_lendable = self._num_given_up = self._num_paused = 0
 
     @staticmethod
     def check(member: Member, wiring: Wiring, plan: SwitchPlan) -> None:
@@ -47,12 +46,14 @@ class Merge(Change[MergeMet, MergeWave, MergeDone]):
         return MergeMet(
             num_free=dp.num_free(),
             num_lendable=dp.capacity.num_blocks - self._num_paused_blocks(),
+            num_paused=len(self._paused()),
             travellers=[replace(t, num_own=freed[t.request_id][0], shared=freed[t.request_id][1]) for t in coming],
         )
 
     def move(self, met: Mapping[InstanceKey, MergeMet], ask: Ask[MergeWave, MergeDone]) -> None:
         """Moves all that finds room, a wave at a time: each frees the blocks it came from."""
         self._num_lendable = min(word.num_lendable for word in met.values())
+        self._num_paused = sum(word.num_paused for word in met.values())
         self._free = [met[key].num_free for key in self._plan.members]
         travellers = {t.request_id: t for key in self._plan.members for t in met[key].travellers}
         left = tuple(map(self._mover, travellers.values()))
@@ -121,7 +122,7 @@ class Merge(Change[MergeMet, MergeWave, MergeDone]):
         return self._report(
             num_carried=len(self._carried),
             num_recomputed=self._num_given_up,
-            num_paused=lanes.dp.num_requests(),
+            num_paused=self._num_paused,
             num_redirected=num_redirected,
             carried_bytes=self._resharder.sent_bytes,
         )
@@ -134,8 +135,7 @@ class Merge(Change[MergeMet, MergeWave, MergeDone]):
         self._member.owner.moved(lost, None, carried=False)
 
     def _pauses(self, request: Request) -> bool:
-        """Whether a running request waits in its `dp` lane until the group is split (hard preemption)."""
-        return self._plan.strategy is SwitchStrategy.HARD and request.priority >= 0
+        return self._plan.pauses(request.priority)
 
     def _paused(self) -> list[Request]:
         return [request for request in self._member.lanes.dp.carriable() if self._pauses(request)]

@@ -11,6 +11,7 @@ from pengserve.planners.stages import stage_layers
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
+from pengserve.planners.waves import place
 from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.handoff import revive
 from pengserve.replicas.engine.pp_lane import PpLane
@@ -83,16 +84,14 @@ class Restore(Change[RestoreMet, Place | RestoreWave, Placed | RestoreDone]):
         assert memory is not None
         sizes = memory.layers.sizes
         free = [sizes.num_pipeline_blocks(stage_layers(sizes.num_layers, size)) for size in self._parts.sizes]
-        wave: list[Traveller] = []
-        for request in lane.carriable():
-            handoff = self._member.owner.handoff(request)
-            needed = lane.blocks_needed(request.num_computed_tokens)
-            part = max(range(len(free)), key=lambda p: (free[p], -p))
-            if handoff is not None and free[part] >= needed:
-                free[part] -= needed
-                logical_ids, rank = lane.block_ids(request.request_id), self._parts.start(part)
-                wave.append(Traveller(request.request_id, rank, logical_ids, handoff))
-        return wave
+        found = [(request, self._member.owner.handoff(request)) for request in lane.carriable()]
+        tokens = [request.num_computed_tokens for request, handoff in found if handoff is not None]
+        places = iter(place([(count, lane.blocks_needed(count)) for count in tokens], free))
+        return [
+            Traveller(request.request_id, self._parts.start(part), lane.block_ids(request.request_id), handoff)
+            for request, handoff in found
+            if handoff is not None and (part := next(places)) is not None
+        ]
 
     def take(self, message: Place | RestoreWave) -> Placed | RestoreDone:
         """Requests get blocks in this member's part; then their KV comes."""

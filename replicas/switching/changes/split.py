@@ -20,7 +20,6 @@ from pengserve.replicas.switching.wiring import Wiring
 class Split(Change[SplitMet, SplitWave, SplitDone]):
     """One member's part in a split."""
 
-    drains_for = frozenset((SwitchStrategy.SEQUENTIAL,))
     rounds = (SplitWave,)
 
     def __init__(self, member: Member, wiring: Wiring, running_group: RunningGroup, plan: SwitchPlan) -> None:

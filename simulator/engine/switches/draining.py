@@ -4,19 +4,11 @@ import asyncio
 
 from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.simulator.engine.instance import SimInstance
-from pengserve.simulator.engine.switches.switch import Switch
+from pengserve.simulator.engine.switches.switch import SimSwitch
 from pengserve.simulator.requests import LiveRequest
 
-_SOFT_MERGES = (SwitchStrategy.SEQUENTIAL, SwitchStrategy.SOFT)
 
-
-def drains(switch: Switch) -> bool:
-    """Whether running requests end first."""
-    strategy = switch.plan.strategy
-    return strategy in _SOFT_MERGES if switch.plan.is_merge else strategy is SwitchStrategy.SEQUENTIAL
-
-
-async def drain(switch: Switch) -> tuple[frozenset[LiveRequest] | None, float]:
+async def drain(switch: SimSwitch) -> tuple[frozenset[LiveRequest] | None, float]:
     """Waits until what runs has ended, `drain_timeout_s` at most; new requests wait.
 
     Under soft, a member that has drained runs new ones meanwhile.
@@ -25,7 +17,7 @@ async def drain(switch: Switch) -> tuple[frozenset[LiveRequest] | None, float]:
         The requests that ran when it began, of which those that are left are carried; None where nothing drains.
         And the seconds that it took.
     """
-    if not drains(switch):
+    if not switch.plan.drains:
         return None, 0.0
     loop, plan = asyncio.get_running_loop(), switch.plan
     started_s = loop.time()

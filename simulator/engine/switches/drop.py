@@ -3,12 +3,12 @@
 import asyncio
 
 from pengserve.planners.types.plans import SwitchReport
-from pengserve.simulator.engine.group import GroupRun, Traveller
+from pengserve.simulator.engine.group import SimGroup, SimTraveller
 from pengserve.simulator.engine.switches.merge import settle_rest, travellers
-from pengserve.simulator.engine.switches.switch import Switch, by_layer
+from pengserve.simulator.engine.switches.switch import SimSwitch, by_layer
 
 
-async def drop(switch: Switch) -> SwitchReport:
+async def drop(switch: SimSwitch) -> SwitchReport:
     """Carries out a drop. New requests run from its end on; those that ran before go on when their KV has come."""
     loop, plan = asyncio.get_running_loop(), switch.plan
     meet_s = await switch.meet()
@@ -40,7 +40,7 @@ async def drop(switch: Switch) -> SwitchReport:
     )
 
 
-def _expect(switch: Switch, run: GroupRun, coming: list[Traveller]) -> int:
+def _expect(switch: SimSwitch, run: SimGroup, coming: list[SimTraveller]) -> int:
     """Gives blocks to the requests whose KV will come; how many found none. They stay, and are sent again."""
     num_left, num_free = 0, run.capacity.num_blocks
     for traveller in coming:
@@ -55,7 +55,7 @@ def _expect(switch: Switch, run: GroupRun, coming: list[Traveller]) -> int:
     return num_left
 
 
-async def _exchange(switch: Switch, run: GroupRun, pairs: dict[tuple[int, int], int]) -> None:
+async def _exchange(switch: SimSwitch, run: SimGroup, pairs: dict[tuple[int, int], int]) -> None:
     """KV goes to the members that keep its layers; then its requests go on, and all blocks have memory."""
     loop = asyncio.get_running_loop()
     started_s = loop.time()

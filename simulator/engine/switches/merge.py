@@ -3,13 +3,12 @@
 import asyncio
 
 from pengserve.planners.types.errors import StepError
-from pengserve.planners.types.layout import GroupKind
-from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.waves import Mover, merge_wave
-from pengserve.simulator.engine.group import GroupRun, Traveller
+from pengserve.simulator.engine.group import SimGroup, SimTraveller
 from pengserve.simulator.engine.instance import SimInstance
 from pengserve.simulator.engine.switches.draining import drain
-from pengserve.simulator.engine.switches.switch import Switch, by_head
+from pengserve.simulator.engine.switches.switch import SimSwitch, by_head
 from pengserve.simulator.requests import LiveRequest
 
 
@@ -26,7 +25,7 @@ def check_merge(plan: SwitchPlan, member: SimInstance) -> None:
         raise StepError(f"instance {member.key} is not connected with the members of {plan.group}")
 
 
-async def merge(switch: Switch) -> SwitchReport:
+async def merge(switch: SimSwitch) -> SwitchReport:
     """Carries out a merge. Until it has met it may be called off."""
     loop, plan = asyncio.get_running_loop(), switch.plan
     kept, drain_s = await drain(switch)
@@ -41,7 +40,7 @@ async def merge(switch: Switch) -> SwitchReport:
         assert run.lane.resize(num_free), "carried requests have their blocks"
     switch.enter_group(run)
     num_redirected = _send_rest(switch, rest)
-    num_paused = len(switch.leader.lane.scheduler.running)
+    num_paused = sum(len(member.lane.scheduler.running) for member in switch.members)
     note_stall(carried, loop.time() - started_s)
     return SwitchReport(
         plan_id=plan.plan_id,
@@ -57,13 +56,13 @@ async def merge(switch: Switch) -> SwitchReport:
     )
 
 
-def travellers(switch: Switch, kept: frozenset[LiveRequest] | None = None) -> list[Traveller]:
+def travellers(switch: SimSwitch, kept: frozenset[LiveRequest] | None = None) -> list[SimTraveller]:
     """What members bring along, by rank; of those that drained, what is left of `kept` alone."""
     found = []
     for rank, member in enumerate(switch.members):
         scheduler = member.current.scheduler
         found += [
-            Traveller(request, rank, num_tokens)
+            SimTraveller(request, rank, num_tokens)
             for request in scheduler.running
             if (num_tokens := scheduler.computed_tokens(request))
             and not pauses(switch.plan, request)
@@ -72,12 +71,12 @@ def travellers(switch: Switch, kept: frozenset[LiveRequest] | None = None) -> li
     return found
 
 
-def settle_rest(switch: Switch) -> int:
+def settle_rest(switch: SimSwitch) -> int:
     """After the commit: what waits at members goes to the leader, from its tokens. How many did at the leader."""
     return _send_rest(switch, _take_rest(switch))
 
 
-def _take_rest(switch: Switch) -> list[list[LiveRequest]]:
+def _take_rest(switch: SimSwitch) -> list[list[LiveRequest]]:
     """What neither moved nor pauses leaves its member: by rank."""
     rest = []
     for member in switch.members:
@@ -89,7 +88,7 @@ def _take_rest(switch: Switch) -> list[list[LiveRequest]]:
     return rest
 
 
-def _send_rest(switch: Switch, rest: list[list[LiveRequest]]) -> int:
+def _send_rest(switch: SimSwitch, rest: list[list[LiveRequest]]) -> int:
     for going in rest:
         switch.around.owner.moved(going, switch.leader.key, carried=False)
     return len(rest[0])
@@ -97,8 +96,7 @@ def _send_rest(switch: Switch, rest: list[list[LiveRequest]]) -> int:
 
 def pauses(plan: SwitchPlan, request: LiveRequest) -> bool:
     """Whether a running request waits in its dp lane until the group is split (hard preemption)."""
-    is_hard = plan.group.kind is GroupKind.TP and plan.strategy is SwitchStrategy.HARD
-    return is_hard and request.arrival.priority >= 0
+    return plan.pauses(request.arrival.priority)
 
 
 def note_stall(requests: list[LiveRequest], seconds: float) -> None:
@@ -107,7 +105,7 @@ def note_stall(requests: list[LiveRequest], seconds: float) -> None:
         request.stalls_s += seconds
 
 
-async def _carry(switch: Switch, run: GroupRun, coming: list[Traveller]) -> tuple[list[LiveRequest], int]:
+async def _carry(switch: SimSwitch, run: SimGroup, coming: list[SimTraveller]) -> tuple[list[LiveRequest], int]:
     """Moves all that finds room, a wave at a time: each frees the blocks it came from. What was carried; how many were
     given up.
     """
@@ -134,7 +132,7 @@ async def _carry(switch: Switch, run: GroupRun, coming: list[Traveller]) -> tupl
     return carried, num_given_up
 
 
-def _movers(switch: Switch, run: GroupRun, coming: list[Traveller]) -> tuple[Mover, ...]:
+def _movers(switch: SimSwitch, run: SimGroup, coming: list[SimTraveller]) -> tuple[Mover, ...]:
     movers = []
     for rank, member in enumerate(switch.members):
         own = [traveller for traveller in coming if traveller.rank == rank]

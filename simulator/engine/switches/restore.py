@@ -7,13 +7,14 @@ from pengserve.planners.stages import Parts
 from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.plans import SwitchReport
 from pengserve.planners.types.units import blocks_for
-from pengserve.simulator.engine.group import GroupRun, Traveller, end_group
+from pengserve.planners.waves import place
+from pengserve.simulator.engine.group import SimGroup, SimTraveller, end_group
 from pengserve.simulator.engine.switches.merge import note_stall
 from pengserve.simulator.engine.switches.split import check_split
-from pengserve.simulator.engine.switches.switch import Switch, by_layer, shared_layers
+from pengserve.simulator.engine.switches.switch import SimSwitch, by_layer, shared_layers
 
 
-async def restore(switch: Switch) -> SwitchReport:
+async def restore(switch: SimSwitch) -> SwitchReport:
     """Carries out a restore. Until all weights are back it may be called off."""
     loop, plan, run = asyncio.get_running_loop(), switch.plan, switch.leader.group
     assert run is not None
@@ -60,14 +61,14 @@ async def restore(switch: Switch) -> SwitchReport:
     )
 
 
-async def _bring_weights(switch: Switch, run: GroupRun, parts: Parts) -> None:
+async def _bring_weights(switch: SimSwitch, run: SimGroup, parts: Parts) -> None:
     """Every member gets the layers that it misses in its part, from the one that has kept them.
 
     Raises:
         StepError: too many blocks are in use to make room, or it took longer than the plan allows.
     """
     scheduler, sizes = run.lane.scheduler, switch.leader.sizes
-    num_left = sizes.last_blocks(parts)
+    num_left = sizes.layers.num_blocks_left(parts)
     if not run.lane.resize(min(num_left, scheduler.num_blocks)):
         num_used = scheduler.num_blocks - scheduler.num_free
         raise StepError(f"{num_left} blocks are left while weights come back, and {num_used} are in use")
@@ -85,18 +86,15 @@ async def _bring_weights(switch: Switch, run: GroupRun, parts: Parts) -> None:
         raise
 
 
-def _assign(switch: Switch, run: GroupRun) -> list[Traveller]:
+def _assign(switch: SimSwitch, run: SimGroup) -> list[SimTraveller]:
     """Each request goes where most blocks are left; what fits nowhere is resumed from its tokens."""
     sizes, scheduler, parts = switch.leader.sizes, run.lane.scheduler, switch.parts
     free = [sizes.lane(part.shape).num_blocks for part in switch.plan.parts]
-    wave: list[Traveller] = []
-    for request in scheduler.running:
-        computed = scheduler.computed_tokens(request)
-        if not computed:
-            continue  # nothing to carry: it is sent again
-        needed = blocks_for(computed + 1, sizes.dp.block_size)
-        part = max(range(len(free)), key=lambda p: (free[p], -p))
-        if free[part] >= needed:
-            free[part] -= needed
-            wave.append(Traveller(request, parts.start(part), computed))
-    return wave
+    found = [(request, scheduler.computed_tokens(request)) for request in scheduler.running]
+    leaving = [(request, tokens) for request, tokens in found if tokens]  # the others are sent again
+    places = place([(tokens, blocks_for(tokens + 1, sizes.dp.block_size)) for _, tokens in leaving], free)
+    return [
+        SimTraveller(request, parts.start(part), tokens)
+        for (request, tokens), part in zip(leaving, places, strict=True)
+        if part is not None
+    ]

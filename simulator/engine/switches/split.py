@@ -6,11 +6,11 @@ from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
 from pengserve.planners.types.units import blocks_for
 from pengserve.planners.waves import split_wave
-from pengserve.simulator.engine.group import GroupRun, Traveller, end_group
+from pengserve.simulator.engine.group import SimGroup, SimTraveller, end_group
 from pengserve.simulator.engine.instance import SimInstance
 from pengserve.simulator.engine.switches.draining import drain
 from pengserve.simulator.engine.switches.merge import note_stall
-from pengserve.simulator.engine.switches.switch import Switch, by_head
+from pengserve.simulator.engine.switches.switch import SimSwitch, by_head
 from pengserve.simulator.requests import LiveRequest
 
 
@@ -34,7 +34,7 @@ def check_split(plan: SwitchPlan, member: SimInstance) -> None:
             )
 
 
-async def split(switch: Switch) -> SwitchReport:
+async def split(switch: SimSwitch) -> SwitchReport:
     """Carries out a split. Until the lane has stopped it may be called off."""
     loop, plan, run = asyncio.get_running_loop(), switch.plan, switch.leader.group
     assert run is not None
@@ -63,7 +63,7 @@ async def split(switch: Switch) -> SwitchReport:
     )
 
 
-async def _hand_on(switch: Switch, run: GroupRun, going: list[LiveRequest]) -> list[LiveRequest]:
+async def _hand_on(switch: SimSwitch, run: SimGroup, going: list[LiveRequest]) -> list[LiveRequest]:
     """Moves what finds room, a wave at a time; the requests that were carried."""
     scheduler, carried = run.lane.scheduler, []
     while going:
@@ -84,17 +84,17 @@ async def _hand_on(switch: Switch, run: GroupRun, going: list[LiveRequest]) -> l
 
 
 def _next_wave(
-    switch: Switch, run: GroupRun, going: list[LiveRequest], free: list[int]
-) -> tuple[list[Traveller], list[LiveRequest]]:
+    switch: SimSwitch, run: SimGroup, going: list[LiveRequest], free: list[int]
+) -> tuple[list[SimTraveller], list[LiveRequest]]:
     found = [(request, run.lane.scheduler.computed_tokens(request)) for request in going]
     leaving = [(request, tokens) for request, tokens in found if tokens]  # the others are sent again
     block_size = switch.leader.sizes.dp.block_size
     ranks = split_wave([(tokens, blocks_for(tokens + 1, block_size)) for _, tokens in leaving], free)
-    wave: list[Traveller] = []
+    wave: list[SimTraveller] = []
     left: list[LiveRequest] = []
     for (request, tokens), rank in zip(leaving, ranks, strict=True):
         if rank is None:
             left.append(request)
         else:
-            wave.append(Traveller(request, rank, tokens))
+            wave.append(SimTraveller(request, rank, tokens))
     return wave, left

@@ -11,7 +11,7 @@ from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.simulator.engine.driver import Driver, Owner
-from pengserve.simulator.engine.group import GroupRun, Traveller, end_group
+from pengserve.simulator.engine.group import SimGroup, SimTraveller, end_group
 from pengserve.simulator.engine.instance import SimInstance
 from pengserve.simulator.requests import LiveRequest
 from pengserve.simulator.timing.switches import SwitchCosts
@@ -45,13 +45,13 @@ class Surroundings(Protocol):
 
 
 @dataclass(eq=False, kw_only=True)
-class Switch:
+class SimSwitch:
     """State that the kinds of switches share."""
 
     plan: SwitchPlan
     members: tuple[SimInstance, ...]
     around: Surroundings
-    runs: list[GroupRun] = field(default_factory=list)  # that begin and are not entered yet
+    runs: list[SimGroup] = field(default_factory=list)  # that begin and are not entered yet
     may_end: bool = True  # nothing has moved yet: it can be called off
     sent_bytes: int = 0
     kept: frozenset[object] = field(default_factory=frozenset)
@@ -98,14 +98,14 @@ class Switch:
                 member.release_new()
         return loop.time() - started_s
 
-    async def begin_group(self, group: Group | None = None) -> GroupRun:
+    async def begin_group(self, group: Group | None = None) -> SimGroup:
         """The group that this switch forms, or a part that it ends in; no member has entered it yet."""
         group = group or self.plan.group
         members = tuple(member for member in self.members if member.instance_id in group.members)
         capacity = self.leader.sizes.lane(group.shape)
         lane = self.around.group_lane(group, members, capacity)
         await lane.pause()
-        run = GroupRun(group=group, members=members, lane=lane, capacity=capacity)
+        run = SimGroup(group=group, members=members, lane=lane, capacity=capacity)
         self.runs.append(run)
         return run
 
@@ -114,7 +114,7 @@ class Switch:
         runs = {id(member.group): member.group for member in self.members if member.group is not None}
         return [request for run in runs.values() for request in end_group(run)]
 
-    def enter_group(self, run: GroupRun) -> None:
+    def enter_group(self, run: SimGroup) -> None:
         """From now on its members run the group."""
         self.runs.remove(run)
         for member in run.members:
@@ -158,7 +158,7 @@ class Switch:
                 self.around.owner.touched(member.key)
 
 
-def by_head(travellers: list[Traveller], num_members: int, token_bytes: int, *, is_merge: bool) -> dict[Pair, int]:
+def by_head(travellers: list[SimTraveller], num_members: int, token_bytes: int, *, is_merge: bool) -> dict[Pair, int]:
     """Bytes of KV that change member where requests are re-sharded by head: all but a member's own share."""
     pairs: dict[Pair, int] = {}
     for traveller in travellers:
@@ -170,7 +170,7 @@ def by_head(travellers: list[Traveller], num_members: int, token_bytes: int, *, 
     return pairs
 
 
-def by_layer(travellers: list[Traveller], parts: Parts, token_bytes: int, *, is_drop: bool) -> dict[Pair, int]:
+def by_layer(travellers: list[SimTraveller], parts: Parts, token_bytes: int, *, is_drop: bool) -> dict[Pair, int]:
     """Bytes of KV that change member where each part of a pipeline has all layers of its requests.
 
     A traveller's rank is that of who leads its part: before a drop, after a restore.

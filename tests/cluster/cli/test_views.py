@@ -11,9 +11,9 @@ from pengserve.cluster.cli import shape_views
 from pengserve.cluster.cli.views import bar, event_line, hit_rate, rates_between, status_view, top_view
 from pengserve.cluster.memory_parts import memory_parts
 from pengserve.planners.types.events import Event, EventKind
-from pengserve.planners.types.ids import Epoch
+from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.layout import Layout, parse_groups
-from pengserve.planners.types.plans import SwitchReport
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import (
     ClusterSnapshot,
     InstanceStats,
@@ -163,6 +163,21 @@ def test_the_last_switch_tells_phases_requests_and_why():
     assert "why: load 0.1 is below 0.25" in line
     failed = replace(merged(), last_switch=replace(DONE, phase="aborted", report=None, failure="no answer within 3 s"))
     assert any("aborted 1 min ago: no answer within 3 s" in line for line in drawn(status_view(failed)))
+
+
+def test_switches_side_by_side_are_counted():
+    plans = tuple(
+        SwitchPlan(
+            plan_id=str(group),
+            epoch=Epoch(4),
+            group=group,
+            members=tuple(InstanceKey(instance_id=member, incarnation=1) for member in group.members),
+            is_merge=True,
+        )
+        for group in parse_groups("tp2@(0,1) tp2@(2,3)")
+    )
+    assert any("(2 under way)" in line for line in drawn(status_view(replace(merged(), switching=plans))))
+    assert not any("under way" in line for line in drawn(status_view(replace(merged(), switching=plans[:1]))))
 
 
 def test_the_layout_says_what_can_be_formed_what_cannot_and_who_decides():

@@ -11,6 +11,7 @@ import torch
 
 pytest.importorskip("vllm")
 
+from pengserve.planners.layer_sizes import LayerSizes
 from pengserve.planners.stages import Parts, stage_layers, stage_of
 from pengserve.planners.types.errors import EngineError, StepError
 from pengserve.replicas.engine import exchange as exchange_module
@@ -22,7 +23,7 @@ from pengserve.replicas.kv.table import CellTable
 from pengserve.replicas.kv.tiers import DeviceTier
 from pengserve.replicas.kv.transfers import Transfers
 from pengserve.replicas.memory.arena.open import open_arena
-from pengserve.replicas.memory.layers import LayerMemory, LayerSizes
+from pengserve.replicas.memory.layers import LayerMemory
 from tests.support.thread_exchange import ThreadExchange
 
 pytestmark = pytest.mark.slow  # imports vLLM

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from pengserve.planners.layer_sizes import LayerSizes
 from pengserve.replicas.kv.channel import PeerChannel
 from pengserve.replicas.kv.ledger import CellLedger
 from pengserve.replicas.kv.rows import CellRows
@@ -13,7 +14,7 @@ from pengserve.replicas.kv.tiers import DeviceTier
 from pengserve.replicas.kv.transfer import Segment, Transfer, TransferPlan
 from pengserve.replicas.kv.transfers import Transfers
 from pengserve.replicas.memory.arena.open import open_arena
-from pengserve.replicas.memory.layers import LayerMemory, LayerSizes
+from pengserve.replicas.memory.layers import LayerMemory
 
 CHUNK, BLOCK, LAYERS = 64 << 10, 24 << 10, 3
 SIZES = LayerSizes(num_chunks=60, chunk_bytes=CHUNK, weight_bytes=(100_000,) * LAYERS, block_bytes=BLOCK)

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pengserve.planners.layer_sizes import LayerSizes
 from pengserve.planners.stages import stage_layers
 from pengserve.planners.types.errors import ConfigError, StepError
 from pengserve.replicas.memory.arena.open import open_arena
-from pengserve.replicas.memory.layers import LayerMemory, LayerSizes
+from pengserve.replicas.memory.layers import LayerMemory
 from tests.support.effort import examples
 
 CHUNK = 64 << 10

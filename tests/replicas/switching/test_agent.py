@@ -77,8 +77,9 @@ def test_a_group_gets_all_blocks_but_those_of_paused_requests(
 ) -> None:
     """Also those of requests that cannot be carried: when it runs, they have left."""
     pair[1].lanes.dp.running_ids = {"a", "b", "c"}  # a block each
-    commit(pair, plan(1, strategy=strategy)).result(TIMEOUT_S)
+    report = commit(pair, plan(1, strategy=strategy)).result(TIMEOUT_S)
     assert pair[0].lanes.registry.tp(plan(1).group).num_lendable == expected
+    assert report.num_paused == 8 - expected, "of all members"
 
 
 @pytest.mark.parametrize("who", [0, 1])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 from pengserve.simulator.engine.fast_scheduler import FastScheduler
-from pengserve.simulator.engine.scheduler import LaneScheduler, Step
+from pengserve.simulator.engine.scheduler import LaneScheduler, SimStep
 from pengserve.simulator.engine.vllm_scheduler import VllmScheduler
 from pengserve.simulator.requests import LiveRequest
 from tests.simulator.engine.loads import MODEL, Load, loads
@@ -40,7 +40,7 @@ def state(scheduler: LaneScheduler) -> dict[str, Any]:
     }
 
 
-def facts(step: Step | None) -> Any:
+def facts(step: SimStep | None) -> Any:
     if step is None:
         return None
     return {
@@ -68,7 +68,7 @@ def do(scheduler: LaneScheduler, what: str, request: LiveRequest) -> Any:
 def record(scheduler: LaneScheduler, load: Load) -> list[Any]:
     """All that can be seen of a run, step by step."""
     requests, seen = load.lives(), list[Any]()
-    events, flights = deque(load.events), deque[Step]()
+    events, flights = deque(load.events), deque[SimStep]()
     for tick in range(4000):
         while events and events[0][0] <= tick:
             _, what, index = events.popleft()

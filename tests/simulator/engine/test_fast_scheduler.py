@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from pengserve.planners.types.errors import ConfigError, PlanError
 from pengserve.simulator.engine.fast_scheduler import FastScheduler
 from pengserve.simulator.engine.options import SchedulerOptions
-from pengserve.simulator.engine.scheduler import Step
+from pengserve.simulator.engine.scheduler import SimStep
 from pengserve.simulator.requests import LiveRequest
 from tests.simulator.engine.loads import Load, capacity, live, loads
 from tests.support.effort import examples
@@ -59,7 +59,7 @@ def test_many_steps_at_once_are_what_they_are_one_by_one(load: Load) -> None:
 @given(loads(max_stages=3, kinds=("add", "decoding")))
 def test_blocks_are_free_or_held_after_every_call(load: Load) -> None:
     scheduler, requests, events = FastScheduler(load.capacity, load.options), load.lives(), deque(load.events)
-    flights = deque[Step]()
+    flights = deque[SimStep]()
     while events or flights or scheduler.running or scheduler.waiting:
         if events and not flights:
             _, what, index = events.popleft()

@@ -10,10 +10,10 @@ import pytest
 from pengserve.planners.cost_model import Chunk
 from pengserve.simulator.clock import run_virtual
 from pengserve.simulator.engine.fast_scheduler import FastScheduler
-from pengserve.simulator.engine.lane import Lane
+from pengserve.simulator.engine.lane import SimLane
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.pipeline_lane import PipelineLane
-from pengserve.simulator.engine.scheduler import Step
+from pengserve.simulator.engine.scheduler import SimStep
 from pengserve.simulator.requests import LiveRequest
 from pengserve.simulator.timing.steps import Batch
 from tests.simulator.engine.loads import MODEL, LinearTimes, capacity, live
@@ -25,14 +25,14 @@ TIMES = LinearTimes()
 class OneByOne(FastScheduler):
     """The fast scheduler, but a step at a time."""
 
-    def schedule(self, max_steps: int = 1) -> Step | None:
+    def schedule(self, max_steps: int = 1) -> SimStep | None:
         return super().schedule(1)
 
 
-def lane_of(scheduler: FastScheduler, ended: list[LiveRequest], **options: Any) -> Lane:
+def lane_of(scheduler: FastScheduler, ended: list[LiveRequest], **options: Any) -> SimLane:
     if scheduler.options.num_stages > 1:
         return PipelineLane(scheduler, TIMES, on_end=ended.extend, transfer_s=lambda batch: 1e-4, **options)
-    return Lane(scheduler, TIMES, on_end=ended.extend, **options)
+    return SimLane(scheduler, TIMES, on_end=ended.extend, **options)
 
 
 def facts(requests: Sequence[LiveRequest]) -> list[Any]:

@@ -66,7 +66,9 @@ def test_a_drop_has_memory_at_once_and_more_when_kv_has_moved(sizes: Sizes, stag
 @given(some_sizes(), st.sampled_from([2, 4, 8]))
 def test_a_pipeline_that_gets_its_weights_back_still_holds_what_its_members_do(sizes: Sizes, stages: int) -> None:
     assert (
-        sizes.dp.num_blocks <= sizes.last_blocks(Parts(sizes.num_layers, (1,) * stages)) <= sizes.pp(stages).num_blocks
+        sizes.dp.num_blocks
+        <= sizes.layers.num_blocks_left(Parts(sizes.num_layers, (1,) * stages))
+        <= sizes.pp(stages).num_blocks
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.simulator.clock import run_virtual
 from pengserve.simulator.engine.fast_scheduler import FastScheduler
-from pengserve.simulator.engine.lane import Lane
+from pengserve.simulator.engine.lane import SimLane
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.scheduler import LaneScheduler
 from pengserve.simulator.requests import Arrival, LiveRequest
@@ -31,7 +31,7 @@ def build(kind: str) -> LaneScheduler:
 def test_one_gives_up_its_blocks_and_all_end(kind: str) -> None:
     async def main() -> list[LiveRequest]:
         ended: list[LiveRequest] = []
-        lane = Lane(build(kind), LinearTimes(1), on_end=ended.extend)
+        lane = SimLane(build(kind), LinearTimes(1), on_end=ended.extend)
         await lane.pause()
         for name in "ab":
             arrival = Arrival(request_id=name, at_s=0.0, prompt_tokens=150, output_tokens=5)

@@ -6,16 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pengserve.planners.stages import Parts
-from pengserve.simulator.engine.group import Traveller
+from pengserve.simulator.engine.group import SimTraveller
 from pengserve.simulator.engine.switches.switch import by_head, by_layer
 
 TOKEN_BYTES = 1 << 17
 SIZES = (2, 4, 8)
 
 
-def travellers(size: int, tokens: list[int]) -> list[Traveller]:
+def travellers(size: int, tokens: list[int]) -> list[SimTraveller]:
     """Requests of so many tokens, dealt out to the members."""
-    return [Traveller(cast(Any, None), index % size, count) for index, count in enumerate(tokens)]
+    return [SimTraveller(cast(Any, None), index % size, count) for index, count in enumerate(tokens)]
 
 
 TOKENS = st.lists(st.integers(1, 9_999), max_size=12)
@@ -51,7 +51,7 @@ def test_what_a_drop_sends_comes_back_on_a_restore(tokens: list[int]) -> None:
 def test_of_two_pipelines_that_become_one_half_of_all_kv_moves(tokens: list[int]) -> None:
     """Each member keeps half of its layers, and the requests of its part have that half there."""
     parts = Parts(8, (2, 2))
-    found = [Traveller(cast(Any, None), 2 * (index % 2), count) for index, count in enumerate(tokens)]
+    found = [SimTraveller(cast(Any, None), 2 * (index % 2), count) for index, count in enumerate(tokens)]
     pairs = by_layer(found, parts, TOKEN_BYTES, is_drop=True)
     assert sum(pairs.values()) == sum(tokens) * TOKEN_BYTES // 2
     assert all(parts.of(source) != parts.of(target) for source, target in pairs)

@@ -10,7 +10,7 @@ from pengserve.planners.cost_model import Chunk
 from pengserve.planners.types.errors import ConfigError, PlanError
 from pengserve.simulator.clock import run_virtual
 from pengserve.simulator.engine.fast_scheduler import FastScheduler
-from pengserve.simulator.engine.lane import Lane
+from pengserve.simulator.engine.lane import SimLane
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.pipeline_lane import PipelineLane
 from pengserve.simulator.engine.vllm_scheduler import VllmScheduler
@@ -139,9 +139,9 @@ def test_lanes_serve_the_same_with_both_schedulers(options: dict[str, Any]) -> N
         ended: list[LiveRequest] = []
         scheduler = kind(capacity(num_blocks=120, block_size=4), SchedulerOptions(max_num_batched_tokens=64, **options))
         if scheduler.options.num_stages > 1:
-            lane: Lane = PipelineLane(scheduler, LinearTimes(), on_end=ended.extend, transfer_s=lambda batch: 1e-4)
+            lane: SimLane = PipelineLane(scheduler, LinearTimes(), on_end=ended.extend, transfer_s=lambda batch: 1e-4)
         else:
-            lane = Lane(scheduler, LinearTimes(), on_end=ended.extend)
+            lane = SimLane(scheduler, LinearTimes(), on_end=ended.extend)
         for index in range(40):
             lane.add(live(f"r{index}", 5 + 37 * index % 150, 1 + 11 * index % 60, at_s=float(index)))
             await asyncio.sleep(0.05)

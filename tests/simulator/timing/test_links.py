@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pengserve.simulator.clock import run_virtual
 from pengserve.simulator.hardware.catalog import gpu
-from pengserve.simulator.timing.links import Kind, Latencies, Links
+from pengserve.simulator.timing.links import ClusterLinks, Kind, Latencies
 from tests.support.effort import examples
 
 MIB = 1 << 20
@@ -25,7 +25,7 @@ def ends(*sends: tuple[float, int | None, int | None, int, Kind], device=GPU, la
     """When each ends that was sent as `(at, src, dst, bytes, kind)`."""
 
     async def main() -> list[float]:
-        links = Links(device, NODES, latencies)
+        links = ClusterLinks(device, NODES, latencies)
         loop = asyncio.get_running_loop()
 
         async def send(at_s: float, src: int | None, dst: int | None, num_bytes: int, kind: Kind) -> float:
@@ -53,7 +53,7 @@ def test_latency_comes_on_top():
 def test_alone_s_is_what_a_transfer_alone_takes():
     latencies = Latencies(nvlink_s=0.1, nic_s=0.2, pcie_s=0.3)
     for src, dst in ((0, 1), (0, 4), (None, 2), (2, None), (3, 3)):
-        asked = Links(GPU, NODES, latencies).alone_s(src, dst, 7 * MIB)
+        asked = ClusterLinks(GPU, NODES, latencies).alone_s(src, dst, 7 * MIB)
         assert ends((0.0, src, dst, 7 * MIB, Kind.KV), latencies=latencies) == [pytest.approx(asked)]
 
 
@@ -100,7 +100,7 @@ def test_an_activation_waits_for_no_more_than_a_chunk(at_s):
 
 def test_a_cancelled_transfer_leaves_its_ports():
     async def main() -> float:
-        links = Links(GPU, NODES, BARE)
+        links = ClusterLinks(GPU, NODES, BARE)
         lost = asyncio.create_task(links.transfer(0, 4, 1000 * MIB, Kind.KV))
         kept = asyncio.create_task(links.transfer(0, 4, 50 * MIB, Kind.KV))
         await asyncio.sleep(1.0)

@@ -3,10 +3,10 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pengserve.simulator.timing.ramp import Ramp
+from pengserve.simulator.timing.ramp import StepRamp
 
 SECONDS = st.floats(1e-5, 1.0)
-RAMPS = st.builds(Ramp, SECONDS, st.one_of(st.just(0.0), st.floats(1e-9, 1e-2)), st.one_of(st.just(0.0), SECONDS))
+RAMPS = st.builds(StepRamp, SECONDS, st.one_of(st.just(0.0), st.floats(1e-9, 1e-2)), st.one_of(st.just(0.0), SECONDS))
 
 
 @given(ramp=RAMPS, num_steps=st.integers(0, 300))

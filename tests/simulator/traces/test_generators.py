@@ -17,8 +17,8 @@ from pengserve.simulator.traces.generators.lengths import LognormalLengths, Samp
 from pengserve.simulator.traces.generators.rates import RateCurve
 from pengserve.simulator.traces.generators.steady import Gamma, Poisson, Ramp
 from pengserve.simulator.traces.kv_demand import curve_of, demand_of
-from pengserve.simulator.traces.statistics import statistics_of
 from tests.support.effort import examples
+from tests.support.trace_statistics import statistics_of
 
 SHORT = UniformLengths(prompt=(5, 50), output=(1, 20))
 KINDS: list[Generator] = [

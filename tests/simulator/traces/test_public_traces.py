@@ -6,7 +6,7 @@ import pytest
 
 from pengserve.simulator.traces.kv_demand import StayModel, demand_of
 from pengserve.simulator.traces.loading import load, load_lengths, read
-from pengserve.simulator.traces.statistics import statistics_of
+from tests.support.trace_statistics import statistics_of
 
 SHARED = Path(__file__).parents[3].parent / "shared"
 TRACES = SHARED / "traces"

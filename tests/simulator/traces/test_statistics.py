@@ -5,7 +5,7 @@ import pytest
 from pengserve.planners.types.errors import ConfigError
 from pengserve.simulator.requests import Arrival
 from pengserve.simulator.traces.kv_demand import StayModel
-from pengserve.simulator.traces.statistics import statistics_of
+from tests.support.trace_statistics import statistics_of
 
 
 def trace_at(*times: float) -> tuple[Arrival, ...]:

@@ -9,8 +9,8 @@ from pengserve.planners.types.errors import ConfigError
 from pengserve.simulator.requests import Arrival
 from pengserve.simulator.traces.generators.lengths import SampledLengths, UniformLengths
 from pengserve.simulator.traces.generators.steady import Gamma, Poisson
-from pengserve.simulator.traces.statistics import statistics_of
 from pengserve.simulator.traces.transforms import clip, repeat, scale_rate, window, with_lengths
+from tests.support.trace_statistics import statistics_of
 
 LENGTHS = UniformLengths(prompt=(5, 50), output=(1, 20))
 TRACE = Poisson(rate_per_s=10, duration_s=200).generate(LENGTHS, 0)

@@ -15,9 +15,9 @@ from pengserve.simulator.traces.generators.conversations import MultiTurn
 from pengserve.simulator.traces.generators.lengths import UniformLengths
 from pengserve.simulator.traces.generators.steady import Gamma
 from pengserve.simulator.traces.kv_demand import demand_of
-from pengserve.simulator.traces.statistics import statistics_of
 from pengserve.simulator.traces.upscale import scale_to_kv, upscale
 from tests.support.effort import examples
+from tests.support.trace_statistics import statistics_of
 
 LENGTHS = UniformLengths(prompt=(5, 50), output=(1, 20))
 BURSTY = BurstGpt(rate_per_s=6, cv=1.5).generate(BURSTGPT_LENGTHS, 0)
