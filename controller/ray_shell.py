@@ -52,6 +52,7 @@ from pengserve.planners.types.errors import EngineError, PengServeError
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.ids import NO_VERSION, InstanceId, InstanceKey, Version
 from pengserve.planners.types.names import NAMESPACE, fingerprint_name
+from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import LayoutTarget, SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceSnapshot, RoutingTable
 
@@ -166,6 +167,11 @@ class RayPort:
         """Tells a member to forget a prepared plan; harmless where it has none."""
         handle = await self._handle(key)
         await _answer(handle.abort.remote(plan_id, self._term.number))
+
+    async def order(self, key: InstanceKey, orders: Sequence[Migrate]) -> None:
+        """Gives an instance orders about its requests. Raises StepError, or EngineError where its actor is gone."""
+        handle = await self._handle(key)
+        await _answer(handle.order.remote(tuple(orders), self._term.number))
 
     async def kill(self, key: InstanceKey) -> None:
         """Kills the instance's actor, if it lives, and removes its placement group."""
