@@ -5,14 +5,15 @@ Switches of the layout run beside the ticks (`coordinator.py`), so ticks supervi
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from pengserve.controller import drains, recovery
 from pengserve.controller import layout as layouts
-from pengserve.controller import recovery
 from pengserve.controller import state as transitions
 from pengserve.controller.calls import Call, Calls
 from pengserve.controller.coordinator import Coordinator
@@ -23,6 +24,7 @@ from pengserve.controller.state import ClusterState, Transition
 from pengserve.controller.steering import Steering
 from pengserve.controller.terms import LocalTermStore, Term
 from pengserve.planners.types.config import ControllerConfig
+from pengserve.planners.types.drains import DrainOperation
 from pengserve.planners.types.errors import EngineError, SupersededError
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import InstanceId, InstanceKey, Version
@@ -37,6 +39,7 @@ _DRAIN_GRACE_S = 5.0  # for the answer to a drain, beyond the time the drain its
 _RECOVERY_RETRY_S = 1.0
 _TERM_PERIOD_S = 5.0  # between two looks for a newer controller, where nothing is created or killed
 _TERM_TIMEOUT_S = 5.0
+_ORDER_PERIOD_S = 0.5  # between two orders to an instance that is being drained
 _MIN_PERIOD_S = 0.02  # a call that fails at once, again and again, must not make the loop spin
 
 
@@ -81,6 +84,7 @@ class Controller:
         self._steering = Steering(config, clock)
         self._told: dict[InstanceId, tuple[InstanceKey, Version]] = {}  # lives by slot, and their directories' versions
         self._drain_errors = 0
+        self._ordered_s, self._num_orders = -math.inf, 0  # orders about requests: when the newest went out, how many
         self._stopped = False
         self._successor = ""  # why nothing is done here any more
 
@@ -204,6 +208,31 @@ class Controller:
         """Whether it has ended because a controller of a newer term has taken over."""
         return bool(self._successor)
 
+    async def drain_instance(self, instance_id: int, timeout_s: float) -> DrainOperation:
+        """Empties one instance and keeps its slot empty; returns at once, with the operation as it is then. Idempotent.
+
+        What cannot move within `timeout_s` is sent again elsewhere from its tokens.
+
+        Raises:
+            PlanError: it cannot be drained; says why.
+        """
+        await self._accept(drains.begin(self._ready_state(), instance_id, timeout_s, self._clock()))
+        self._news.set()
+        return self.drain_operation(instance_id)
+
+    def drain_operation(self, instance_id: int) -> DrainOperation:
+        """The drain of an instance as it is now. Raises PlanError where it is not drained."""
+        return drains.operation(self._ready_state(), instance_id)
+
+    async def undrain(self, instance_id: int) -> None:
+        """Fills a drained slot again.
+
+        Raises:
+            PlanError: it is not drained, or its drain is not over.
+        """
+        await self._accept(drains.undo(self._ready_state(), instance_id, self._clock()))
+        self._news.set()
+
     async def stop(self) -> None:
         """Ends the loop. Instances live on, for the next controller or until their lease ends."""
         await self._end("asked to", "the controller was stopped")
@@ -268,6 +297,7 @@ class Controller:
         if self._term.is_over:
             return
         self._connect()
+        self._order(now_s)
         self._steer()
 
     def _ask(self, state: ClusterState) -> None:
@@ -389,6 +419,18 @@ class Controller:
         for slot in state.slots:
             if slot.ready is not None and told.get(slot.key.instance_id) != (slot.key, version):
                 self._begin(Call.CONNECT, slot.key, tell, self.config.status_timeout_s, news=False, patient=True)
+
+    def _order(self, now_s: float) -> None:
+        """Tells instances that are being drained, again and again, where their requests may go now."""
+        if not self.config.is_elastic or now_s - self._ordered_s < _ORDER_PERIOD_S:
+            return
+        self._num_orders += 1
+        name = f"drain-{self._term.number}-{self._num_orders}"
+        for instance_id, given in drains.orders(self._ready_state(), name, now_s).items():
+            self._ordered_s = now_s
+            if given:
+                order, key = partial(self._port.order, orders=given), self._ready_state().slots[instance_id].key
+                self._begin(Call.ORDER, key, order, self.config.status_timeout_s, news=False, patient=True)
 
     def _steer(self) -> None:
         """Begins the next switch of the layout, where one is due and none is under way."""

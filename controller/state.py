@@ -264,6 +264,12 @@ def drain_all(state: ClusterState, why: str, timeout_s: float, now_s: float) -> 
     return _rewired(replace(state, slots=tuple(slots), outgoing=outgoing, closing=True), state, changes, now_s)
 
 
+def with_slot(state: ClusterState, slot: Slot, changes: list[Change], now_s: float) -> Transition:
+    """The state with another value of one slot, and all that follows from it."""
+    slots = tuple(slot if other.key.instance_id == slot.key.instance_id else other for other in state.slots)
+    return _followed(replace(state, slots=slots), state, changes, now_s)
+
+
 def plan(state: ClusterState, now_s: float) -> Actions:
     """What the state calls for now."""
     kills, drains, vacancies = list(state.strays), [], []
@@ -279,7 +285,7 @@ def plan(state: ClusterState, now_s: float) -> Actions:
             group = group_table(state.layout.groups).group_of.get(instance_id)
             if group is None or group.leader == instance_id or not state.slots[group.leader].alive:
                 drains.append(slot.key)
-        elif not slot.alive and not slot.doomed:
+        elif not slot.alive and not slot.doomed and not slot.is_held:
             vacancies.append(Vacancy(last_key=slot.key, retry_at_s=slot.retry_at_s, why=slot.failure))
     return Actions(
         kills=tuple(kills),

@@ -89,6 +89,8 @@ class FakeInstance:
     deaf_to: set[str] = field(default_factory=set)  # calls it never answers
     broken: set[str] = field(default_factory=set)  # names of groups that cannot be built
     prepared: SwitchPlan | None = None
+    waits_to_drain: bool = False  # a drain ends when `drained` is set
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
     orders: list[Migrate] = field(default_factory=list)
     directories: list[PeerDirectory] = field(default_factory=list)
 
@@ -143,6 +145,8 @@ class FakePort:
     async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
         instance = self._instance(key)
         instance.said = replace(instance.said, state=InstanceState.DRAINING)
+        if instance.waits_to_drain:
+            await instance.drained.wait()
         return not instance.stays_busy
 
     async def retire(self, key: InstanceKey, timeout_s: float) -> bool:
