@@ -333,18 +333,18 @@ class ControllerActor:
 
     async def drain_instance(self, instance_id: int, timeout_s: float) -> DrainOperation:
         """Empties one instance and keeps its slot empty; returns at once. Raises PlanError."""
-        await self._controller.recovered(_RECOVERY_TIMEOUT_S)
-        return await self._controller.drain_instance(instance_id, timeout_s)
+        await self._succession.current.recovered(_RECOVERY_TIMEOUT_S)
+        return await self._succession.current.drain_instance(instance_id, timeout_s)
 
     async def drain_operation(self, instance_id: int) -> DrainOperation:
         """The drain of an instance as it is now. Raises PlanError where it is not drained."""
-        await self._controller.recovered(_RECOVERY_TIMEOUT_S)
-        return self._controller.drain_operation(instance_id)
+        await self._succession.current.recovered(_RECOVERY_TIMEOUT_S)
+        return self._succession.current.drain_operation(instance_id)
 
     async def undrain(self, instance_id: int) -> None:
         """Fills a drained slot again. Raises PlanError."""
-        await self._controller.recovered(_RECOVERY_TIMEOUT_S)
-        await self._controller.undrain(instance_id)
+        await self._succession.current.recovered(_RECOVERY_TIMEOUT_S)
+        await self._succession.current.undrain(instance_id)
 
     async def shutdown(self) -> None:
         """Ends the control loop. Instances live on for the next controller, or until their lease ends."""

@@ -129,6 +129,9 @@ class Instance:
         """Waits until nothing runs or waits here; True when that is so. Requests that still come are served."""
         if self._state is InstanceState.READY:
             self._state = InstanceState.DRAINING
+        # Requests that came from other instances are no news to the event.
+        self._idle.clear()
+        self._loop.submit(self._note_idle)
         return self._idle.wait(timeout_s)
 
     def retire(self, timeout_s: float) -> bool:
@@ -288,7 +291,7 @@ class Instance:
     def _note_idle(self) -> None:
         if self._lanes is None or self._lanes.num_requests():
             return
-        if self._migrations is None or not self._migrations.is_busy:
+        if self._migrations is None or not self._migrations.is_moving:
             self._idle.set()
 
     # The channel's side ---------------------------------------------------------------------------------------

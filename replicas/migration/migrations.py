@@ -68,9 +68,14 @@ class Migrations:
         member.network.subscribe(MIGRATE_KV, self._on_piece)
 
     @property
+    def is_moving(self) -> bool:
+        """Whether a request is on its way."""
+        return self._departures.current is not None or len(self._arrivals) > 0
+
+    @property
     def is_busy(self) -> bool:
-        """Whether a request may be on its way."""
-        return self._departures.current is not None or bool(self._orders) or len(self._arrivals) > 0
+        """Whether step boundaries matter: a request is on its way, may soon be, or must not wait here."""
+        return self._is_emptied or bool(self._orders) or self.is_moving
 
     # Orders -----------------------------------------------------------------------------------------------------------
 
@@ -98,6 +103,7 @@ class Migrations:
                 self._arrivals.give_up_all("the instance is being emptied")
         self._empty()
         self._go_on()
+        self._on_changed()  # where nothing runs here, no step tells that a drain is over
 
     def _empty(self) -> None:
         """What waits without KV is sent again elsewhere, where an order says so."""
@@ -191,7 +197,7 @@ class Migrations:
 
     def _watch(self) -> None:
         """Looks once a period for what makes no progress, while there is anything."""
-        if self._is_watched or not self.is_busy:
+        if self._is_watched or not (self.is_moving or self._orders):
             return
         self._is_watched = True
 

@@ -357,7 +357,7 @@ class World:
     def is_still(self) -> bool:
         quiet = not any(self.wires.values()) and not any(self.links.values())
         return quiet and not any(
-            i.commands or i.lane.num_requests() or i.migrations.is_busy or i.transfers.is_busy
+            i.commands or i.lane.num_requests() or i.migrations.is_moving or i.migrations._orders or i.transfers.is_busy
             for i in self.instances.values()
         )
 
