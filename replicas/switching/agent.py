@@ -39,7 +39,7 @@ class Agent:
     """Owns the member's state between switches. `on_changed` is called in the step thread after each."""
 
     def __init__(self, member: Member, submit: Submit, on_changed: Callable[[], None]) -> None:
-        self.member, self._submit, self._on_changed = member, submit, on_changed
+        self._member, self._submit, self._on_changed = member, submit, on_changed
         self.before_switch: Callable[[], None] = lambda: None  # what a switch in preparation ends
         self._steps = StepThread(submit, member.timeout_s)
         self._wiring = Wiring(member, submit, self._require_group)
@@ -106,17 +106,22 @@ class Agent:
         return self._prepared.epoch
 
     @property
+    def member(self) -> Member:
+        """This instance's side, as migrations share it."""
+        return self._member
+
+    @property
     def is_switching(self) -> bool:
         """Whether a plan is prepared or under way here."""
         return self._leading.switch is not None or self._prepared.is_any
 
     def groups_ready(self) -> tuple[str, ...]:
         """Names of the groups that can be formed."""
-        return self.member.pool.ready()
+        return self._member.pool.ready()
 
     def groups_failed(self) -> tuple[str, ...]:
         """Names of the groups that must be built anew."""
-        return self.member.pool.failed()
+        return self._member.pool.failed()
 
     # The controller's calls, from any thread --------------------------------------------------------------------------
 
@@ -152,7 +157,7 @@ class Agent:
             return switch
         change = change_of(plan)
         waits_first = change.returns_weights or plan.strategy in change.drains_for
-        timeout_s = 4 * self.member.timeout_s + (plan.drain_timeout_s if waits_first else 0.0)
+        timeout_s = 4 * self._member.timeout_s + (plan.drain_timeout_s if waits_first else 0.0)
         try:
             return switch.outcome.result(timeout_s)
         except FutureTimeoutError:
@@ -170,8 +175,8 @@ class Agent:
 
     def close(self) -> None:
         """Ends all connections with peers."""
-        self.member.pool.close()
-        self.member.network.close()
+        self._member.pool.close()
+        self._member.network.close()
 
     # What peers say ---------------------------------------------------------------------------------------------------
 
@@ -193,7 +198,7 @@ class Agent:
             case _:
                 if isinstance(word, Cancel):
                     self._submit(lambda: self._on_cancel(key, plan_id, word.why))
-                self.member.inbox.put((key, message))
+                self._member.inbox.put((key, message))
 
     def _on_cancel(self, key: InstanceKey, plan_id: str, why: str) -> None:
         """Instance `key` has called a plan off: its leader, or a follower that cannot take part."""
@@ -212,7 +217,7 @@ class Agent:
     def _on_lost(self, key: InstanceKey) -> None:
         if key in self._running_group.members:
             self._running_group.pipeline.interrupt()
-        self.member.inbox.put((key, None))
+        self._member.inbox.put((key, None))
         self._submit(lambda: self._lost(key))
 
     def _lost(self, key: InstanceKey) -> None:
@@ -226,7 +231,7 @@ class Agent:
 
     def _require_group(self) -> None:
         """Leaves a group whose communicators the controller has ended. An idle group runs no step that would notice."""
-        if self._running_group.name and self._running_group.name not in self.member.pool.ready():
+        if self._running_group.name and self._running_group.name not in self._member.pool.ready():
             self._broken(EngineError("the controller has ended the group"))
 
     def _on_broken(self, key: InstanceKey, kind: str, parts: list[memoryview]) -> None:
@@ -242,15 +247,15 @@ class Agent:
 
     def _broken(self, error: BaseException) -> None:
         """The running group cannot go on: back to dp at once. Its requests are resumed from their tokens."""
-        lanes = self.member.lanes
+        lanes = self._member.lanes
         if lanes.running is None:
             return
-        logger.warning("instance %s leaves %s: %s", self.member.key, lanes.running.name, error)
+        logger.warning("instance %s leaves %s: %s", self._member.key, lanes.running.name, error)
         if self._running_group.run is not None:
-            end_run(self.member, self._running_group.run)
+            end_run(self._member, self._running_group.run)
         self._running_group.end()
         if self._leading.switch is not None:
             self._leading.fail(error)
         lost = lanes.abandon()
-        self.member.owner.moved(lost, None, carried=False)
+        self._member.owner.moved(lost, None, carried=False)
         self._on_changed()
