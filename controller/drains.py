@@ -96,16 +96,16 @@ def operation(state: ClusterState, instance_id: int) -> DrainOperation:
 def orders(state: ClusterState, name: str, now_s: float) -> dict[InstanceId, tuple[Migrate, ...]]:
     """What the instances that are being drained are told to do with their requests. Ids begin with `name`."""
     found: dict[InstanceId, tuple[Migrate, ...]] = {}
-    for slot in state.slots:
+    for slot in [slot for slot in state.slots if slot.is_held and slot.alive]:
         answer = state.answers[slot.key.instance_id]
-        if slot.is_held and slot.state is InstanceState.DRAINING and answer is not None and _num_left(answer):
+        if answer is not None and _num_left(answer):
             must_leave = now_s >= slot.deadline_s - LEAVE_S
-            found[slot.key.instance_id] = plan_evacuation(answer, _targets(state), name=name, must_leave=must_leave)
+            found[slot.key.instance_id] = plan_evacuation(answer, alone(state), name=name, must_leave=must_leave)
     return found
 
 
-def _targets(state: ClusterState) -> Sequence[InstanceSnapshot]:
-    """Instances that serve alone: requests move to them with their KV."""
+def alone(state: ClusterState) -> Sequence[InstanceSnapshot]:
+    """Instances that serve alone, and are in no switch: requests can move to them with their KV."""
     group_of = group_table(state.layout.groups).group_of
     busy = state.switch.group.members if state.switch is not None else ()
     found = []

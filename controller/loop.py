@@ -23,11 +23,13 @@ from pengserve.controller.slots import Drained, Gone, Killed, Observation
 from pengserve.controller.state import ClusterState, Transition
 from pengserve.controller.steering import Steering
 from pengserve.controller.terms import LocalTermStore, Term
+from pengserve.planners.migrate import plan_rebalance
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.drains import DrainOperation
 from pengserve.planners.types.errors import EngineError, SupersededError
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import InstanceId, InstanceKey, Version
+from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceSnapshot, RoutingTable
 
@@ -84,7 +86,8 @@ class Controller:
         self._steering = Steering(config, clock)
         self._told: dict[InstanceId, tuple[InstanceKey, Version]] = {}  # lives by slot, and their directories' versions
         self._drain_errors = 0
-        self._ordered_s, self._num_orders = -math.inf, 0  # orders about requests: when the newest went out, how many
+        self._ordered_s, self._num_orders = -math.inf, 0  # orders of drains: when the newest went out; rounds of orders
+        self._rebalanced_s = -math.inf
         self._stopped = False
         self._successor = ""  # why nothing is done here any more
 
@@ -421,16 +424,30 @@ class Controller:
                 self._begin(Call.CONNECT, slot.key, tell, self.config.status_timeout_s, news=False, patient=True)
 
     def _order(self, now_s: float) -> None:
-        """Tells instances that are being drained, again and again, where their requests may go now."""
+        """Tells instances that are being drained, or are full, where their requests may go now."""
         if not self.config.is_elastic or now_s - self._ordered_s < _ORDER_PERIOD_S:
             return
         self._num_orders += 1
-        name = f"drain-{self._term.number}-{self._num_orders}"
-        for instance_id, given in drains.orders(self._ready_state(), name, now_s).items():
+        name = f"{self._term.number}-{self._num_orders}"
+        for given in drains.orders(self._ready_state(), name, now_s).values():
             self._ordered_s = now_s
-            if given:
-                order, key = partial(self._port.order, orders=given), self._ready_state().slots[instance_id].key
-                self._begin(Call.ORDER, key, order, self.config.status_timeout_s, news=False, patient=True)
+            self._give(given)
+        self._rebalance(name, now_s)
+
+    def _rebalance(self, name: str, now_s: float) -> None:
+        """Has requests move from full instances to free ones, where that is wanted."""
+        config, state = self.config.migrate, self._ready_state()
+        if not config.is_auto or state.closing or now_s - self._rebalanced_s < config.interval_s:
+            return
+        self._rebalanced_s = now_s
+        for order in plan_rebalance(drains.alone(state), config, name=f"{name}-balance"):
+            self._give((order,))
+
+    def _give(self, orders: tuple[Migrate, ...]) -> None:
+        """Orders of one source, to that."""
+        if orders:
+            order = partial(self._port.order, orders=orders)
+            self._begin(Call.ORDER, orders[0].source, order, self.config.status_timeout_s, news=False, patient=True)
 
     def _steer(self) -> None:
         """Begins the next switch of the layout, where one is due and none is under way."""

@@ -1,9 +1,12 @@
-"""Where the requests of an instance go that is being emptied. Pure."""
+"""Which requests go to which instance: from one that is being emptied, and from full ones to free ones. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+from pengserve.planners.types.config import MigrateConfig
+from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.snapshot import InstanceSnapshot
+from pengserve.planners.types.units import blocks_for
 
 
 def plan_evacuation(
@@ -37,3 +40,35 @@ def _free_tokens(target: InstanceSnapshot) -> int:
     """Tokens of KV that it has room for, beyond what its own queue will need."""
     stats = target.stats
     return max(0, (stats.kv_blocks_total - stats.kv_blocks_used) * stats.block_size - stats.queued_tokens)
+
+
+def plan_rebalance(instances: Sequence[InstanceSnapshot], config: MigrateConfig, *, name: str) -> tuple[Migrate, ...]:
+    """One order for each pair of a full and a free instance; ids begin with `name`.
+
+    A pair moves half of the difference of what they hold, and half of what is free, at most: so it never changes roles.
+    """
+    of = {instance.key: instance for instance in instances if instance.stats.kv_blocks_total}
+    orders = []
+    for source, target in pair_up({key: _load(instance) for key, instance in of.items()}, config):
+        stats, other = of[source].stats, of[target].stats
+        num_blocks = min(stats.kv_blocks_used - other.kv_blocks_used, other.kv_blocks_total - other.kv_blocks_used) // 2
+        if num_blocks > 0:
+            tokens = num_blocks * other.block_size
+            orders.append(Migrate(order_id=f"{name}-{source}", source=source, target=target, max_tokens=tokens))
+    return tuple(orders)
+
+
+def pair_up(loads: Mapping[InstanceKey, float], config: MigrateConfig) -> list[tuple[InstanceKey, InstanceKey]]:
+    """The fullest with the freest, each in one pair at most. Loads are shares of KV, what the queue will need included.
+
+    Llumnix section 4.4.3.
+    """
+    by_load = sorted(loads, key=lambda key: (loads[key], key))
+    free = [key for key in by_load if loads[key] < config.free_below]
+    full = [key for key in reversed(by_load) if loads[key] > config.full_above]
+    return list(zip(full, free, strict=False))
+
+
+def _load(instance: InstanceSnapshot) -> float:
+    stats = instance.stats
+    return (stats.kv_blocks_used + blocks_for(stats.queued_tokens, stats.block_size)) / stats.kv_blocks_total

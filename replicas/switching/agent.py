@@ -138,8 +138,8 @@ class Agent:
 
         def prepare() -> None:
             self._leading.require_free()
-            self.before_switch()
             self._prepared.check(plan)
+            self.before_switch()
             self._prepared.note(plan)
             reached("prepared")
 

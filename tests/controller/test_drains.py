@@ -7,6 +7,7 @@ import pytest
 
 from pengserve.controller.events import EventLog
 from pengserve.controller.loop import Controller
+from pengserve.planners.types.config import MigrateConfig
 from pengserve.planners.types.drains import DrainPhase
 from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.events import EventKind
@@ -159,3 +160,22 @@ async def test_an_instance_of_a_group_is_drained_after_the_group_ends() -> None:
         await until(lambda: any(group.degree == 2 for group in controller.snapshot().layout.groups))
         with pytest.raises(PlanError, match="layout set dp"):
             await controller.drain_instance(1, 1.0)
+
+
+@pytest.mark.parametrize("is_auto", (False, True))
+async def test_requests_leave_a_full_instance_where_that_is_wanted(is_auto: bool) -> None:
+    port = FakePort(degrees=(2,))
+    config = replace(ELASTIC, migrate=MigrateConfig(is_auto=is_auto, interval_s=0.05))
+    async with running(port, config) as controller:
+        await routed(controller, routes(life(0), life(1), life(2)))
+        load(port, 0, num_running=9, used=62)
+        load(port, 2, num_running=1, used=2)
+        given = port.instances[life(0)].orders
+        if is_auto:
+            await until(lambda: len(given) >= 2)
+            assert {order.target for order in given} <= {life(1), life(2)} and not any(o.must_leave for o in given)
+        else:
+            await until(lambda: controller.snapshot().instances[0].stats.num_running == 9)
+            for _ in range(5):
+                await controller.tick()
+            assert given == []

@@ -54,22 +54,22 @@ def test_a_drain_under_load_loses_nothing(scene: Scene) -> None:
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
     url = f"{traffic.url}/cluster/instances/1"
-    assert httpx.post(f"{traffic.url}/cluster/instances/9/drain").status_code == 400
+    assert httpx.post(f"{traffic.url}/cluster/instances/9/drain", json={}).status_code == 400
     started_s = time.monotonic()
     first = httpx.post(f"{url}/drain", json={"timeout_s": 120}).json()
     assert first["id"] == "drain-1.1" and not first["safe_to_delete"], first
     while not (operation := httpx.get(f"{url}/drain").json())["safe_to_delete"]:
         assert time.monotonic() < started_s + 240.0, operation
         time.sleep(0.05)
-    assert httpx.post(f"{url}/drain").json() == operation, "it is idempotent"
-    refused = httpx.post(f"{traffic.url}/cluster/instances/0/drain")
+    assert httpx.post(f"{url}/drain", json={}).json() == operation, "it is idempotent"
+    refused = httpx.post(f"{traffic.url}/cluster/instances/0/drain", json={})
     assert refused.status_code == 400 and "only one that serves" in refused.text
     streams = [future.result(ENDS_WITHIN_S) for future in running]
     assert [stream.error for stream in streams] == [""] * NUM_STREAMS
     assert [stream.token_ids for stream in streams] == [stream.token_ids for stream in expected]
     assert not cluster.events(EventKind.INSTANCE_DRAIN_ERROR) and not cluster.events(EventKind.INSTANCE_LOST)
     cluster.require_memory(0)
-    assert httpx.post(f"{url}/undrain").status_code == 200
+    assert httpx.post(f"{url}/undrain", json={}).status_code == 200
     cluster.wait_formable()
     assert cluster.key(1).incarnation == 2
 
@@ -89,7 +89,6 @@ def test_death_in_a_migration(scene: Scene, victim: int, point: str) -> None:
     cluster = scene.cluster
     cluster.wait_formable()
     running = scene.send(scene.short)
-    # Where no request runs at the source, those of the other instance move there first.
     pid = cluster.pid(victim)
     cluster.arm(victim, f"{point}:kill")
     try:
