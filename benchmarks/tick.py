@@ -34,6 +34,7 @@ from pengserve.planners.overload import DemandHistory, predict_demand
 from pengserve.planners.types.config import ControllerConfig, DropConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.ids import Epoch, InstanceKey
+from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import (
     DeviceInfo,
@@ -115,6 +116,9 @@ class TickPort:
             lane = str(plan.group) if plan.is_merge else "dp"
             self._answer(replace(self.answers[member], lane=lane, epoch=epoch))
         return SwitchReport(plan_id=plan.plan_id, epoch=epoch)
+
+    async def order(self, key: InstanceKey, orders: Sequence[Migrate]) -> None:
+        """Nothing runs."""
 
     async def abort(self, key: InstanceKey, plan_id: str) -> None:
         pass

@@ -36,7 +36,7 @@ from pengserve.cluster.instance_settings import (
 )
 from pengserve.cluster.security_settings import SecuritySettings
 from pengserve.cluster.shape_settings import ShapeSettings
-from pengserve.planners.types.config import ControllerConfig, InstanceConfig
+from pengserve.planners.types.config import ControllerConfig, InstanceConfig, MigrateConfig
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.units import MIB
 
@@ -329,6 +329,7 @@ class Settings(_Section):
             degrees=self.degrees,
             merge=self.shape.merge_config(),
             drop=replace(self.shape.drop.drop_config(), max_stages=self.max_stages),
+            migrate=MigrateConfig(is_auto=self.shape.migrate),
             **(self.controller.model_dump() | {"max_starting": self._max_starting}),
         )
 

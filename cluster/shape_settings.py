@@ -62,6 +62,8 @@ class ShapeSettings(BaseModel, extra="forbid", validate_default=True, frozen=Tru
     peer_timeout_s: float = Field(default=5, gt=0)
     cuda: Literal["off", "experimental"] = "off"  # off: on CUDA the shape never changes; none of it ran on a GPU yet
 
+    migrate: bool = False  # running requests move from full instances to free ones, while both serve
+
     drop: DropSettings = DropSettings()
 
     @field_validator("cuda", mode="before")
@@ -83,5 +85,5 @@ class ShapeSettings(BaseModel, extra="forbid", validate_default=True, frozen=Tru
 
     def merge_config(self) -> MergeConfig:
         """What the merge planner goes by."""
-        elsewhere = {"degrees", "auto", "peer_timeout_s", "cuda", "drop"}
+        elsewhere = {"degrees", "auto", "peer_timeout_s", "cuda", "migrate", "drop"}
         return MergeConfig(is_auto=self.auto, **self.model_dump(exclude=elsewhere))

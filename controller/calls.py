@@ -19,6 +19,7 @@ class CallKind(StrEnum):
     CONNECT = "connect"
     DRAIN = "drain"
     RETIRE = "retire"
+    ORDER = "order"
     KILL = "kill"
 
     __hash__ = str.__hash__  # a thousand look-ups a tick: the enum's own is not computed in C

@@ -138,11 +138,16 @@ def _able(answer: InstanceSnapshot) -> Iterable[str]:
 
 
 def _peers(before: tuple[PeerAddress, ...], slots: Sequence[Slot]) -> tuple[PeerAddress, ...]:
-    """Where READY instances listen; the same object where nothing has changed."""
-    found = [(slot.key, answer.peer_endpoint) for slot in slots if (answer := slot.ready) and answer.peer_endpoint]
+    """Where instances listen that serve, or still send their requests on; the same object where nothing has changed."""
+    served = [(slot.key, _serving(slot)) for slot in slots]
+    found = [(key, answer.peer_endpoint) for key, answer in served if answer is not None and answer.peer_endpoint]
     if found == [(peer.key, peer.endpoint) for peer in before]:
         return before
     return tuple(PeerAddress(key=key, endpoint=endpoint) for key, endpoint in found)
+
+
+def _serving(slot: Slot) -> InstanceSnapshot | None:
+    return slot.snapshot if slot.is_held and slot.state is InstanceState.DRAINING else slot.ready
 
 
 def _topology(before: Topology, slots: Sequence[Slot], config: ControllerConfig) -> Topology:

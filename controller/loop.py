@@ -5,14 +5,15 @@ Switches of the layout run beside the ticks (`coordinator.py`), so ticks supervi
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from pengserve.controller import drains, recovery
 from pengserve.controller import layout as layouts
-from pengserve.controller import recovery
 from pengserve.controller import state as transitions
 from pengserve.controller.calls import CallKind, Calls
 from pengserve.controller.coordinator import Coordinator
@@ -22,10 +23,13 @@ from pengserve.controller.slots import DrainEnded, Gone, Killed, Observation
 from pengserve.controller.state import ClusterState, Transition
 from pengserve.controller.steering import Steering
 from pengserve.controller.terms import LocalTermStore, Term
+from pengserve.planners.migrate import plan_rebalance
 from pengserve.planners.types.config import ControllerConfig
+from pengserve.planners.types.drains import DrainOperation
 from pengserve.planners.types.errors import EngineError, SupersededError
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import InstanceId, InstanceKey, Version
+from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceSnapshot, RoutingTable
 
@@ -38,6 +42,7 @@ _RECOVERY_RETRY_S = 1.0
 _TERM_PERIOD_S = 5.0  # between two looks for a newer controller, where nothing is created or killed
 _TERM_TIMEOUT_S = 5.0
 _MOST_BEGUN = 8  # switches that one tick begins: planning for a thousand instances takes milliseconds for each
+_ORDER_PERIOD_S = 0.5  # between two orders to an instance that is being drained
 _MIN_PERIOD_S = 0.02  # a call that fails at once, again and again, must not make the loop spin
 
 
@@ -82,6 +87,8 @@ class Controller:
         self._steering = Steering(config, clock)
         self._told: dict[InstanceId, tuple[InstanceKey, Version]] = {}  # lives by slot, and their directories' versions
         self._drain_errors = 0
+        self._ordered_s, self._num_orders = -math.inf, 0  # orders of drains: when the newest went out; rounds of orders
+        self._rebalanced_s = -math.inf
         self._stopped = False
         self._successor = ""  # why nothing is done here any more
 
@@ -206,6 +213,31 @@ class Controller:
         """Whether it has ended because a controller of a newer term has taken over."""
         return bool(self._successor)
 
+    async def drain_instance(self, instance_id: int, timeout_s: float) -> DrainOperation:
+        """Empties one instance and keeps its slot empty; returns at once, with the operation as it is then. Idempotent.
+
+        What cannot move within `timeout_s` is sent again elsewhere from its tokens.
+
+        Raises:
+            PlanError: it cannot be drained; says why.
+        """
+        await self._accept(drains.begin(self._ready_state(), instance_id, timeout_s, self._clock()))
+        self._news.set()
+        return self.drain_operation(instance_id)
+
+    def drain_operation(self, instance_id: int) -> DrainOperation:
+        """The drain of an instance as it is now. Raises PlanError where it is not drained."""
+        return drains.operation(self._ready_state(), instance_id)
+
+    async def undrain(self, instance_id: int) -> None:
+        """Fills a drained slot again.
+
+        Raises:
+            PlanError: it is not drained, or its drain is not over.
+        """
+        await self._accept(drains.undo(self._ready_state(), instance_id, self._clock()))
+        self._news.set()
+
     async def stop(self) -> None:
         """Ends the loop. Instances live on, for the next controller or until their lease ends."""
         await self._end("asked to", "the controller was stopped")
@@ -270,6 +302,7 @@ class Controller:
         if self._term.is_over:
             return
         self._connect()
+        self._order(now_s)
         self._steer()
 
     def _ask(self, state: ClusterState) -> None:
@@ -391,6 +424,32 @@ class Controller:
         for slot in state.slots:
             if slot.ready is not None and told.get(slot.key.instance_id) != (slot.key, version):
                 self._begin(CallKind.CONNECT, slot.key, tell, self.config.status_timeout_s, news=False, patient=True)
+
+    def _order(self, now_s: float) -> None:
+        """Tells instances that are being drained, or are full, where their requests may go now."""
+        if not self.config.is_elastic or now_s - self._ordered_s < _ORDER_PERIOD_S:
+            return
+        self._num_orders += 1
+        name = f"{self._term.number}-{self._num_orders}"
+        for given in drains.orders(self._ready_state(), name, now_s).values():
+            self._ordered_s = now_s
+            self._give(given)
+        self._rebalance(name, now_s)
+
+    def _rebalance(self, name: str, now_s: float) -> None:
+        """Has requests move from full instances to free ones, where that is wanted."""
+        config, state = self.config.migrate, self._ready_state()
+        if not config.is_auto or state.closing or now_s - self._rebalanced_s < config.interval_s:
+            return
+        self._rebalanced_s = now_s
+        for order in plan_rebalance(drains.alone(state), config, name=f"{name}-balance"):
+            self._give((order,))
+
+    def _give(self, orders: tuple[Migrate, ...]) -> None:
+        """Orders of one source, to that."""
+        if orders:
+            order = partial(self._port.order, orders=orders)
+            self._begin(CallKind.ORDER, orders[0].source, order, self.config.status_timeout_s, news=False, patient=True)
 
     def _steer(self) -> None:
         """Begins the switches of the layout that are due, beside those under way."""

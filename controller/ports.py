@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import InstanceSnapshot
 
@@ -92,6 +93,14 @@ class ReplicaPort(Protocol):
 
     async def abort(self, key: InstanceKey, plan_id: str) -> None:
         """Forgets a prepared plan. Harmless where there is none, or where it was committed."""
+        ...
+
+    async def order(self, key: InstanceKey, orders: Sequence[Migrate]) -> None:
+        """Gives an instance orders about its requests. Returns at once; its status shows what comes of them.
+
+        Idempotent by their ids. Raises:
+            FenceError: one is for another life. StepError: it cannot carry out any. EngineError: the instance is gone.
+        """
         ...
 
     async def kill(self, key: InstanceKey) -> None:

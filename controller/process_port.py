@@ -24,6 +24,7 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, PengServeError
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import InstanceSnapshot
 
@@ -152,6 +153,10 @@ class ProcessPort:
     async def abort(self, key: InstanceKey, plan_id: str) -> None:
         """Tells a member to forget a prepared plan; harmless where it has none."""
         await self._call(key, "abort", plan_id=plan_id)
+
+    async def order(self, key: InstanceKey, orders: Sequence[Migrate]) -> None:
+        """Gives an instance orders about its requests. Raises StepError, or EngineError where its process has ended."""
+        await self._call(key, "order", orders=orders)
 
     async def check(self, key: InstanceKey) -> tuple[str, ...]:
         """Laws of memory that are broken in an instance, as sentences."""

@@ -48,10 +48,12 @@ from pengserve.controller.succession import Succession
 from pengserve.controller.terms import Term
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.directory import PeerDirectory
+from pengserve.planners.types.drains import DrainOperation
 from pengserve.planners.types.errors import EngineError, PengServeError
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.ids import NO_VERSION, InstanceId, InstanceKey, Version
 from pengserve.planners.types.names import NAMESPACE, fingerprint_name
+from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import LayoutTarget, SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceSnapshot, RoutingTable
 
@@ -166,6 +168,11 @@ class RayPort:
         """Tells a member to forget a prepared plan; harmless where it has none."""
         handle = await self._handle(key)
         await _answer(handle.abort.remote(plan_id, self._term.number))
+
+    async def order(self, key: InstanceKey, orders: Sequence[Migrate]) -> None:
+        """Gives an instance orders about its requests. Raises StepError, or EngineError where its actor is gone."""
+        handle = await self._handle(key)
+        await _answer(handle.order.remote(tuple(orders), self._term.number))
 
     async def kill(self, key: InstanceKey) -> None:
         """Kills the instance's actor, if it lives, and removes its placement group."""
@@ -323,6 +330,21 @@ class ControllerShell:
         """Drains and ends all instances; True where all had finished. Call it before the application is deleted."""
         await self._succession.current.recovered(_RECOVERY_TIMEOUT_S)
         return await self._succession.current.drain(timeout_s)
+
+    async def drain_instance(self, instance_id: int, timeout_s: float) -> DrainOperation:
+        """Empties one instance and keeps its slot empty; returns at once. Raises PlanError."""
+        await self._succession.current.recovered(_RECOVERY_TIMEOUT_S)
+        return await self._succession.current.drain_instance(instance_id, timeout_s)
+
+    async def drain_operation(self, instance_id: int) -> DrainOperation:
+        """The drain of an instance as it is now. Raises PlanError where it is not drained."""
+        await self._succession.current.recovered(_RECOVERY_TIMEOUT_S)
+        return self._succession.current.drain_operation(instance_id)
+
+    async def undrain(self, instance_id: int) -> None:
+        """Fills a drained slot again. Raises PlanError."""
+        await self._succession.current.recovered(_RECOVERY_TIMEOUT_S)
+        await self._succession.current.undrain(instance_id)
 
     async def shutdown(self) -> None:
         """Ends the control loop. Instances live on for the next controller, or until their lease ends."""

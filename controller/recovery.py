@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from pengserve.controller import drains
 from pengserve.controller import state as transitions
 from pengserve.controller.events import EventDraft, open_starts
 from pengserve.controller.ports import ReplicaPort
@@ -69,7 +70,8 @@ async def recover(
     await term.face(reported)
     base = bases(term.number, past)
     state = transitions.empty(config, version=base.version, epoch=base.epoch)
-    return transitions.adopt(state, living, leftovers, found.newest, now_s, found.outgoing)
+    adopted = transitions.adopt(state, living, leftovers, found.newest, now_s, found.outgoing)
+    return drains.remember(adopted, past, config.drain_timeout_s, now_s)
 
 
 def close_open_spans(past: Sequence[Event], slots: Iterable[Slot]) -> tuple[EventDraft, ...]:

@@ -66,6 +66,7 @@ class Slot:
     failure: str = ""  # how the life before ended; empty once the slot is READY again
     doomed: tuple[InstanceKey, ...] = ()  # lives to be killed before the slot is filled again
     device: DeviceInfo = _NOWHERE  # where its newest life is or was: an empty slot keeps its rank
+    is_held: bool = False  # drained by an operator: it stays empty until it is undrained
     switched: Epoch = _NEVER  # that the newest switch led to which this life is known to have committed
 
     # What follows from these; a slot is read a thousand times for each time that it is made.
@@ -123,7 +124,7 @@ def take_in(
             )
         else:
             changes.append(EventDraft(kind=EventKind.INSTANCE_DRAIN_ERROR, span=span(key), why="requests still ran"))
-        return ended(slot, "drained", now_s)
+        return ended(slot, _why_ended(slot), now_s)
     return _answered(slot, seen, config, now_s, changes)
 
 
@@ -167,7 +168,7 @@ def overdue(slot: Slot, seen_s: float, config: ControllerConfig, now_s: float, c
         return _failed(slot, f"silent for {config.lost_after_s:g} s", config, now_s, changes, lost=True)
     elif slot.state is InstanceState.DRAINING and now_s > slot.deadline_s:
         changes.append(EventDraft(kind=EventKind.INSTANCE_DRAIN_ERROR, span=span(slot.key), why="requests still ran"))
-        return ended(slot, "drained", now_s)
+        return ended(slot, _why_ended(slot), now_s)
     return slot
 
 
@@ -209,6 +210,11 @@ def ended(slot: Slot, why: str, now_s: float) -> Slot:
         retry_at_s=now_s,
         doomed=(*slot.doomed, slot.key),
     )
+
+
+def _why_ended(slot: Slot) -> str:
+    """What people read of a slot whose life has been drained."""
+    return f"drained; `pengserve undrain {slot.key.instance_id}` starts it again" if slot.is_held else "drained"
 
 
 def draining(slot: Slot, why: str, deadline_s: float, now_s: float, changes: list[EventDraft]) -> Slot:

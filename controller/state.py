@@ -60,6 +60,11 @@ class ClusterState:
     outgoing: tuple[Outgoing, ...] = ()  # lives of an earlier configuration, outside the slots
     closing: bool = False  # the application ends: nothing is filled again
 
+    @property
+    def busy_members(self) -> frozenset[InstanceId]:
+        """Members of the switches under way."""
+        return frozenset(member for plan in self.switches for member in plan.group.members)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
@@ -277,6 +282,12 @@ def drain_all(state: ClusterState, why: str, timeout_s: float, now_s: float) -> 
     return _rewired(replace(state, slots=tuple(slots), outgoing=outgoing, closing=True), state, changes, now_s)
 
 
+def with_slot(state: ClusterState, slot: Slot, changes: list[EventDraft], now_s: float) -> Transition:
+    """The state with another value of one slot, and all that follows from it."""
+    slots = tuple(slot if other.key.instance_id == slot.key.instance_id else other for other in state.slots)
+    return _followed(replace(state, slots=slots), state, changes, now_s)
+
+
 def plan(state: ClusterState, now_s: float) -> Actions:
     """What the state calls for now."""
     kills, drains, vacancies = list(state.strays), [], []
@@ -292,7 +303,7 @@ def plan(state: ClusterState, now_s: float) -> Actions:
             group = group_table(state.layout.groups).group_of.get(instance_id)
             if group is None or group.leader == instance_id or not state.slots[group.leader].alive:
                 drains.append(slot.key)
-        elif not slot.alive and not slot.doomed:
+        elif not slot.alive and not slot.doomed and not slot.is_held:
             vacancies.append(Vacancy(last_key=slot.key, retry_at_s=slot.retry_at_s, why=slot.failure))
     return Actions(
         kills=tuple(kills),
@@ -358,8 +369,7 @@ def switch_span(plan: SwitchPlan) -> str:
 def _followed(state: ClusterState, before: ClusterState, changes: list[EventDraft], now_s: float) -> Transition:
     """The state with the layout that its instances have, and all that follows from that."""
     if not state.closing and state.config.is_elastic:
-        busy = {member for plan in state.switches for member in plan.group.members}
-        layout, why = layouts.follow(state.layout, state.slots, busy)
+        layout, why = layouts.follow(state.layout, state.slots, state.busy_members)
         if layout is not state.layout:
             changes.append(layouts.changed(layout, why))
             state = replace(state, layout=layout, layout_since_s=now_s)

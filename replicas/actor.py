@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from collections.abc import Sequence
 
 import ray
 from ray.experimental.internal_kv import _internal_kv_get
@@ -12,6 +13,7 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.names import NAMESPACE, fingerprint_name
+from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot
 from pengserve.replicas.ending import LeaseWatch, answer_within
@@ -84,6 +86,11 @@ class InstanceActor:
         """Forgets a prepared plan."""
         self._obey(term)
         self._instance.abort(plan_id)
+
+    def order(self, orders: Sequence[Migrate], term: int = 0) -> None:
+        """Takes orders about requests; returns at once."""
+        self._obey(term)
+        self._instance.order(orders)
 
     def shutdown(self) -> None:
         """Ends the engine; the process stays for Ray to end."""

@@ -15,6 +15,7 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, LinkLostError, PengServeError, StepError, one_line
 from pengserve.planners.types.ids import Epoch, InstanceKey
+from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, InstanceStats
 from pengserve.replicas.channel.frames import Buffer, Frame, FrameKind
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from pengserve.replicas.engine.lanes import Lanes
     from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs, Request
     from pengserve.replicas.engine.wire import Codec
+    from pengserve.replicas.migration.migrations import Migrations
     from pengserve.replicas.switching.agent import Agent
 
 logger = logging.getLogger(__name__)
@@ -65,6 +67,7 @@ class Instance:
         self.terms = TermFence()  # of the controllers that call
         self._lanes: Lanes | None = None
         self._agent: Agent | None = None  # where elasticity is on
+        self._migrations: Migrations | None = None  # there too
         self._codec: Codec | None = None  # the channel's thread's
         self._step_codec: Codec | None = None
         self._idle = threading.Event()
@@ -126,6 +129,9 @@ class Instance:
         """Waits until nothing runs or waits here; True when that is so. Requests that still come are served."""
         if self._state is InstanceState.READY:
             self._state = InstanceState.DRAINING
+        # Requests that came from other instances are no news to the event.
+        self._idle.clear()
+        self._loop.submit(self._note_idle)
         return self._idle.wait(timeout_s)
 
     def retire(self, timeout_s: float) -> bool:
@@ -177,6 +183,17 @@ class Instance:
         if self._agent is not None:
             self._agent.abort(plan_id)
 
+    def order(self, orders: Sequence[Migrate]) -> None:
+        """Takes orders about requests; returns at once. One that was taken before is left alone.
+
+        Raises:
+            FenceError: one is for another life.
+            StepError: this instance has no connections to others.
+        """
+        if self._migrations is None:
+            raise StepError(f"instance {self.key} has no peers to send requests to; set shape.degrees to connect them")
+        self._migrations.order(orders)
+
     def check(self, timeout_s: float = 10.0) -> tuple[str, ...]:
         """Laws of memory that are broken here, as sentences; empty when all hold. Taken between two steps."""
         found: queue.SimpleQueue[tuple[str, ...]] = queue.SimpleQueue()
@@ -222,9 +239,10 @@ class Instance:
             lanes.registry.refuse_all(why)
 
     def _build_agent(self, lanes: "Lanes") -> "Agent":
+        from pengserve.replicas.migration.migrations import Migrations
         from pengserve.replicas.switching.agent import Agent
 
-        return Agent.build(
+        agent = Agent.build(
             key=self.key,
             config=self.config,
             lanes=lanes,
@@ -234,6 +252,9 @@ class Instance:
             submit=self._loop.submit,
             on_changed=self._shape_changed,
         )
+        self._migrations = Migrations(agent.member, self._loop.submit, lambda: agent.is_switching, self._shape_changed)
+        agent.before_switch = self._migrations.give_way
+        return agent
 
     def _ready(self, lanes: "Lanes") -> None:
         self._lanes = lanes
@@ -255,6 +276,8 @@ class Instance:
         self._send(self._step_codec, outputs, stats)
         if self._agent is not None:
             self._agent.boundary()
+        if self._migrations is not None and self._migrations.is_busy:
+            self._migrations.boundary()
         self._note_idle()
 
     def _newest_stats(self) -> InstanceStats:
@@ -266,7 +289,9 @@ class Instance:
         self._server.stop()  # every ingress sees the end at once and resumes elsewhere
 
     def _note_idle(self) -> None:
-        if self._lanes is not None and not self._lanes.num_requests():
+        if self._lanes is None or self._lanes.num_requests():
+            return
+        if self._migrations is None or not self._migrations.is_moving:
             self._idle.set()
 
     # The channel's side ---------------------------------------------------------------------------------------

@@ -53,6 +53,10 @@ class OpenRequests:
             return None
         return Handoff(sent, client_id, list(request.output_token_ids), request.num_computed_tokens)
 
+    def serves(self, client_id: str) -> bool:
+        """Whether that ingress is connected here."""
+        return self._server.client_index(client_id) is not None
+
     def welcome(self, handoff: "Handoff") -> int | None:
         """Takes note of a request that came from a peer: its client index; None where its ingress is not here."""
         client_index = self._server.client_index(handoff.client_id)

@@ -101,6 +101,43 @@ def down(
 
 
 @app.command()
+def drain(
+    instance: Annotated[int, typer.Argument(min=0, help="Number of the instance, as `pengserve status` shows it.")],
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+    no_wait: Annotated[bool, typer.Option("--no-wait", help="Return before it is over.")] = False,
+    timeout_s: Annotated[
+        float, typer.Option("--timeout", min=0, max=3600, help="Seconds in which its requests may move or end.")
+    ] = 60,
+) -> None:
+    """Empty one instance while the others serve, and keep its slot empty until `pengserve undrain`.
+
+    Its running requests go on at other instances, with their KV. What cannot move within the time is sent again
+    elsewhere. When the command ends, nothing of the instance is left, and its machine may be taken away.
+
+    - `pengserve drain 1`
+    """
+    from pengserve.cluster.cli.drain import run_drain
+
+    run_drain(url, admin_key, instance, timeout_s, not no_wait)
+
+
+@app.command()
+def undrain(
+    instance: Annotated[int, typer.Argument(min=0, help="Number of the instance that was drained.")],
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Start an instance again that was drained.
+
+    - `pengserve undrain 1`
+    """
+    from pengserve.cluster.cli.drain import run_undrain
+
+    run_undrain(url, admin_key, instance)
+
+
+@app.command()
 def status(
     url: Url = DEFAULT_URL,
     admin_key: AdminKey = None,

@@ -9,6 +9,7 @@ import httpx
 
 from pengserve.client import protocol
 from pengserve.client.protocol import DEFAULT_URL, Call, Endpoint, Pause, Program, Readiness
+from pengserve.planners.types.drains import DrainOperation
 from pengserve.planners.types.errors import PengServeError
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.plans import SwitchStrategy
@@ -85,6 +86,21 @@ class PengServe:
     def drain(self, timeout_s: float = 60.0) -> bool:
         """Take no new requests and let the running ones finish; True when all did within `timeout_s`."""
         return self._call(protocol.drain(timeout_s))
+
+    def drain_instance(self, instance_id: int, timeout_s: float = 60.0, *, wait: bool = True) -> DrainOperation:
+        """Move the requests of one instance to others, end it, and keep its slot empty until `undrain`.
+
+        What cannot move within `timeout_s` is sent again elsewhere. With `wait`, returns once `safe_to_delete` is true.
+        """
+        return self._run(protocol.wait_drained(instance_id, timeout_s, wait, time.monotonic))
+
+    def drain_operation(self, instance_id: int) -> DrainOperation:
+        """How far the drain of one instance is."""
+        return self._call(protocol.drain_operation(instance_id))
+
+    def undrain(self, instance_id: int) -> None:
+        """Start an instance again in a slot that was drained."""
+        self._call(protocol.undrain(instance_id))
 
     def layout(self) -> LayoutView:
         """How the instances are grouped now, what they could form, and whether the cluster or a user decides."""
@@ -219,6 +235,21 @@ class AsyncPengServe:
     async def drain(self, timeout_s: float = 60.0) -> bool:
         """Take no new requests and let the running ones finish; True when all did within `timeout_s`."""
         return await self._call(protocol.drain(timeout_s))
+
+    async def drain_instance(self, instance_id: int, timeout_s: float = 60.0, *, wait: bool = True) -> DrainOperation:
+        """Move the requests of one instance to others, end it, and keep its slot empty until `undrain`.
+
+        What cannot move within `timeout_s` is sent again elsewhere. With `wait`, returns once `safe_to_delete` is true.
+        """
+        return await self._run(protocol.wait_drained(instance_id, timeout_s, wait, time.monotonic))
+
+    async def drain_operation(self, instance_id: int) -> DrainOperation:
+        """How far the drain of one instance is."""
+        return await self._call(protocol.drain_operation(instance_id))
+
+    async def undrain(self, instance_id: int) -> None:
+        """Start an instance again in a slot that was drained."""
+        await self._call(protocol.undrain(instance_id))
 
     async def layout(self) -> LayoutView:
         """How the instances are grouped now, what they could form, and whether the cluster or a user decides."""

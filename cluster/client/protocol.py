@@ -16,6 +16,7 @@ import httpx
 from pengserve.client.errors import PengServeAPIError, PengServeConnectionError, PengServeTimeoutError
 from pengserve.planners.types.cluster_id import CLUSTER_HEADER
 from pengserve.planners.types.codec import from_data
+from pengserve.planners.types.drains import DrainOperation
 from pengserve.planners.types.errors import PengServeError
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.snapshot import ClusterSnapshot, LayoutView, RoutingTable
@@ -24,6 +25,9 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 # Servers close a connection that is idle for 5 s, as httpx would: one that is used again just then is reset.
 LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=20, keepalive_expiry=2.0)
 DRAIN_MARGIN_S = 15.0  # the server answers a drain when it is over: the client must outwait it
+
+DRAIN_END_S = 60.0  # in which the process of a drained instance ends
+DRAIN_PERIOD_S = 0.25
 
 LAYOUT_PERIOD_S = 0.05  # a switch takes some ten milliseconds
 
@@ -92,6 +96,51 @@ def drain(timeout_s: float) -> Call[bool]:
         parse=lambda data: bool(data["drained"]),
         timeout_s=timeout_s + DRAIN_MARGIN_S,
     )
+
+
+def drain_instance(instance_id: int, timeout_s: float) -> Call[DrainOperation]:
+    """Empties one instance; the answer is the operation as it is then."""
+    return Call(
+        method="POST",
+        path=f"/cluster/instances/{instance_id}/drain",
+        is_admin=True,
+        json={"timeout_s": timeout_s},
+        parse=_parse_drain,
+    )
+
+
+def drain_operation(instance_id: int) -> Call[DrainOperation]:
+    """The drain of one instance as it is now."""
+    return Call(path=f"/cluster/instances/{instance_id}/drain", is_admin=True, parse=_parse_drain)
+
+
+def undrain(instance_id: int) -> Call[None]:
+    """Fills a drained slot again."""
+    return Call(
+        method="POST", path=f"/cluster/instances/{instance_id}/undrain", is_admin=True, json={}, parse=lambda data: None
+    )
+
+
+def wait_drained(instance_id: int, timeout_s: float, wait: bool, now: Callable[[], float]) -> Program[DrainOperation]:
+    """Empties one instance, and with `wait` looks until nothing of it is left.
+
+    Raises:
+        PengServeAPIError: it was refused.
+        PengServeTimeoutError: the drain takes much longer than `timeout_s`; it goes on.
+    """
+    deadline_s = now() + timeout_s + DRAIN_MARGIN_S + DRAIN_END_S
+    operation = yield drain_instance(instance_id, timeout_s)
+    while wait and not operation.safe_to_delete:
+        if now() > deadline_s:
+            raise PengServeTimeoutError(
+                f"instance {operation.key} still drains: {operation.num_left} requests are left"
+            )
+        yield Pause(seconds=DRAIN_PERIOD_S)
+        try:
+            operation = yield drain_operation(instance_id)
+        except PengServeConnectionError:
+            continue  # the time-out decides
+    return operation
 
 
 def layout() -> Call[LayoutView]:
@@ -264,6 +313,10 @@ class Endpoint:
         if isinstance(error, dict) and isinstance(error.get("message"), str):
             return error["message"]
         return f"{call.method} {self.url}{call.path} failed"
+
+
+def _parse_drain(data: Any) -> DrainOperation:
+    return from_data(DrainOperation, data)
 
 
 def _parse_layout(data: Any) -> LayoutView:

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Response
 from fastapi.responses import JSONResponse
 
 from pengserve.cluster.ingress.asking import CONTROLLER_TIMEOUT_S, asking_controller
-from pengserve.cluster.ingress.body import parse_object
+from pengserve.cluster.ingress.drain_api import drain_router
 from pengserve.cluster.ingress.errors import RequestRefused, error_response
 from pengserve.cluster.ingress.layout_api import layout_router
 from pengserve.cluster.ingress.routes import RoutingSource
@@ -15,8 +15,6 @@ from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.snapshot import RoutingTable
 
 MAX_EVENTS = 1000
-MAX_DRAIN_S = 3600.0
-DEFAULT_DRAIN_S = 60.0
 
 
 def cluster_router(
@@ -30,6 +28,7 @@ def cluster_router(
     """The routes. `why_not_ready` tells what is missing, or an empty string."""
     router = APIRouter()
     router.include_router(layout_router(source))
+    router.include_router(drain_router(source, start_draining))
 
     @router.get("/live")
     async def live() -> JSONResponse:
@@ -78,26 +77,9 @@ def cluster_router(
     async def routing() -> JSONResponse:
         return JSONResponse(to_data(table()))
 
-    @router.post("/cluster/drain")
-    async def drain(request: Request) -> JSONResponse:
-        body = await request.body()
-        timeout_s = _drain_timeout_s(parse_object(body) if body else {})
-        start_draining()
-        async with asking_controller(timeout_s + CONTROLLER_TIMEOUT_S):
-            return JSONResponse({"drained": await source.drain(timeout_s)})
-
     return router
 
 
 def attach_cluster_routes(app: FastAPI, router: APIRouter) -> None:
     """Adds the routes to `app`."""
     app.include_router(router, include_in_schema=False)
-
-
-def _drain_timeout_s(data: dict[str, object]) -> float:
-    value = data.get("timeout_s", DEFAULT_DRAIN_S)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= MAX_DRAIN_S:
-        raise RequestRefused(
-            400, f"timeout_s: a number of seconds from 0 to {MAX_DRAIN_S:g} is accepted", param="timeout_s"
-        )
-    return float(value)

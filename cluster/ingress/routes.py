@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from pengserve.planners.types.drains import DrainOperation
 from pengserve.planners.types.errors import EngineError, SupersededError
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.ids import NO_VERSION, Epoch, InstanceKey, Version
@@ -47,6 +48,15 @@ class RoutingSource(Protocol):
 
     async def drain(self, timeout_s: float) -> bool:
         """Drains and stops all instances; True when nothing was left running."""
+
+    async def drain_instance(self, instance_id: int, timeout_s: float) -> DrainOperation:
+        """Empties one instance and keeps its slot empty; returns at once. Raises PlanError."""
+
+    async def drain_operation(self, instance_id: int) -> DrainOperation:
+        """The drain of one instance as it is now. Raises PlanError where it is not drained."""
+
+    async def undrain(self, instance_id: int) -> None:
+        """Fills a drained slot again. Raises PlanError."""
 
 
 class CalledSource(ABC):
@@ -90,6 +100,20 @@ class CalledSource(ABC):
     async def drain(self, timeout_s: float) -> bool:
         """Asks the controller to drain and stop all instances; True when nothing was left running."""
         return bool(await self._call("drain", timeout_s))
+
+    async def drain_instance(self, instance_id: int, timeout_s: float) -> DrainOperation:
+        """Asks the controller to empty one instance."""
+        operation: DrainOperation = await self._call("drain_instance", instance_id, timeout_s)
+        return operation
+
+    async def drain_operation(self, instance_id: int) -> DrainOperation:
+        """Asks the controller how far the drain of one instance is."""
+        operation: DrainOperation = await self._call("drain_operation", instance_id)
+        return operation
+
+    async def undrain(self, instance_id: int) -> None:
+        """Asks the controller to fill a drained slot again."""
+        await self._call("undrain", instance_id)
 
 
 class RouteWatcher:

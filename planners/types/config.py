@@ -116,6 +116,16 @@ class DropConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MigrateConfig:
+    """When running requests move from full instances to free ones. Loads are shares of KV, and may exceed 1."""
+
+    is_auto: bool = False
+    interval_s: float = 1.0  # between two looks
+    full_above: float = 0.85  # load above which requests leave an instance
+    free_below: float = 0.6  # ... and below which an instance takes them; not above `full_above`
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerConfig:
     """What the controller needs to run."""
 
@@ -134,6 +144,7 @@ class ControllerConfig:
     degrees: tuple[int, ...] = ()  # tensor-parallel degrees that groups may have; empty: dp alone
     merge: MergeConfig = field(default_factory=MergeConfig)
     drop: DropConfig = field(default_factory=DropConfig)
+    migrate: MigrateConfig = field(default_factory=MigrateConfig)
     prepare_timeout_s: float = 3.0
     commit_timeout_s: float = 20.0  # beyond a plan's own drain_timeout_s
     event_log_path: str = ""  # JSONL; empty keeps events in memory alone

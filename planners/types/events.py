@@ -20,6 +20,7 @@ class EventKind(StrEnum):
     INSTANCE_DRAIN_START = "instance_drain_start"
     INSTANCE_DRAIN_END = "instance_drain_end"
     INSTANCE_DRAIN_ERROR = "instance_drain_error"
+    INSTANCE_UNDRAINED = "instance_undrained"  # a drained slot may be filled again
     ROUTING_CHANGED = "routing_changed"
     LAYOUT_CHANGED = "layout_changed"
     POLICY_CHANGED = "policy_changed"  # who decides about the layout

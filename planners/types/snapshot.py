@@ -61,6 +61,7 @@ class InstanceStats:
     total_prefix_queries: int = 0  # tokens looked up in the prefix cache
     total_prefix_hits: int = 0  # tokens found there
     total_resumed: int = 0  # requests taken over from a lost instance
+    total_migrated: int = 0  # requests that left for another instance with their KV, while both served
     last_step_s: float = 0.0
     shape: str = "dp"  # what it runs now: "dp", "tp2", ...; the fields below and all block counts are of this shape
     is_follower: bool = False  # executes the steps of another instance's lane, and takes no requests

@@ -116,7 +116,7 @@ class DpLane(Lane):
         guides.accept_tokens = explaining_rejections(guides)
         scheduler: Any = self.core.scheduler
         kv_config = scheduler.kv_cache_config
-        self._num_kv_groups = len(kv_config.kv_cache_groups)
+        self.num_kv_groups = len(kv_config.kv_cache_groups)
         self._num_lent = 0
         super().__init__(
             shape="dp",
@@ -184,7 +184,7 @@ class DpLane(Lane):
         Raises:
             EngineError: one of them cannot take the request.
         """
-        state = half_decoded(request, self._num_kv_groups)
+        state = half_decoded(request, self.num_kv_groups)
         answers = self.core.model_executor.collective_rpc("adopt_request", args=(state,))
         if why := next(filter(None, answers), ""):
             raise EngineError(f"request {request.request_id} cannot be taken over: {why}")

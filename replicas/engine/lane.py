@@ -138,6 +138,25 @@ class Lane(ABC):
         """Blocks that so many tokens fill, the last one perhaps in part."""
         return -(-num_tokens // self.capacity.block_size)
 
+    def reserve(self, request: Request, num_tokens: int) -> bool:
+        """Gives a request whose KV is to come room for so many tokens; False where there is none.
+
+        It is not scheduled before `go_on`. `enlarge` gives it more room.
+        """
+        return self._make_room(request, num_tokens) is not None
+
+    def enlarge(self, request: Request, num_tokens: int) -> bool:
+        """Gives a reserved request room for so many tokens in all; whether there was any."""
+        return self.scheduler.grow(request, num_tokens)
+
+    def hold(self, request: Request) -> None:
+        """No step takes a running request any more, until `go_on`. Its blocks stay its own."""
+        self.scheduler.hold(request)
+
+    def go_on(self, request: Request) -> None:
+        """A request that is held, or whose KV has come, may be scheduled."""
+        self.scheduler.enqueue(request)
+
     def settle(self, request: Request) -> None:
         """The KV has come: its full blocks join the prefix cache."""
         self._added += 1

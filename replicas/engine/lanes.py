@@ -47,6 +47,7 @@ class Lanes:
         self.registry = LaneRegistry(config, self.dp, self.leases.lease)
         self.on_broken: Callable[[BaseException], None] = lambda error: None  # the group that runs cannot go on
         self.stepper = Stepper(self.dp, self.transfers, lambda error: self.on_broken(error))
+        self.num_migrated = 0  # requests that went on elsewhere with their KV, one by one
         self._idle_totals: dict[str, int] = {}
         self._dp_view: KvView | None = None
         self._profile = IdleProfile(self.dp) if config.max_stages > 1 else None
@@ -170,6 +171,7 @@ class Lanes:
         """Load of the lane that runs; totals of all lanes."""
         clock, running = self.registry.clock, self.running
         totals = {"total_stage_busy_s": clock.busy_s, "total_stage_idle_s": clock.idle_s}
+        totals["total_migrated"] = self.num_migrated
         if running is None:
             return self.dp.stats(last_step_s, self._idle_totals, **totals)
         return self.current.stats(

@@ -129,6 +129,19 @@ class SchedulerHandle:
         """A reserved request may be scheduled, before all that hold no KV."""
         self._scheduler._enqueue_waiting_request(request)
 
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Gives a reserved request blocks for so many tokens in all; whether there was room."""
+        missing = num_tokens - request.num_computed_tokens
+        if missing <= 0:
+            return True
+        found = self._manager.allocate_slots(request, missing, delay_cache_blocks=True, has_scheduled_reqs=False)
+        return found is not None
+
+    def hold(self, request: Request) -> None:
+        """No step takes a running request any more, until `enqueue`. Its blocks stay its own."""
+        self._scheduler.running.remove(request)
+        request.status = RequestStatus.PREEMPTED
+
     def cache(self, request: Request) -> None:
         """Its full blocks join the prefix cache: their KV is there."""
         self._manager.cache_blocks(request, request.num_computed_tokens)

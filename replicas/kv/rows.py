@@ -80,6 +80,34 @@ class WeightRows(Rows):
         self._weights[first : first + len(data)].copy_(data)
 
 
+class BlockRows(Rows):
+    """KV of whole blocks, all layers and heads of each in one row."""
+
+    def __init__(self, view: KvView, blocks: Sequence[int]) -> None:
+        self._view, self._blocks, self.device = view, blocks, view.device
+        self._heads, self._size = (0, view.layout.num_heads), view.layout.num_tokens
+        self.num_rows = len(blocks)
+        self.row_bytes = prod(view.shape(view.layout.num_heads, 1, self._size)) * view.dtype.itemsize
+
+    @property
+    def cells(self) -> Cells:
+        return Cells((0, self._view.num_layers), self._blocks)
+
+    def read(self, first: int, stop: int) -> torch.Tensor:
+        found = self._view.read(self._tiles(first, stop), self._heads)
+        return found.movedim(2, 0).contiguous()
+
+    def write(self, first: int, data: torch.Tensor) -> None:
+        count = data.numel() // self.row_bytes
+        layers, kinds, _, heads, elements = self._view.shape(self._heads[1], count, self._size)
+        rows = data.view(self._view.dtype).view(count, layers, kinds, heads, elements)
+        self._view.write(self._tiles(first, first + count), rows.movedim(0, 2), self._heads)
+
+    def _tiles(self, first: int, stop: int) -> Tiles:
+        blocks = self._blocks[first:stop]
+        return self._view.tiles([(blocks, len(blocks) * self._size)], self._size)
+
+
 class TileRows(Rows):
     """KV of some heads of all layers, a tile a row (`memory/kv_views.py`). All rows are read or written at once.
 

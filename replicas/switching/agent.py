@@ -39,6 +39,7 @@ class Agent:
 
     def __init__(self, member: Member, submit: Submit, on_changed: Callable[[], None]) -> None:
         self._member, self._submit, self._on_changed = member, submit, on_changed
+        self.before_switch: Callable[[], None] = lambda: None  # what a switch in preparation ends
         self._steps = StepThread(submit, member.timeout_s)
         self._wiring = Wiring(member, submit, self._require_group)
         self._running_group = RunningGroup(member, self._wiring, submit, self._broken)
@@ -103,6 +104,16 @@ class Agent:
         """Of the layout that was committed here."""
         return self._prepared.epoch
 
+    @property
+    def member(self) -> Member:
+        """This instance's side, as migrations share it."""
+        return self._member
+
+    @property
+    def is_switching(self) -> bool:
+        """Whether a plan is prepared or under way here."""
+        return self._leading.switch is not None or self._prepared.is_any
+
     def groups_ready(self) -> tuple[str, ...]:
         """Names of the groups that can be formed."""
         return self._member.pool.ready()
@@ -127,6 +138,7 @@ class Agent:
         def prepare() -> None:
             self._leading.require_free()
             self._prepared.check(plan)
+            self.before_switch()
             self._prepared.note(plan)
             reached("prepared")
 

@@ -1,4 +1,4 @@
-"""Places in a switch where a test makes this process die or fall silent. Elsewhere they do nothing.
+"""Places in a switch or a migration where a test makes this process die or fall silent. Elsewhere they do nothing.
 
 PENGSERVE_TEST_FAILPOINT names a file. While it holds "wave:kill", the process ends with SIGKILL where it comes to
 `reached("wave")`; with "wave:stall:2" it sleeps there for two seconds. The file is removed first: each fires once.
@@ -13,6 +13,16 @@ PENGSERVE_TEST_FAILPOINT names a file. While it holds "wave:kill", the process e
     waved       KV has moved; no ingress and no scheduler has been told
     committing  the leader is about to say Commit
     committed   the leader has said it, or a follower has heard it; the shape has not changed
+
+Places in a migration:
+
+    offered     the source has offered a request
+    reserved    the target has room for it, and has not said so
+    copying     the source has begun to send its blocks
+    tail        the source is about to send the last ones
+    held        the source has told the target to go on with the request
+    tail-came   the target has heard that
+    taken       the target has said that it goes on with the request
 """
 
 import os
@@ -24,7 +34,7 @@ _PATH = os.environ.get("PENGSERVE_TEST_FAILPOINT", "")
 
 
 def reached(name: str) -> None:
-    """Does what a test asks for at this place. Only switches call this; ordinary steps do not."""
+    """Does what a test asks for at this place. Only switches and migrations call this; ordinary steps do not."""
     if _PATH:
         _obey(name, Path(_PATH))
 

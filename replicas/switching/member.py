@@ -23,6 +23,9 @@ class RequestOwner(Protocol):
     def handoff(self, request: Request) -> Handoff | None:
         """The request as it can travel; None where its ingress is gone."""
 
+    def serves(self, client_id: str) -> bool:
+        """Whether that ingress is connected here."""
+
     def welcome(self, handoff: Handoff) -> int | None:
         """Takes note of a request that came from a peer: its client index; None where its ingress is not here."""
 

@@ -26,6 +26,11 @@ class Prepared:
     def __contains__(self, plan_id: str) -> bool:
         return plan_id in self._until_s
 
+    @property
+    def is_any(self) -> bool:
+        """Whether there is one."""
+        return any(until_s > time.monotonic() for until_s in self._until_s.values())
+
     def note(self, plan: SwitchPlan) -> None:
         """Remembers a plan for a while."""
         now_s = time.monotonic()

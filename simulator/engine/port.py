@@ -4,7 +4,9 @@ from collections.abc import Sequence
 
 from pengserve.controller.ports import Discovery, StatusCall
 from pengserve.planners.types.directory import PeerDirectory
+from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import InstanceSnapshot, InstanceState
 from pengserve.simulator.engine.cluster import SimCluster
@@ -56,6 +58,10 @@ class SimPort:
     async def abort(self, key: InstanceKey, plan_id: str) -> None:
         """Forgets a prepared plan, and calls off one that has moved nothing yet."""
         self._cluster.abort(key, plan_id)
+
+    async def order(self, key: InstanceKey, orders: Sequence[Migrate]) -> None:
+        """Refuses: simulated instances migrate by their own policy alone. Raises StepError."""
+        raise StepError(f"instance {key} is simulated, and takes no orders about requests")
 
     async def kill(self, key: InstanceKey) -> None:
         """Ends the instance, if it lives, and frees its place."""

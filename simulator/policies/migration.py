@@ -9,6 +9,8 @@ from functools import partial
 
 from pydantic import Field, model_validator
 
+from pengserve.planners.migrate import pair_up
+from pengserve.planners.types.config import MigrateConfig
 from pengserve.planners.types.snapshot import InstanceState
 from pengserve.planners.types.units import blocks_for
 from pengserve.simulator.engine.cluster import SimCluster
@@ -42,16 +44,16 @@ class Migration(Policy):
 
 async def _balance(options: Migration, cluster: SimCluster) -> None:
     """Pairs instances again and again; migrations run beside each other, one an instance."""
+    config = MigrateConfig(full_above=options.full_above, free_below=options.free_below)
     busy: dict[asyncio.Task[None], tuple[SimInstance, SimInstance]] = {}
     while True:
         await asyncio.sleep(options.interval_s)
         busy = {task: pair for task, pair in busy.items() if not task.done()}
         taken = {instance for pair in busy.values() for instance in pair}
         ready = [i for i in cluster.living() if i.state is InstanceState.READY and i not in taken]
-        loads = sorted(((_load(instance), instance.key, instance) for instance in ready), key=lambda row: row[:2])
-        free = [row for row in loads if row[0] < options.free_below]
-        full = [row for row in reversed(loads) if row[0] > options.full_above]
-        for (_, _, source), (_, _, target) in zip(full, free, strict=False):
+        of = {instance.key: instance for instance in ready}
+        for full, free in pair_up({key: _load(instance) for key, instance in of.items()}, config):
+            source, target = of[full], of[free]
             request = _choose(source, target)
             if request is not None:
                 task = asyncio.get_running_loop().create_task(_migrate(cluster, request, source, target))

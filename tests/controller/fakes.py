@@ -9,6 +9,7 @@ from pengserve.controller.terms import LocalTermStore
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, FenceError, StepError
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey, Version
+from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import (
     DeviceInfo,
@@ -88,6 +89,9 @@ class FakeInstance:
     deaf_to: set[str] = field(default_factory=set)  # calls it never answers
     broken: set[str] = field(default_factory=set)  # names of groups that cannot be built
     prepared: SwitchPlan | None = None
+    waits_to_drain: bool = False  # a drain ends when `drained` is set
+    drained: asyncio.Event = field(default_factory=asyncio.Event)
+    orders: list[Migrate] = field(default_factory=list)
     directories: list[PeerDirectory] = field(default_factory=list)
 
 
@@ -141,6 +145,8 @@ class FakePort:
     async def drain(self, key: InstanceKey, timeout_s: float) -> bool:
         instance = self._instance(key)
         instance.said = replace(instance.said, state=InstanceState.DRAINING)
+        if instance.waits_to_drain:
+            await instance.drained.wait()
         return not instance.stays_busy
 
     async def retire(self, key: InstanceKey, timeout_s: float) -> bool:
@@ -185,6 +191,11 @@ class FakePort:
         instance = self._instance(key)
         await self._hear("abort", instance)
         instance.prepared = None
+
+    async def order(self, key: InstanceKey, orders: Sequence[Migrate]) -> None:
+        instance = self._instance(key)
+        await self._hear("order", instance)
+        instance.orders += orders
 
     def switch(self, plan: SwitchPlan) -> None:
         """All members run the plan's shape from now on."""

@@ -10,6 +10,7 @@ from pengserve.controller.terms import LocalTermStore, Term
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, LinkLostError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import InstanceSnapshot, InstanceState
 from pengserve.replicas.engine.link import InstanceLink
@@ -187,6 +188,9 @@ class WorldPort:
         report = await asyncio.shield(commit)
         await self._chaos.ray()
         return report
+
+    async def order(self, key: InstanceKey, orders: Sequence[Migrate]) -> None:
+        """Instances of this world keep their requests."""
 
     async def abort(self, key: InstanceKey, plan_id: str) -> None:
         self._chaos.reach("port.abort")

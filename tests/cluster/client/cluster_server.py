@@ -11,6 +11,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from pengserve.planners.types.codec import to_data
+from pengserve.planners.types.drains import DrainOperation, DrainPhase
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Layout, parse_groups
@@ -81,6 +82,8 @@ class ClusterState:
     snapshots: list[ClusterSnapshot] = field(default_factory=list)  # each status takes one; the last one stays
     events: list[Event] = field(default_factory=list)
     ready_after: int = 0  # refusals before /ready says yes
+    drain_phases: list[DrainPhase] = field(default_factory=lambda: [DrainPhase.MOVING])
+    undrained: list[int] = field(default_factory=list)
     drained_with_s: list[float] = field(default_factory=list)
     layouts: list[LayoutView] = field(default_factory=list)  # each look takes one; the last one stays
     layouts_asked: list[dict[str, Any]] = field(default_factory=list)
@@ -167,6 +170,25 @@ def _application(state: ClusterState) -> FastAPI:
     async def drain(request: Request):
         state.drained_with_s.append((await request.json())["timeout_s"])
         return {"drained": True}
+
+    @app.post("/cluster/instances/{instance}/drain")
+    async def drain_instance(instance: int, request: Request):
+        state.drained_with_s.append((await request.json())["timeout_s"])
+        return await drain_operation(instance)
+
+    @app.get("/cluster/instances/{instance}/drain")
+    async def drain_operation(instance: int):
+        phase = state.drain_phases.pop(0) if len(state.drain_phases) > 1 else state.drain_phases[0]
+        key = InstanceKey(instance_id=InstanceId(instance), incarnation=1)
+        is_done = phase is DrainPhase.DONE
+        return to_data(
+            DrainOperation(id=f"drain-{key}", key=key, phase=phase, num_left=2 - 2 * is_done, safe_to_delete=is_done)
+        )
+
+    @app.post("/cluster/instances/{instance}/undrain")
+    async def undrain(instance: int):
+        state.undrained.append(instance)
+        return {"undrained": True}
 
     @app.get("/live")
     async def live():

@@ -13,6 +13,7 @@ from pengserve.client import (
     PengServeError,
     PengServeTimeoutError,
 )
+from pengserve.planners.types.drains import DrainPhase
 from pengserve.planners.types.snapshot import SwitchRecord
 from tests.cluster.client.cluster_server import (
     ADMIN_KEY,
@@ -80,6 +81,18 @@ async def test_drain_passes_its_time_and_its_outcome(connect, state):
     client = connect(state.url, admin_key=ADMIN_KEY)
     assert await client.drain(timeout_s=1.5) is True
     assert state.drained_with_s == [1.5]
+
+
+async def test_an_instance_is_drained_and_comes_back(connect, state):
+    client = connect(state.url, admin_key=ADMIN_KEY)
+    first = await client.drain_instance(1, 2.5, wait=False)
+    assert (first.id, first.phase, first.num_left) == ("drain-1.1", DrainPhase.MOVING, 2)
+    state.drain_phases = [DrainPhase.MOVING, DrainPhase.ENDING, DrainPhase.DONE]
+    assert (await client.drain_instance(1, 2.5)).safe_to_delete
+    assert state.drained_with_s == [2.5, 2.5] and state.drain_phases == [DrainPhase.DONE]
+    assert (await client.drain_operation(1)).phase is DrainPhase.DONE
+    await client.undrain(1)
+    assert state.undrained == [1]
 
 
 async def test_the_layout_arrives_as_the_value_it_is(connect, state):

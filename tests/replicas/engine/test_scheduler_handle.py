@@ -115,6 +115,34 @@ def test_a_request_comes_with_its_kv(handle: SchedulerHandle) -> None:
     assert handle.num_free() == NUM_BLOCKS - 2
 
 
+def test_a_reserved_request_gets_more_room(handle: SchedulerHandle) -> None:
+    request = arrived("a", 20)
+    first = handle.reserve(request, 20)
+    assert first is not None and handle.grow(request, 20) and handle.block_ids("a") == first
+    assert handle.grow(request, 40) and handle.block_ids("a")[:2] == first and len(handle.block_ids("a")) == 3
+    assert handle.reserve(arrived("b", 60), 60) is not None
+    assert not handle.grow(request, 5 * BLOCK_SIZE) and len(handle.block_ids("a")) == 3
+    handle.end("ab")
+    assert handle.num_free() == NUM_BLOCKS
+
+
+def test_a_request_is_held_and_goes_on(handle: SchedulerHandle) -> None:
+    for name in "ab":
+        handle.add(a_request(name))
+    step(handle)
+    block_ids = handle.block_ids("a")
+    handle.hold(request := handle.request("a"))
+    assert set(step(handle).num_scheduled_tokens) == {"b"} and handle.knows("a")
+    handle.enqueue(request)
+    output = step(handle)
+    assert output.num_scheduled_tokens == {"b": 1, "a": 1} and handle.block_ids("a") == block_ids
+    resumed = {new.req_id for new in output.scheduled_new_reqs} | output.scheduled_cached_reqs.resumed_req_ids
+    assert resumed == {"a"}, "the runner gets all its blocks again"
+    handle.hold(request)
+    handle.end("ab")
+    assert handle.num_free() == NUM_BLOCKS
+
+
 def test_one_gives_up_its_blocks_where_none_can_go_on(handle: SchedulerHandle) -> None:
     for name in "ab":
         request = arrived(name, 64)

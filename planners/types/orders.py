@@ -1,0 +1,24 @@
+"""What the controller orders one instance to do with its requests. An order is a frozen value with an id.
+
+Orders go to instances many at once. They are fenced by the life that they are for and by their id, not by the layout's
+epoch: an order that comes twice, or for another life, changes nothing.
+"""
+
+from dataclasses import dataclass
+
+from pengserve.planners.types.ids import InstanceKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migrate:
+    """Requests of `source` go on at `target`, with their KV, while both serve."""
+
+    order_id: str
+    source: InstanceKey
+    target: InstanceKey
+    request_ids: tuple[str, ...] = ()  # these; where there are none, running requests, the shortest first,
+    max_tokens: int = 0  # ... whose KV has so many tokens in all, at most
+    # The source is being emptied: requests that wait there without KV are sent again elsewhere, at once.
+    empties: bool = False
+    # What cannot move with its KV, for its kind or for want of room, is sent again from its tokens.
+    must_leave: bool = False
