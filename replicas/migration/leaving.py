@@ -50,7 +50,6 @@ class Leaving:
     number: int
     order: Migrate
     request: Request
-    num_preemptions: int
     phase: Phase = Phase.OFFERED
     since_s: float = field(default_factory=time.monotonic)  # when it entered its phase
     blocks: list[int] = field(default_factory=list)  # those sent so far
@@ -79,7 +78,7 @@ class Departures:
         if handoff is None:
             return False
         self._next_number += 1
-        leaving = self.current = Leaving(self._next_number, order, request, request.num_preemptions)
+        leaving = self.current = Leaving(self._next_number, order, request)
         spare = SPARE_BLOCKS * self._lane.capacity.block_size
         limit = min(request.num_prompt_tokens + request.max_tokens, self._lane.capacity.max_model_len)
         num_tokens = max(request.num_computed_tokens, min(request.num_tokens + spare, limit))
@@ -193,13 +192,12 @@ class Departures:
             self.give_up(f"instance {leaving.order.target} gave no answer within {timeout_s:g} s")
 
     def _is_here(self, leaving: Leaving) -> bool:
-        """Whether the request runs, with the very blocks that have been sent."""
+        """Whether the request runs, with the very blocks that have been sent. A preemption shows at once."""
         request = leaving.request
         return (
             self._lane.knows(request.request_id)
             and self._lane.request(request.request_id) is request
             and request.status is RequestStatus.RUNNING
-            and request.num_preemptions == leaving.num_preemptions
             and can_carry(request)
         )
 

@@ -118,6 +118,20 @@ def test_a_client_may_leave(phase: Phase) -> None:
     world.run_to_the_end()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_request_that_is_preempted_while_it_is_copied_stays(seed: int) -> None:
+    """The source has room for two of its five requests: they preempt each other all the time."""
+    world = World(seed, (30, 90))
+    world.send(5, max_tokens=120)
+    world.run(lambda: any(record.tokens for record in world.ingress.records.values()))
+    while not all(record.is_over for record in world.ingress.records.values()):
+        world.order(0, 1)
+        for _ in range(60):
+            world.act()
+        world.order(1, 0)
+    world.run_to_the_end()
+
+
 def test_a_target_without_room_leaves_requests_where_they_are() -> None:
     world = begun(World(0, (80, 4)))
     world.order(0, 1)
