@@ -1,8 +1,8 @@
 """Everything at once, at random, for a while: no stream fails, and every token is the one it would have been.
 
 Requests come and clients leave, memory is too small for all, layouts are asked for while others are under way or left
-to the planners, instances fall silent or die, the controller is replaced, its disk is full. `make soak` goes on for as
-long as it is told to; the seed of a failure is in its message.
+to the planners, requests migrate, instances fall silent or die, the controller is replaced, its disk is full.
+`make soak` goes on for as long as it is told to; the seed of a failure is in its message.
 """
 
 import contextlib
@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 
 from pengserve.planners.types.config import DropConfig, MergeConfig
+from pengserve.planners.types.errors import PengServeError
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import InstanceState
 from tests.support.elastic import ElasticCluster, elastic_cluster
@@ -63,6 +65,7 @@ class Soak:
     expected: list[TimedStream]
     running: list[Running] = field(default_factory=list)
     told: list[str] = field(default_factory=list)  # what happened, for the message of a failure
+    num_orders: int = 0
 
     @property
     def actions(self) -> dict[Callable[[], None], float]:
@@ -77,6 +80,7 @@ class Soak:
             self.replace_controller: 0.3,
             self.kill: 0.4,
             self.fill_disk: 0.5,
+            self.migrate: 5.0,
         }
 
     def disorder(self, until_s: float) -> None:
@@ -141,6 +145,24 @@ class Soak:
         """Another controller takes over."""
         self.told.append("controller")
         self.cluster.restart_controller()
+
+    def migrate(self) -> None:
+        """Requests of one instance are told to go on at another one; neither waits for it."""
+        keys = self._ready()
+        if len(keys) < 2:
+            return
+        source, target = self.chance.sample(keys, 2)
+        self.num_orders += 1
+        order = Migrate(
+            order_id=f"soak-{self.num_orders}",
+            source=source,
+            target=target,
+            max_tokens=self.chance.choice([200, 1 << 20]),
+            must_leave=self.chance.random() < 0.3,
+        )
+        with contextlib.suppress(PengServeError):  # one of them has just died
+            self.cluster.call(self.cluster.port.order(source, [order]))
+            self.told.append("migrate")
 
     def fill_disk(self) -> None:
         """The disk of the event log becomes full, or has room again."""
