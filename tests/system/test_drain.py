@@ -63,12 +63,18 @@ def test_a_drain_under_load_loses_nothing(scene: Scene) -> None:
     while not (operation := httpx.get(f"{url}/drain").json())["safe_to_delete"]:
         assert time.monotonic() < started_s + 240.0, operation
         time.sleep(0.05)
+    drain_s = time.monotonic() - started_s
     assert httpx.post(f"{url}/drain", json={}).json() == operation, "it is idempotent"
     refused = httpx.post(f"{traffic.url}/cluster/instances/0/drain", json={})
     assert refused.status_code == 400 and "only one that serves" in refused.text
     streams = [future.result(ENDS_WITHIN_S) for future in running]
     assert [stream.error for stream in streams] == [""] * NUM_STREAMS
     assert [stream.token_ids for stream in streams] == [stream.token_ids for stream in expected]
+    waits = [
+        f"{stream.longest_gap_s:.3f} (undisturbed {alone.longest_gap_s:.3f})"
+        for stream, alone in zip(streams, expected, strict=True)
+    ]
+    print(f"\n  drained in {drain_s:.2f} s; longest waits between tokens in s: {', '.join(waits)}")
     assert not cluster.events(EventKind.INSTANCE_DRAIN_ERROR) and not cluster.events(EventKind.INSTANCE_LOST)
     cluster.require_memory(0)
     assert httpx.post(f"{url}/undrain", json={}).status_code == 200
