@@ -127,7 +127,7 @@ def whole_groups(groups: tuple[Group, ...], instances: Mapping[InstanceId, Insta
     return _without(table, table.members.difference(instances))
 
 
-class Ready(dict[InstanceId, InstanceSnapshot]):
+class ReadyInstances(dict[InstanceId, InstanceSnapshot]):
     """The READY instances of one look, and their numbers in columns by instance id: 0 for an id that is not READY.
 
     A column is made when the first planner asks for it; the others of the same look find it.
@@ -175,7 +175,7 @@ class Ready(dict[InstanceId, InstanceSnapshot]):
 class LaneColumns:
     """What the instances of a look can hold in one shape, in columns by instance id: 0 where one cannot run it."""
 
-    def __init__(self, ready: Ready, shape: str) -> None:
+    def __init__(self, ready: ReadyInstances, shape: str) -> None:
         common, self._size = ready.common_lane(shape), ready.size
         if common is not None:
             self._ids, self._known = ready.ids, [common]
@@ -193,7 +193,7 @@ class LaneColumns:
         return self._columns[name]
 
 
-ready_instances = Kept(Ready)
+ready_instances = Kept(ReadyInstances)
 
 
 def spread(ids: Ints, values: NDArray[A], size: int) -> NDArray[A]:

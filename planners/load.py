@@ -7,7 +7,7 @@ split by the load that it has. So a merge cannot by itself call for the split th
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pengserve.planners.columns import GroupTable, Kept, Ready, ready_instances, whole_groups
+from pengserve.planners.columns import GroupTable, Kept, ReadyInstances, ready_instances, whole_groups
 from pengserve.planners.columns import lane_capacity as lane_capacity
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind, alone
@@ -44,7 +44,7 @@ class ClusterView:
     """A snapshot, indexed: what the planner asks again and again."""
 
     snapshot: ClusterSnapshot
-    instances: Ready
+    instances: ReadyInstances
     table: GroupTable  # of the layout's groups whose members are all READY
     group_of: Mapping[InstanceId, Group]  # of instances in groups whose members are all READY
     loads: "Loads"  # of those groups, by leader

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pengserve.planners.columns import Bools, GroupTable, Ints, Ready, ready_instances, rows, whole_groups
+from pengserve.planners.columns import Bools, GroupTable, Ints, ReadyInstances, ready_instances, rows, whole_groups
 from pengserve.planners.demand_trend import MIN_GAP_S as MIN_GAP_S
 from pengserve.planners.demand_trend import DemandTrend as DemandTrend
 from pengserve.planners.demand_trend import DemandTrends
@@ -118,7 +118,7 @@ class _Columns:
 class MemoryDemand:
     """The cluster's groups whose members are all READY, indexed for the planners of drops and restores."""
 
-    instances: Ready
+    instances: ReadyInstances
     by_member: GroupDemands
     overloaded_at: Ints = field(compare=False)  # positions of the groups above `drop_above`
 
@@ -187,7 +187,7 @@ def group_demand(group: Group, instances: Mapping[InstanceId, InstanceSnapshot])
     )
 
 
-def _columns(table: GroupTable, instances: Ready) -> _Columns:
+def _columns(table: GroupTable, instances: ReadyInstances) -> _Columns:
     """`group_demand` of all groups of `table`, a group an entry."""
     leaders, alone = table.leader_ids, instances.lanes(GroupKind.DP)
     lane = {name: alone[name][leaders] for name in ("num_blocks", "block_size", "max_num_seqs")}

@@ -124,6 +124,13 @@ class MigrateConfig:
     full_above: float = 0.85  # load above which requests leave an instance
     free_below: float = 0.6  # ... and below which an instance takes them; not above `full_above`
 
+    def __post_init__(self) -> None:
+        if self.free_below > self.full_above:
+            raise ValueError(
+                f"free_below ({self.free_below:g}) must not be above full_above ({self.full_above:g}),"
+                " or an instance would be both"
+            )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControllerConfig:

@@ -29,13 +29,13 @@ class Migration(Policy):
     free_below: float = Field(default=0.6, gt=0)  # ... and below which an instance takes them
 
     @model_validator(mode="after")
-    def _apart(self) -> "Migration":
-        if self.free_below > self.full_above:
-            raise ValueError(
-                f"free_below ({self.free_below:g}) must not be above full_above ({self.full_above:g}),"
-                " or an instance would be both"
-            )
+    def _can_plan(self) -> "Migration":
+        self.config()
         return self
+
+    def config(self) -> MigrateConfig:
+        """What the planner of migrations goes by."""
+        return MigrateConfig(full_above=self.full_above, free_below=self.free_below)
 
     def setup(self, facts: Facts) -> Setup:
         """Every instance alone, and the task that migrates requests between them."""
@@ -44,7 +44,7 @@ class Migration(Policy):
 
 async def _balance(options: Migration, cluster: SimCluster) -> None:
     """Pairs instances again and again; migrations run beside each other, one an instance."""
-    config = MigrateConfig(full_above=options.full_above, free_below=options.free_below)
+    config = options.config()
     busy: dict[asyncio.Task[None], tuple[SimInstance, SimInstance]] = {}
     while True:
         await asyncio.sleep(options.interval_s)

@@ -321,6 +321,9 @@ def test_an_epoch_that_an_instance_knows_is_never_given_out_again() -> None:
     alone = layouts.Layout.all_dp((InstanceId(0), InstanceId(1)), Epoch(7))
     layout, why = layouts.follow(alone, slots(["dp", "dp"], epoch=30))
     assert layout.epoch == 31 and why
+    assert layouts.follow(alone, slots(["dp", "dp"], epoch=30), alone.groups[0].members)[0].epoch == 31
+    both = [InstanceId(0), InstanceId(1)]
+    assert layouts.follow(alone, slots(["dp", "dp"], epoch=30), both)[0] is alone, "the ends of their switches tell"
 
 
 def test_a_new_controller_begins_above_all_that_was_committed() -> None:

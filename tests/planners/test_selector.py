@@ -388,7 +388,7 @@ def test_two_groups_that_are_short_of_memory_drop_side_by_side() -> None:
 def test_turns_for_load_and_wishes_come_one_after_another() -> None:
     """A second look at the same wish must not form a second group for it."""
     demand = Demand(wanted_degrees=((2, 1),))
-    seen = snapshot(4, "", {i: stats(requests=1, blocks=2) for i in range(4)}, demands=[demand], degrees=(2,))
+    seen = snapshot(8, "", {i: stats(requests=1, blocks=2) for i in range(8)}, demands=[demand], degrees=(2,))
     first, history, _ = select(seen, MERGE, DROP, SelectorHistory())
     assert first is not None and first.group.kind is GroupKind.TP
     assert select(replace(seen, switching=(first,)), MERGE, DROP, history)[0] is None
