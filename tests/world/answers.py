@@ -17,6 +17,7 @@ class Answers:
         """`broken` is called with the sentence of a law that does not hold."""
         self._lengths, self._poison, self.broken = tuple(lengths), frozenset(poison), broken
         self.deaths: dict[int, list[InstanceKey]] = {}  # by poisonous request
+        self.num_other_deaths = 0  # of instances that served
 
     def length(self, number: int) -> int:
         """Tokens of an answer."""

@@ -35,6 +35,8 @@ def live(
     for _ in range(num_steps):
         while link.to_instance:
             link.read()
+        while link.to_ingress:  # what an instance says before a step is on its way when that kills it
+            cluster.deliver(link)
         numbers = {copy.number for copy in instance.copies.values()}
         is_killed = any(num_here[number] >= tokens_before_death for number in killers & numbers)
         if is_killed:
@@ -117,7 +119,8 @@ def test_instances_that_die_of_something_else_cost_no_request() -> None:
         for wire_id in list(instance.copies)[:-1]:  # the last one that came is computed first
             del instance.copies[wire_id]
         instance.step()
-        cluster.deliver(link)
+        while link.to_ingress:
+            cluster.deliver(link)
         instance.cut(0, refuses=True)
         cluster.deliver(link)
     assert not cluster.failed
