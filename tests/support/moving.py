@@ -201,7 +201,7 @@ class FakePool:
 class Cluster:
     """Instances, the ingress's book, and what its clients have seen. Is the book's `RecordEvents`."""
 
-    def __init__(self, num_instances: int, *, limits: LimitConfig | None = None) -> None:
+    def __init__(self, num_instances: int, *, limits: LimitConfig | None = None, is_only_ingress: bool = True) -> None:
         self.lengths: dict[int, int] = {}
         self.pool = FakePool()
         self.max_model_len = MAX_MODEL_LEN
@@ -210,7 +210,13 @@ class Cluster:
         clock = lambda: monotonic() + self.passed_s  # noqa: E731
         self.is_superseded = False  # another configuration has taken over
         self.book = RequestBook(
-            self, limits or patient, self.pool, lambda: self.max_model_len, clock, lambda: self.is_superseded
+            self,
+            limits or patient,
+            self.pool,
+            lambda: self.max_model_len,
+            clock,
+            lambda: self.is_superseded,
+            is_only_ingress=is_only_ingress,
         )
         self.instances = [
             FakeInstance(InstanceKey(instance_id=InstanceId(i), incarnation=0), self.lengths)

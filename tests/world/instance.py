@@ -146,7 +146,7 @@ class ScriptedInstance:
         outputs: dict[InstanceEnd, list[EngineCoreOutput]] = {}
         for wire_id, copy in list(self.copies.items())[: CAPACITY.max_num_seqs]:
             if self._answers.is_poison(copy.number) and copy.num_tokens >= FATAL_TOKEN:
-                self._answers.killed(copy.number, self.key)
+                self._answers.killed(copy.number, self.key, len(self.copies) - 1)
                 self.die(is_poisoned=True)
                 return
             token, is_last = self._answers.next(copy.number, copy.num_tokens)
