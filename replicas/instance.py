@@ -6,6 +6,8 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +28,7 @@ from pengserve.replicas.revisions import Revisions
 from pengserve.replicas.step_loop import StepLoop
 from pengserve.replicas.step_watch import StepWatch
 from pengserve.replicas.terms import TermFence
+from pengserve.replicas.trial_gate import TrialGate
 from pengserve.replicas.versions import versions
 
 if TYPE_CHECKING:
@@ -76,6 +79,9 @@ class Instance:
             host=self._host, token=config.channel_token, handler=self, fingerprint=config.fingerprint
         )
         self._requests = OpenRequests(self._server)
+        self._gate: TrialGate[Request] = TrialGate(
+            let_in=self._let_in, tell=self._tell_trial, num_requests=self._num_requests, is_reading=self._is_reading
+        )
         self._loop = StepLoop(
             build=self._build_lanes, on_ready=self._ready, on_step=self._stepped, on_failed=self._failed
         )
@@ -268,17 +274,24 @@ class Instance:
         self._stats = self._lanes.stats()
         # A former follower makes no steps until an ingress sends it requests. The beat tells them that it takes some.
         self._server.beat()
+        self._loop.submit(self._gate.shape_changed)
         self._note_idle()
 
     def _stepped(self, outputs: Mapping[int, "EngineCoreOutputs"], stats: InstanceStats) -> None:
-        self._stats = stats
+        self._stats = self._with_held(stats)
         assert self._step_codec is not None
-        self._send(self._step_codec, outputs, stats)
+        self._send(self._step_codec, outputs, self._stats)
         if self._agent is not None:
             self._agent.boundary()
         if self._migrations is not None and self._migrations.is_busy:
             self._migrations.boundary()
+        self._gate.stepped(chain.from_iterable(batch.outputs for batch in outputs.values()), stats)
         self._note_idle()
+
+    def _with_held(self, stats: InstanceStats) -> InstanceStats:
+        """`stats` with the requests that are held at the gate among the waiting ones."""
+        num_held = self._gate.num_held
+        return replace(stats, num_waiting=stats.num_waiting + num_held) if num_held else stats
 
     def _newest_stats(self) -> InstanceStats:
         return self._watch.aged(self._lanes.up_to_date(self._stats)) if self._lanes is not None else self._stats
@@ -289,10 +302,26 @@ class Instance:
         self._server.stop()  # every ingress sees the end at once and resumes elsewhere
 
     def _note_idle(self) -> None:
-        if self._lanes is None or self._lanes.num_requests():
+        if self._lanes is None or self._num_requests() or self._gate.num_held:
             return
         if self._migrations is None or not self._migrations.is_moving:
             self._idle.set()
+
+    # What the gate asks ---------------------------------------------------------------------------------------
+
+    def _num_requests(self) -> int:
+        assert self._lanes is not None
+        return self._lanes.num_requests()
+
+    def _is_reading(self) -> bool:
+        assert self._lanes is not None
+        return self._lanes.is_reading()
+
+    def _tell_trial(self, request: "Request", is_alone: bool) -> None:
+        from pengserve.replicas.engine.wire import Trial
+
+        frame = msgspec.msgpack.encode(Trial(request.request_id, is_alone))
+        self._server.send(request.client_index, [frame], FrameKind.TRIAL)
 
     # The channel's side ---------------------------------------------------------------------------------------
 
@@ -304,10 +333,12 @@ class Instance:
         return [msgspec.msgpack.encode(Welcome(self.key, self._lanes.capacity, self._newest_stats()))]
 
     def heartbeat(self) -> Sequence[Buffer]:
-        """Parts of an empty BATCH."""
+        """Parts of an empty BATCH. What waits at the gate is looked after as often, also where no step is made."""
         from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs
 
         assert self._codec is not None
+        if self._gate.is_closed:
+            self._loop.submit(self._tend_gate)
         return [self._codec.encode_stats(self._newest_stats()), *self._codec.encode_outputs(EngineCoreOutputs())]
 
     def on_frame(self, client_index: int, frame: Frame) -> None:
@@ -333,12 +364,12 @@ class Instance:
         assert self._lanes is not None and self._codec is not None
         lanes, add = self._lanes, self._codec.decode_add(parts)
         add.request.client_index = client_index
-        request_id = add.request.request_id
+        request_id, is_tried_alone = add.request.request_id, add.is_tried_alone
         self._requests.add(add.request)
         self._idle.clear()
 
         def admit(request: "Request") -> None:
-            self._loop.submit(lambda: self._admit(request))
+            self._loop.submit(lambda: self._gate.take(request, is_tried_alone=is_tried_alone))
 
         try:
             lanes.prepare(add.request, add.output_token_ids, admit)
@@ -347,7 +378,11 @@ class Instance:
             logger.exception("instance %s cannot take request %s", self.key, request_id)
             self._refuse(client_index, request_id)
 
-    def _admit(self, request: "Request") -> None:
+    def _tend_gate(self) -> None:
+        self._gate.tend()
+        self._note_idle()
+
+    def _let_in(self, request: "Request") -> None:
         assert self._lanes is not None
         if self._lanes.stepper.is_following and self._agent is not None:
             # The ingress sent it before it learned that another instance leads.
@@ -360,6 +395,7 @@ class Instance:
             # A half-decoded request of another instance may need what no runner here can do.
             logger.exception("instance %s cannot take request %s over", self.key, request.request_id)
             self._lanes.abort([request.request_id])
+            self._loop.submit(lambda: self._gate.forget([request.request_id]))
             self._refuse(request.client_index, request.request_id)
 
     def _refuse(self, client_index: int, request_id: str) -> None:
@@ -378,6 +414,7 @@ class Instance:
         def abort() -> None:
             assert self._lanes is not None
             self._lanes.abort(request_ids)
+            self._gate.forget(request_ids)
             self._note_idle()
 
         self._loop.submit(abort)

@@ -78,6 +78,7 @@ class IngressRuntime:
             self.links,
             lambda: self.client.model_config.max_model_len,
             is_superseded=lambda: self.watcher.is_superseded,
+            is_only_ingress=config.num_ingresses == 1,
         )
         self.demand = DemandReporter(self.book, source, client_id)
         self.client.use_book(self.book)

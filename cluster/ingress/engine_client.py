@@ -37,7 +37,7 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
 )
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.grammars import DEAD_END, TOO_COSTLY
-from pengserve.replicas.engine.link import InstanceLink, Moved, StepBatch
+from pengserve.replicas.engine.link import InstanceLink, Moved, StepBatch, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -255,6 +255,10 @@ class ClusterEngineClient(EngineClient):
         self._process(outputs, monotonic(), iteration_stats, None)
         if iteration_stats is not None and moved.to is not None:
             self._meters.late(moved.to, iteration_stats)
+
+    def on_trial(self, link: InstanceLink, trial: Trial) -> None:
+        """A suspect is alone on its instance from now on, or not."""
+        self.book.note_trial(link, trial)
 
     def on_failed(self, request_id: str, error: Exception) -> None:
         """The book gave a request up."""

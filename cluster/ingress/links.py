@@ -11,7 +11,7 @@ from typing import Protocol
 from pengserve.planners.types.errors import EngineError, LinkLostError
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import RoutingTable
-from pengserve.replicas.engine.link import InstanceLink, Moved, StepBatch
+from pengserve.replicas.engine.link import InstanceLink, Moved, StepBatch, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,9 @@ class LinkHandler(Protocol):
 
     def on_moved(self, link: InstanceLink, moved: Moved) -> None:
         """Requests left `link`, after all batches before."""
+
+    def on_trial(self, link: InstanceLink, trial: Trial) -> None:
+        """A suspect on `link` is alone there from now on, or not."""
 
     def on_down(self, link: InstanceLink, *, lost: bool) -> None:
         """`link` is gone: `lost` if unasked, else closed here."""
@@ -163,6 +166,8 @@ class LinkPool:
             async for event in link.events():
                 if isinstance(event, Moved):
                     self._handler.on_moved(link, event)
+                elif isinstance(event, Trial):
+                    self._handler.on_trial(link, event)
                 else:
                     await self._handler.on_batch(link, event)
         except LinkLostError as error:

@@ -91,11 +91,6 @@ class RequestRecord:
         return self.suspicion.num_deaths if self.suspicion is not None else 0
 
     @property
-    def is_first_trial(self) -> bool:
-        """Whether it is a suspect of one death only."""
-        return self.suspicion is not None and self.suspicion.num_deaths == 1
-
-    @property
     def is_urgent(self) -> bool:
         """Whether it is above normal priority; as in vLLM, a lower number is more urgent."""
         return self.request.priority < 0

@@ -53,7 +53,7 @@ from pengserve.planners.dispatch import DispatchOptions
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import Demand
-from pengserve.replicas.engine.link import InstanceLink, Moved
+from pengserve.replicas.engine.link import InstanceLink, Moved, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -74,11 +74,14 @@ class RequestBook:
         max_model_len: Callable[[], int],
         clock: Callable[[], float] = monotonic,
         is_superseded: Callable[[], bool] = lambda: False,
+        *,
+        is_only_ingress: bool = True,
     ) -> None:
         """
         Args:
             max_model_len: tokens that the widest group this cluster can form holds for one request.
             is_superseded: whether another configuration has taken over, so that no instance will come any more.
+            is_only_ingress: whether no other ingress sends requests to these instances.
         """
         self._is_superseded = is_superseded
         self._events, self._limits, self._links, self._max_model_len = Told(events), limits, links, max_model_len
@@ -87,7 +90,7 @@ class RequestBook:
         self._records: dict[str, RequestRecord] = {}  # by request id
         self._copies: dict[str, RequestRecord] = {}  # by wire id; only those on a link
         self._urgent: set[RequestRecord] = set()
-        self._trials = Trials(limits.max_deaths_alone, clock)
+        self._trials = Trials(limits.max_deaths_alone, is_only_ingress=is_only_ingress)
         self._quarantine = Quarantine(clock)
         self._waiting: deque[RequestRecord] = deque()
         self._orphans = Orphans()
@@ -168,6 +171,14 @@ class RequestBook:
         for record, to in (*redirected[:num_new], *reversed(redirected[num_new:])):
             self._send_again(record, to=to, avoid=link)
         return accepted
+
+    def note_trial(self, link: InstanceLink, trial: Trial) -> None:
+        """The instance has let a suspect in: alone, or among others."""
+        record = self._copies.get(trial.request_id)
+        if record is not None and record.link is link:
+            self._trials.told(record, is_alone=trial.is_alone)
+            if not trial.is_alone:
+                self._wake.set()  # the next suspect's turn
 
     def abort(self, request_ids: Iterable[str], finish: str = "abort") -> None:
         """Forgets requests and tells their instances. `finish` is how they ended for their clients."""
@@ -311,6 +322,7 @@ class RequestBook:
                 return None
             self._events.on_request_moved(carried=True)
             record.link, record.is_unsettled = link, True
+            self._trials.told(record, is_alone=False)
             if record.stash is None:
                 return None
             outputs, next_move = record.stash.take(link)
@@ -360,8 +372,6 @@ class RequestBook:
     def _settle(self, record: RequestRecord, now_s: float) -> None:
         """The first token after a switch or a loss is there."""
         record.is_unsettled = False
-        if record in self._trials:
-            self._wake.set()  # it may be the next suspect's turn
         record.num_losses_in_place = record.num_redirects_in_place = 0
         if record.lost_since_s is not None:
             self._events.on_resumed(now_s - record.lost_since_s)
@@ -452,7 +462,7 @@ class RequestBook:
             LinkLostError: the instance is gone.
         """
         request = record.next_copy()
-        link.add(request, record.output_token_ids)
+        link.add(request, record.output_token_ids, is_tried_alone=self._trials.is_tried_alone(record))
         record.wire_id, record.link, record.num_losses_seen = request.request_id, link, self._num_losses
         record.sent_s, record.num_tokens_when_sent = self._clock(), len(record.output_token_ids)
         self._copies[record.wire_id] = record

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-PROVEN_TOKENS = 8  # output tokens that a copy computes on one instance before it counts as harmless there
+from pengserve.replicas.trial_gate import PROVEN_TOKENS
+
 SUSPECTS_PER_TRIAL = 12  # of so many requests that may have caused a death, one a time goes on each instance
 
 
@@ -11,8 +12,8 @@ class Suspicion:
     """The deaths of instances that one request may have caused.
 
     A death counts for the requests that may have caused it: those on trial there, or else those that the instance had
-    computed for less than `PROVEN_TOKENS`, or else all that it ran. Each `PROVEN_TOKENS` computed since take one death
-    off.
+    begun and not computed for `PROVEN_TOKENS`, or else all that it ran. Each `PROVEN_TOKENS` computed since take one
+    death off.
     """
 
     num_deaths: int = 0

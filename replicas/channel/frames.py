@@ -13,7 +13,7 @@ from enum import IntEnum
 
 from pengserve.planners.types.errors import LinkLostError
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 MAX_FRAME_BYTES = 256 << 20
 
 Buffer = bytes | bytearray | memoryview
@@ -30,6 +30,7 @@ class FrameKind(IntEnum):
     ABORT = 5
     BATCH = 6
     MOVED = 7
+    TRIAL = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,10 @@ class Lane(ABC):
         """Running and waiting requests."""
         return sum(self.scheduler.counts())
 
+    def is_reading(self) -> bool:
+        """Whether a request waits, or has not computed its prompt: in a step of decoding one token is missing."""
+        return any(request.num_tokens - request.num_computed_tokens > 1 for request in self.requests())
+
     def knows(self, request_id: str) -> bool:
         """Whether a request is here and has not finished."""
         return self.scheduler.knows(request_id)

@@ -157,6 +157,10 @@ class Lanes:
         """Running and waiting requests of all lanes."""
         return self.dp.num_requests() + (self.current.num_requests() if self.current is not self.dp else 0)
 
+    def is_reading(self) -> bool:
+        """Whether a request waits, or has not computed its prompt."""
+        return self.dp.is_reading() or (self.current is not self.dp and self.current.is_reading())
+
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:

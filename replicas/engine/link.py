@@ -14,9 +14,9 @@ from pengserve.replicas.channel.frames import Frame, FrameKind, encode, read
 from pengserve.replicas.channel.server import HEARTBEAT_S, SILENT_BEATS, credentials
 from pengserve.replicas.channel.tcp import notice_silence, send_at_once
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
-from pengserve.replicas.engine.wire import Codec, Moved, StepBatch, Welcome
+from pengserve.replicas.engine.wire import Codec, Moved, StepBatch, Trial, Welcome
 
-__all__ = ["InstanceLink", "Moved", "StepBatch"]
+__all__ = ["InstanceLink", "Moved", "StepBatch", "Trial"]
 
 
 class InstanceLink:
@@ -56,21 +56,25 @@ class InstanceLink:
                 writer.close()
             raise LinkLostError(f"cannot connect to the instance at {endpoint}: {error or 'no answer'}") from error
 
-    def add(self, request: EngineCoreRequest, output_token_ids: Sequence[int] = ()) -> None:
+    def add(
+        self, request: EngineCoreRequest, output_token_ids: Sequence[int] = (), *, is_tried_alone: bool = False
+    ) -> None:
         """Sends a request; with output tokens the instance resumes it after them, as if it had made them itself.
+
+        One that is to be tried alone starts when all that runs there is proven harmless; a `Trial` tells when.
 
         Raises:
             LinkLostError: the instance is gone.
         """
-        self._send(FrameKind.ADD, self._codec.encode_add(request, output_token_ids))
+        self._send(FrameKind.ADD, self._codec.encode_add(request, output_token_ids, is_tried_alone=is_tried_alone))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Asks the instance to forget these requests. Nothing to do where it is gone already."""
         with contextlib.suppress(LinkLostError):
             self._send(FrameKind.ABORT, [msgspec.msgpack.encode(list(request_ids))])
 
-    async def events(self) -> AsyncIterator[StepBatch | Moved]:
-        """Every token batch and every MOVED in order; heartbeats (no outputs) among them. One reader only.
+    async def events(self) -> AsyncIterator[StepBatch | Moved | Trial]:
+        """Every token batch, MOVED and TRIAL in order; heartbeats (no outputs) among them. One reader only.
 
         Raises:
             LinkLostError: the instance is gone, always in the end.
@@ -83,6 +87,9 @@ class InstanceLink:
                 self._num_frames += 1
                 if frame.kind is FrameKind.MOVED:
                     yield msgspec.msgpack.decode(frame.parts[0], type=Moved)
+                    continue
+                if frame.kind is FrameKind.TRIAL:
+                    yield msgspec.msgpack.decode(frame.parts[0], type=Trial)
                     continue
                 batch = self._codec.decode_batch(frame.parts)
                 self.stats = batch.stats

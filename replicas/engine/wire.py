@@ -15,6 +15,7 @@ class AddRequest(msgspec.Struct, array_like=True):
 
     request: EngineCoreRequest
     output_token_ids: list[int]
+    is_tried_alone: bool = False  # it may kill instances: see `replicas.trial_gate`
 
 
 class Welcome(msgspec.Struct):
@@ -37,6 +38,16 @@ class Moved(msgspec.Struct, array_like=True):
     carried: bool
 
 
+class Trial(msgspec.Struct, array_like=True):
+    """A request that is to be tried alone was let in. A TRIAL frame's only part, sent before its first step.
+
+    is_alone: from now on a death of the instance is its doing. Else it is among others, from the start or again.
+    """
+
+    request_id: str
+    is_alone: bool
+
+
 class StepBatch(msgspec.Struct):
     """All that one engine step made for one ingress, and the load after it."""
 
@@ -54,9 +65,11 @@ class Codec:
         self._outputs_decoder = MsgpackDecoder(EngineCoreOutputs)
         self._stats_decoder = msgspec.msgpack.Decoder(InstanceStats)
 
-    def encode_add(self, request: EngineCoreRequest, output_token_ids: Sequence[int]) -> Sequence[Buffer]:
+    def encode_add(
+        self, request: EngineCoreRequest, output_token_ids: Sequence[int], *, is_tried_alone: bool = False
+    ) -> Sequence[Buffer]:
         """Parts of an ADD frame."""
-        return self._encoder.encode(AddRequest(request, list(output_token_ids)))
+        return self._encoder.encode(AddRequest(request, list(output_token_ids), is_tried_alone))
 
     def decode_add(self, parts: Sequence[Buffer]) -> AddRequest:
         """Inverse of `encode_add`. Raises msgspec.MsgspecError on what is no request."""

@@ -21,7 +21,8 @@ from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput, EngineC
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
-from pengserve.replicas.engine.wire import Moved
+from pengserve.replicas.engine.wire import Moved, Trial
+from pengserve.replicas.trial_gate import TrialGate
 
 PROMPT = [1, 2, 3]
 MAX_MODEL_LEN = 1 << 16
@@ -59,6 +60,7 @@ class Copy:
 
     number: int
     num_tokens: int  # that its answer has so far
+    request_id: str  # the wire id
 
 
 class FakeLink:
@@ -72,20 +74,23 @@ class FakeLink:
         self.refuses = False  # the ingress's sends fail already, though it has not read LOST yet
         self.aborts: list[list[str]] = []
 
-    def add(self, request: EngineCoreRequest, output_token_ids: Sequence[int] = ()) -> None:
+    def add(
+        self, request: EngineCoreRequest, output_token_ids: Sequence[int] = (), *, is_tried_alone: bool = False
+    ) -> None:
         """See `InstanceLink`."""
         if self.refuses:
             raise LinkLostError("gone")
         wire_id, done = request.request_id, list(output_token_ids)
         number = int(wire_id[1:].split("~")[0])
         assert done == true_tokens(number, len(done)), "a request is sent again with what was received"
-        self.to_instance.append(lambda: self.instance.take(wire_id, Copy(number, len(done))))
+        copy = Copy(number, len(done), wire_id)
+        self.to_instance.append(lambda: self.instance.gate.take(copy, is_tried_alone=is_tried_alone))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """See `InstanceLink`."""
         ids = list(request_ids)
         self.aborts.append(ids)
-        self.to_instance.append(lambda: [self.instance.copies.pop(wire_id, None) for wire_id in ids])
+        self.to_instance.append(lambda: self.instance.forget(ids))
 
     def read(self) -> None:
         """The instance reads one frame."""
@@ -104,11 +109,30 @@ class FakeInstance:
     is_alive: bool = True
     link: FakeLink | None = None  # its newest connection while that is up
     copies: dict[str, Copy] = field(default_factory=dict)
+    gate: TrialGate[Copy] = field(init=False)
 
-    def take(self, wire_id: str, copy: Copy) -> None:
-        """A request arrives."""
-        assert wire_id not in self.copies, "a wire id names one copy"
-        self.copies[wire_id] = copy
+    def __post_init__(self) -> None:
+        self.gate = self._new_gate()
+
+    def _new_gate(self) -> TrialGate[Copy]:
+        return TrialGate(
+            let_in=self.take, tell=self._tell, num_requests=lambda: len(self.copies), is_reading=lambda: False
+        )
+
+    def take(self, copy: Copy) -> None:
+        """A request is computed here from now on."""
+        assert copy.request_id not in self.copies, "a wire id names one copy"
+        self.copies[copy.request_id] = copy
+
+    def forget(self, wire_ids: Sequence[str]) -> None:
+        """Requests are wanted no more."""
+        for wire_id in wire_ids:
+            self.copies.pop(wire_id, None)
+        self.gate.forget(wire_ids)
+
+    def _tell(self, copy: Copy, is_alone: bool) -> None:
+        if self.link is not None:
+            self.link.to_ingress.append(Trial(copy.request_id, is_alone))
 
     def step(self) -> None:
         """One token for each copy, in one batch."""
@@ -125,12 +149,13 @@ class FakeInstance:
             outputs.append(EngineCoreOutput(request_id=wire_id, new_token_ids=[token], finish_reason=reason))
         if self.link is not None and outputs:
             self.link.to_ingress.append(outputs)
+        self.gate.stepped(outputs, InstanceStats())
 
     def carry(self, to: "FakeInstance", wire_ids: Sequence[str]) -> None:
         """`to` goes on with these copies. An instance takes them only while their client is connected to it."""
         assert self.link is not None and to.link is not None
         for wire_id in wire_ids:
-            to.take(wire_id, self.copies.pop(wire_id))
+            to.take(self.copies.pop(wire_id))
         self.link.to_ingress.append(Moved(list(wire_ids), to.key, True))
 
     def redirect(self, wire_ids: Sequence[str], to: InstanceKey | None) -> None:
@@ -149,6 +174,7 @@ class FakeInstance:
             link.to_ingress.pop()
         link.to_ingress.append(LOST)
         self.copies.clear()
+        self.gate = self._new_gate()  # a client's requests are forgotten there as well
 
 
 class FakePool:
@@ -175,7 +201,7 @@ class FakePool:
 class Cluster:
     """Instances, the ingress's book, and what its clients have seen. Is the book's `RecordEvents`."""
 
-    def __init__(self, num_instances: int, *, limits: LimitConfig | None = None) -> None:
+    def __init__(self, num_instances: int, *, limits: LimitConfig | None = None, is_only_ingress: bool = True) -> None:
         self.lengths: dict[int, int] = {}
         self.pool = FakePool()
         self.max_model_len = MAX_MODEL_LEN
@@ -184,7 +210,13 @@ class Cluster:
         clock = lambda: monotonic() + self.passed_s  # noqa: E731
         self.is_superseded = False  # another configuration has taken over
         self.book = RequestBook(
-            self, limits or patient, self.pool, lambda: self.max_model_len, clock, lambda: self.is_superseded
+            self,
+            limits or patient,
+            self.pool,
+            lambda: self.max_model_len,
+            clock,
+            lambda: self.is_superseded,
+            is_only_ingress=is_only_ingress,
         )
         self.instances = [
             FakeInstance(InstanceKey(instance_id=InstanceId(i), incarnation=0), self.lengths)
@@ -264,6 +296,8 @@ class Cluster:
             self.book.lose(link)  # type: ignore[arg-type]
         elif isinstance(frame, Moved):
             self._see(book.move(link, frame))
+        elif isinstance(frame, Trial):
+            book.note_trial(link, frame)
         else:
             self._see(book.accept(link, frame))
 

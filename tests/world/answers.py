@@ -1,5 +1,6 @@
 """The one right answer of each request, which every instance of one configuration gives."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from pengserve.planners.types.ids import InstanceKey
@@ -17,6 +18,8 @@ class Answers:
         """`broken` is called with the sentence of a law that does not hold."""
         self._lengths, self._poison, self.broken = tuple(lengths), frozenset(poison), broken
         self.deaths: dict[int, list[InstanceKey]] = {}  # by poisonous request
+        self.company: Counter[int] = Counter()  # requests that died with it, by poisonous request
+        self.num_other_deaths = 0  # of instances that served
 
     def length(self, number: int) -> int:
         """Tokens of an answer."""
@@ -38,6 +41,7 @@ class Answers:
         """Whether the request kills its instances."""
         return number in self._poison
 
-    def killed(self, number: int, key: InstanceKey) -> None:
-        """A poisonous request has ended an instance."""
+    def killed(self, number: int, key: InstanceKey, num_others: int) -> None:
+        """A poisonous request has ended an instance that ran so many others."""
         self.deaths.setdefault(number, []).append(key)
+        self.company[number] += num_others

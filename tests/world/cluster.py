@@ -28,7 +28,8 @@ T = TypeVar("T")
 class WorldCluster:
     """All that controllers and ingresses share."""
 
-    def __init__(self, chaos: Chaos, answers: Answers, *, is_elastic: bool) -> None:
+    def __init__(self, chaos: Chaos, answers: Answers, *, is_elastic: bool, num_ingresses: int) -> None:
+        self.num_ingresses = num_ingresses
         self.chaos, self.terms = chaos, LocalTermStore()
         self.instances: dict[InstanceKey, ScriptedInstance] = {}  # also those that were killed and cannot hear it yet
         self.reserved: set[InstanceKey] = set()  # by placement groups

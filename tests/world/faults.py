@@ -8,7 +8,7 @@ CALM_S = 1.0  # of seconds at the start without a fault
 STORM_S = 16.0  # when the last fault begins at the latest; at the storm's end everything heals
 HEALED_S = 20.0
 LONG, ENDLESS = 150, 900  # tokens of answers that no client waits for
-POISON_SHARE = 0.0  # of the seeds: one of their requests kills instances
+POISON_SHARE = 0.1  # of the seeds: one of their requests kills instances; in half of them nothing else goes wrong
 
 
 class Kind(StrEnum):
@@ -36,7 +36,7 @@ class Kind(StrEnum):
 _OFTEN = (Kind.CRASH, Kind.EXCEPTION, Kind.EXCEPTION, Kind.EXCEPTION, Kind.LAYOUT, Kind.LAYOUT, Kind.LEAVE)
 
 POINTS = (
-    "ingress.on_table", "ingress.on_up", "ingress.on_batch", "ingress.on_moved", "ingress.on_down",
+    "ingress.on_table", "ingress.on_up", "ingress.on_batch", "ingress.on_moved", "ingress.on_trial", "ingress.on_down",
     "events.on_ended", "events.on_dispatched", "events.on_resumed", "events.on_request_moved", "events.on_failed",
     "link.write", "source.routing", "source.report_lost", "source.report_demand", "ingress.connect",
     "port.create", "port.created", "port.status", "port.statuses", "port.drain", "port.connect", "port.prepare",
@@ -91,6 +91,13 @@ def draw(seed: int) -> Scenario:
     faults = sorted((_fault(rng, rng.choice(kinds), size) for _ in range(rng.randint(1, 16))), key=lambda f: f.at_s)
     lengths = tuple(rng.randint(1, rng.choice((5, 40, 150, ENDLESS))) for _ in range(num_requests))
     arrivals_s = tuple(sorted(round(rng.uniform(0.0, STORM_S), 3) for _ in range(num_requests)))
+    # No client waits for the longest answers: an instance that is not told of that would compute on.
+    leave_s = tuple(
+        round(rng.uniform(arrivals_s[i], HEALED_S), 3) if lengths[i] > LONG else None for i in range(num_requests)
+    )
+    poison = (rng.randrange(num_requests),) if rng.random() < POISON_SHARE else ()
+    if poison and rng.random() < 0.5:
+        faults = []
     return Scenario(
         seed=seed,
         num_instances=num_instances,
@@ -98,11 +105,8 @@ def draw(seed: int) -> Scenario:
         is_elastic=is_elastic,
         lengths=lengths,
         arrivals_s=arrivals_s,
-        # No client waits for the longest answers: an instance that is not told of that would compute on.
-        leave_s=tuple(
-            round(rng.uniform(arrivals_s[i], HEALED_S), 3) if lengths[i] > LONG else None for i in range(num_requests)
-        ),
-        poison=(rng.randrange(num_requests),) if rng.random() < POISON_SHARE else (),
+        leave_s=leave_s,
+        poison=poison,
         faults=tuple(faults),
     )
 

@@ -14,7 +14,7 @@ from pengserve.cluster.ingress.tasks import forever
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput
 from pengserve.planners.types.ids import NO_VERSION, InstanceKey, Version
 from pengserve.planners.types.snapshot import RoutingTable
-from pengserve.replicas.engine.link import InstanceLink, Moved, StepBatch
+from pengserve.replicas.engine.link import InstanceLink, Moved, StepBatch, Trial
 from tests.support.moving import a_request
 from tests.world.answers import Answers, number_of
 from tests.world.chaos import InjectedError
@@ -34,7 +34,8 @@ class IngressProcess:
         self.links = LinkPool(
             self, token="", client_id=name, report_lost=source.report_lost, connect=cluster.connector(name)
         )
-        self.book = RequestBook(self, LimitConfig(), self.links, lambda: MAX_MODEL_LEN, clock)  # type: ignore[arg-type]
+        is_only = cluster.num_ingresses == 1
+        self.book = RequestBook(self, LimitConfig(), self.links, lambda: MAX_MODEL_LEN, clock, is_only_ingress=is_only)
         self.watcher = RouteWatcher(source, self._on_table)
         self.demand = DemandReporter(self.book, source, name, clock)
         self.seen: dict[int, list[int]] = {}  # by request: its tokens
@@ -101,6 +102,10 @@ class IngressProcess:
     def on_moved(self, link: InstanceLink, moved: Moved) -> None:
         self._chaos.reach("ingress.on_moved")
         self._see(self.book.move(link, moved))
+
+    def on_trial(self, link: InstanceLink, trial: Trial) -> None:
+        self._chaos.reach("ingress.on_trial")
+        self.book.note_trial(link, trial)
 
     def on_down(self, link: InstanceLink, *, lost: bool) -> None:
         self._chaos.reach("ingress.on_down")

@@ -1,8 +1,9 @@
 """One life of an instance: a process that computes requests by a script, and obeys controllers as a real one does."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import msgspec
 
@@ -14,10 +15,11 @@ from pengserve.planners.types.snapshot import InstanceSnapshot, InstanceState, I
 from pengserve.replicas.channel.frames import Frame, FrameKind
 from pengserve.replicas.channel.server import HEARTBEAT_S
 from pengserve.replicas.engine.vllm_seam import EngineCoreOutput, EngineCoreOutputs, FinishReason
-from pengserve.replicas.engine.wire import Codec, Moved
+from pengserve.replicas.engine.wire import Codec, Moved, Trial
 from pengserve.replicas.revisions import Revisions
 from pengserve.replicas.terms import TermFence
-from tests.controller.fakes import answer
+from pengserve.replicas.trial_gate import TrialGate
+from tests.controller.fakes import CAPACITY, answer
 from tests.world.answers import Answers, number_of
 from tests.world.channel import InstanceEnd
 from tests.world.chaos import Chaos
@@ -38,6 +40,7 @@ class Copy:
     number: int
     num_tokens: int
     client: InstanceEnd
+    request_id: str  # the wire id
 
 
 class ScriptedInstance:
@@ -46,6 +49,14 @@ class ScriptedInstance:
     def __init__(self, key: InstanceKey, node: str, chaos: Chaos, answers: Answers, *, is_elastic: bool) -> None:
         self.key, self.node = key, node
         self.copies: dict[str, Copy] = {}  # by wire id
+        self.gate: TrialGate[Copy] = TrialGate(
+            let_in=self._let_in,
+            tell=self._tell_trial,
+            num_requests=lambda: len(self.copies),
+            is_reading=lambda: self._num_waiting > 0,
+            clock=asyncio.get_running_loop().time,
+        )
+        self._owners: dict[str, InstanceEnd] = {}  # of all requests that came, by wire id
         self.clients: list[InstanceEnd] = []
         self.fence = TermFence()
         self.state, self.failure = InstanceState.STARTING, ""
@@ -86,12 +97,14 @@ class ScriptedInstance:
     def fail(self) -> None:
         """The engine fails: the channel closes, the process goes on to say why."""
         if self.state is not InstanceState.DEAD:
+            self._answers.num_other_deaths += bool(self.clients)
             self.state, self.failure = InstanceState.DEAD, "its engine failed"
             self._close()
 
-    def die(self) -> None:
+    def die(self, *, is_poisoned: bool = False) -> None:
         """SIGKILL."""
         if self.is_alive:
+            self._answers.num_other_deaths += bool(self.clients) and not is_poisoned
             self.is_alive = False
             self.state = InstanceState.DEAD
             self._close()
@@ -99,7 +112,7 @@ class ScriptedInstance:
                 task.cancel()
 
     def _close(self) -> None:
-        self.copies.clear()
+        self._forget(list(self._owners))
         for client in self.clients:
             client.end()
         self.clients.clear()
@@ -122,6 +135,7 @@ class ScriptedInstance:
         while self.is_alive:
             await asyncio.sleep(HEARTBEAT_S)
             await self.may_run()
+            self.gate.tend()
             for client in self.clients:
                 if self._chaos.now_s - client.last_sent_s >= HEARTBEAT_S / 2:
                     self._send(client, [])
@@ -130,12 +144,10 @@ class ScriptedInstance:
         """One step: a token for each request that fits."""
         self._step += 1
         outputs: dict[InstanceEnd, list[EngineCoreOutput]] = {}
-        capacity = self._face.capacity
-        assert capacity is not None
-        for wire_id, copy in list(self.copies.items())[: capacity.max_num_seqs]:
+        for wire_id, copy in list(self.copies.items())[: CAPACITY.max_num_seqs]:
             if self._answers.is_poison(copy.number) and copy.num_tokens >= FATAL_TOKEN:
-                self._answers.killed(copy.number, self.key)
-                self.die()
+                self._answers.killed(copy.number, self.key, len(self.copies) - 1)
+                self.die(is_poisoned=True)
                 return
             token, is_last = self._answers.next(copy.number, copy.num_tokens)
             copy.num_tokens += 1
@@ -147,6 +159,7 @@ class ScriptedInstance:
             outputs.setdefault(copy.client, []).append(output)
         for client, batch in outputs.items():
             self._send(client, batch)
+        self.gate.stepped(chain.from_iterable(outputs.values()), InstanceStats(num_waiting=self._num_waiting))
 
     # Its ingresses ----------------------------------------------------------------------------------------------------
 
@@ -165,24 +178,41 @@ class ScriptedInstance:
         except LinkLostError:
             if client in self.clients:
                 self.clients.remove(client)
-            for wire_id in [wire_id for wire_id, copy in self.copies.items() if copy.client is client]:
-                del self.copies[wire_id]
+            self._forget([wire_id for wire_id, owner in self._owners.items() if owner is client])
+
+    def _forget(self, wire_ids: Iterable[str]) -> None:
+        for wire_id in wire_ids:
+            self.copies.pop(wire_id, None)
+            del self._owners[wire_id]
+        self.gate.forget(wire_ids)
 
     def _on_frame(self, client: InstanceEnd, frame: Frame) -> None:
         if frame.kind is FrameKind.ABORT:
-            for wire_id in msgspec.msgpack.decode(frame.parts[0], type=list[str]):
-                if (copy := self.copies.get(wire_id)) is not None and copy.client is client:
-                    del self.copies[wire_id]
+            wire_ids = msgspec.msgpack.decode(frame.parts[0], type=list[str])
+            self._forget([wire_id for wire_id in wire_ids if self._owners.get(wire_id) is client])
             return
         add = CODEC.decode_add(frame.parts)
         wire_id = add.request.request_id
         number = number_of(wire_id)
         self._answers.check(number, add.output_token_ids, f"instance {self.key} gets {wire_id}")
+        self._owners[wire_id] = client
+        copy = Copy(number, len(add.output_token_ids), client, wire_id)
+        self.gate.take(copy, is_tried_alone=add.is_tried_alone)
+
+    def _let_in(self, copy: Copy) -> None:
         if self._is_follower:
-            self._moved([wire_id], self.mates[0].key, carried=False, client=client)
+            self._moved([copy.request_id], self.mates[0].key, carried=False, client=copy.client)
             return
-        self.copies[wire_id] = Copy(number, len(add.output_token_ids), client)
+        self.copies[copy.request_id] = copy
         self._has_work.set()
+
+    def _tell_trial(self, copy: Copy, is_alone: bool) -> None:
+        copy.client.send([msgspec.msgpack.encode(Trial(copy.request_id, is_alone))], FrameKind.TRIAL)
+
+    @property
+    def _num_waiting(self) -> int:
+        """Requests that were let in and are not in the batch."""
+        return max(0, len(self.copies) - CAPACITY.max_num_seqs)
 
     def _send(self, client: InstanceEnd, outputs: list[EngineCoreOutput]) -> None:
         head = CODEC.encode_stats(self._stats())
@@ -198,6 +228,7 @@ class ScriptedInstance:
         return InstanceStats(
             step=self._step,
             num_running=len(self.copies),
+            num_waiting=self.gate.num_held,
             shape=shape,
             is_follower=self._is_follower,
             block_size=lane.block_size,
@@ -233,9 +264,13 @@ class ScriptedInstance:
         if self.state is InstanceState.READY:
             self.state = InstanceState.DRAINING
         until_s = self._chaos.now_s + timeout_s
-        while self.copies and self._chaos.now_s < until_s:  # noqa: ASYNC110
+        while self._has_requests and self._chaos.now_s < until_s:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_LOOK_S)
-        return not self.copies
+        return not self._has_requests
+
+    @property
+    def _has_requests(self) -> bool:
+        return bool(self.copies) or self.gate.num_held > 0
 
     def connect(self, directory: PeerDirectory, term: int) -> None:
         """As `Instance.connect`."""
@@ -284,7 +319,8 @@ class ScriptedInstance:
             going.setdefault((copy.client, there is not None), []).append(wire_id)
             del self.copies[wire_id]
             if there is not None:
-                to.copies[wire_id] = Copy(copy.number, copy.num_tokens, there)
+                to.copies[wire_id] = Copy(copy.number, copy.num_tokens, there, wire_id)
+                to._owners[wire_id] = there
                 to._has_work.set()
         for (client, carried), wire_ids in going.items():
             self._moved(wire_ids, to.key, carried=carried, client=client)
@@ -295,6 +331,7 @@ class ScriptedInstance:
         self._prepared.discard(plan_id)
         for client in self.clients:
             self._send(client, [])
+        asyncio.get_running_loop().call_soon(self.gate.shape_changed)  # when all members have theirs
 
     def _leave_group(self) -> None:
         """A group is broken by its first member that ends: the others go on alone, its requests are sent again."""

@@ -88,3 +88,21 @@ def test_a_controller_comes_back_on_a_full_disk_with_a_torn_log() -> None:
     short = Fault(at_s=2.0, kind=Kind.SHORT_WRITES, target=7, seconds=12.0)
     death = Fault(at_s=6.5, kind=Kind.CONTROLLER_DEATH, seconds=0.5)
     assert not breaks(MANY_STREAMS, torn, full, short, death, *crashes(8.0))
+
+
+@pytest.mark.parametrize("num_ingresses", [1, 2])
+@pytest.mark.parametrize("poison", [0, 9, 31])
+def test_a_killer_in_busy_traffic_is_found_and_no_request_of_another_ingress_pays(
+    num_ingresses: int, poison: int
+) -> None:
+    """It was always beside requests that had just begun: it ended up to nine lives, and others were condemned."""
+    arrivals_s = tuple(4.0 + 0.1 * number for number in range(80))
+    busy = replace(
+        ONE_STREAM, num_ingresses=num_ingresses, lengths=(12,) * 80, arrivals_s=arrivals_s, leave_s=(None,) * 80
+    )
+    assert not breaks(replace(busy, poison=(poison,)))
+
+
+@pytest.mark.parametrize("num_ingresses", [1, 2])
+def test_a_killer_that_comes_alone_is_found(num_ingresses: int) -> None:
+    assert not breaks(replace(ONE_STREAM, num_ingresses=num_ingresses, poison=(0,)))

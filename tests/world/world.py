@@ -46,7 +46,9 @@ class World:
         self.scenario, self.directory = scenario, directory
         self.chaos = Chaos(scenario.seed)
         self.answers = Answers(scenario.lengths, scenario.poison, self.breaks)
-        self.cluster = WorldCluster(self.chaos, self.answers, is_elastic=scenario.is_elastic)
+        self.cluster = WorldCluster(
+            self.chaos, self.answers, is_elastic=scenario.is_elastic, num_ingresses=scenario.num_ingresses
+        )
         self.log_path = directory / "events.jsonl"
         self.controllers = Controllers(_config(scenario), self.cluster, self.log_path)
         self.ingresses: dict[int, IngressProcess] = {}

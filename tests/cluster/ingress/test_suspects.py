@@ -1,7 +1,7 @@
 """Requests under which instances die: the one that kills is given up, and nobody that only kept it company."""
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import replace
 
 import pytest
@@ -16,7 +16,9 @@ from pengserve.cluster.ingress.quarantine import (
     Quarantine,
 )
 from pengserve.cluster.ingress.request_options import RequestOptions
-from tests.support.moving import Cluster, FakeInstance, a_request
+from pengserve.replicas.engine.wire import Trial
+from pengserve.replicas.trial_gate import PROVEN_STEPS
+from tests.support.moving import Cluster, Copy, FakeInstance, FakeLink, a_request
 
 LIMITS = LimitConfig(verdict_wait_s=0.0)
 SUSPECT_AFTER = 2  # lives that all die in: each request that was there is a suspect then
@@ -35,6 +37,8 @@ def live(
     for _ in range(num_steps):
         while link.to_instance:
             link.read()
+        while link.to_ingress:  # what an instance says before a step is on its way when that kills it
+            cluster.deliver(link)
         numbers = {copy.number for copy in instance.copies.values()}
         is_killed = any(num_here[number] >= tokens_before_death for number in killers & numbers)
         if is_killed:
@@ -117,7 +121,8 @@ def test_instances_that_die_of_something_else_cost_no_request() -> None:
         for wire_id in list(instance.copies)[:-1]:  # the last one that came is computed first
             del instance.copies[wire_id]
         instance.step()
-        cluster.deliver(link)
+        while link.to_ingress:
+            cluster.deliver(link)
         instance.cut(0, refuses=True)
         cluster.deliver(link)
     assert not cluster.failed
@@ -184,6 +189,55 @@ def test_new_requests_keep_away_from_a_trial_while_another_instance_is_there() -
     for number in range(1, 5):
         cluster.request(number, 20)
     assert (len(trial.to_instance), len(other.to_instance)) == (1, 4)
+
+
+def suspect_beside_a_new_request(*, is_only_ingress: bool) -> tuple[Cluster, FakeLink]:
+    """Request 0 is a suspect of one death, and goes to an instance where one of another ingress has begun."""
+    cluster = Cluster(2, limits=LIMITS, is_only_ingress=is_only_ingress)
+    cluster.request(0, 20)
+    live(cluster, cluster.instances[0], set(), num_steps=0)
+    instance = cluster.instances[1]
+    instance.gate.take(Copy(2, 0, "r2"))  # of another ingress
+    cluster.lengths[2] = 200
+    return cluster, cluster.connect(instance)
+
+
+def deaths_alone(cluster: Cluster, number: int) -> int:
+    suspicion = cluster.book._records[f"r{number}"].suspicion
+    return suspicion.num_alone if suspicion is not None else 0
+
+
+def test_a_suspect_at_the_gate_pays_for_no_request_of_another_ingress() -> None:
+    cluster, link = suspect_beside_a_new_request(is_only_ingress=False)
+    link.read()
+    assert list(cluster.instances[1].copies) == ["r2"], "it waits until the other one is proven"
+    cluster.instances[1].cut(0, refuses=True)
+    cluster.deliver(link)
+    assert deaths_alone(cluster, 0) == 0
+
+
+def test_in_its_trial_a_suspect_is_the_only_possible_cause_also_beside_others() -> None:
+    cluster, link = suspect_beside_a_new_request(is_only_ingress=False)
+    link.read()
+    for _ in range(PROVEN_STEPS):
+        cluster.instances[1].step()
+    cluster.request(4, 20)  # is held
+    link.read()
+    assert set(cluster.instances[1].copies) == {"r2", "r0~2"}
+    link.to_ingress = deque(event for event in link.to_ingress if isinstance(event, Trial))
+    cluster.deliver(link)
+    cluster.instances[1].cut(0, refuses=True)
+    cluster.deliver(link)
+    assert deaths_alone(cluster, 0) == 1 and deaths_alone(cluster, 4) == 0
+    assert not cluster.book._records["r4"].is_suspect, "it was never computed"
+
+
+@pytest.mark.parametrize("is_only_ingress", [True, False])
+def test_beside_other_ingresses_a_death_without_a_trial_proves_nothing(is_only_ingress: bool) -> None:
+    cluster = Cluster(1, limits=LIMITS, is_only_ingress=is_only_ingress)
+    cluster.request(0, 20)
+    live(cluster, cluster.instances[0], {0}, num_steps=1)
+    assert deaths_alone(cluster, 0) == is_only_ingress
 
 
 def test_a_node_that_dies_with_all_its_instances_condemns_no_request() -> None:
