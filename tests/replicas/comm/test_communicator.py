@@ -17,7 +17,7 @@ from tests.support.waiting import until
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[LocalCluster]:
-    made = LocalCluster(4, timeout_s=1.0)
+    made = LocalCluster(4, timeout_s=2.0)
     yield made
     made.close()
 
