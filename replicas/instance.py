@@ -78,7 +78,7 @@ class Instance:
         self._server = ChannelServer(
             host=self._host, token=config.channel_token, handler=self, fingerprint=config.fingerprint
         )
-        self._requests = OpenRequests(self._server)
+        self._requests = OpenRequests(self._server, lambda: self._loop.submit(self._gate.requests_moved))
         self._gate: TrialGate[Request] = TrialGate(
             let_in=self._let_in, tell=self._tell_trial, num_requests=self._num_requests, is_reading=self._is_reading
         )
@@ -274,7 +274,7 @@ class Instance:
         self._stats = self._lanes.stats()
         # A former follower makes no steps until an ingress sends it requests. The beat tells them that it takes some.
         self._server.beat()
-        self._loop.submit(self._gate.shape_changed)
+        self._loop.submit(self._gate.requests_moved)
         self._note_idle()
 
     def _stepped(self, outputs: Mapping[int, "EngineCoreOutputs"], stats: InstanceStats) -> None:

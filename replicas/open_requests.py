@@ -1,7 +1,7 @@
 """Which requests are here, for which ingress, and as they were sent: what a request needs to travel on."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class OpenRequests:
     """By client index and request id. Requests come in the channel's thread, and come and go in the step thread."""
 
-    def __init__(self, server: ChannelServer) -> None:
-        self._server = server
+    def __init__(self, server: ChannelServer, on_come: Callable[[], None] = lambda: None) -> None:
+        """`on_come` is called when a request has come from another instance."""
+        self._server, self._on_come = server, on_come
         self._requests: dict[int, dict[str, EngineCoreRequest]] = {}
         self._lock = threading.Lock()
 
@@ -68,6 +69,7 @@ class OpenRequests:
             # It left in between: `remove_client` has not seen the request, or has already asked for its abort.
             self.remove(client_index, [handoff.request.request_id])
             return None
+        self._on_come()
         return client_index
 
     def moved(self, request_ids: list[str], to: InstanceKey | None, *, carried: bool) -> None:

@@ -113,7 +113,7 @@ class TrialGate(Generic[R]):
             self._count(outputs)
             self.tend()
 
-    def shape_changed(self) -> None:
+    def requests_moved(self) -> None:
         """Requests may have come from other instances, or have left for them: nothing here is proven."""
         self._settled_step = self._num_steps
         if self._trial is not None:

@@ -158,7 +158,7 @@ def test_a_change_of_shape_ends_the_trial_and_proves_nothing(engine: Engine) -> 
     engine.take("a")
     engine.step(PROVEN_STEPS)
     engine.take("suspect", is_tried_alone=True)
-    engine.gate.shape_changed()
+    engine.gate.requests_moved()
     engine.take("second", is_tried_alone=True)
     assert engine.told == [("suspect", True), ("suspect", False)]
     engine.step(PROVEN_STEPS)

@@ -331,7 +331,7 @@ class ScriptedInstance:
         self._prepared.discard(plan_id)
         for client in self.clients:
             self._send(client, [])
-        asyncio.get_running_loop().call_soon(self.gate.shape_changed)  # when all members have theirs
+        asyncio.get_running_loop().call_soon(self.gate.requests_moved)  # when all members have theirs
 
     def _leave_group(self) -> None:
         """A group is broken by its first member that ends: the others go on alone, its requests are sent again."""
