@@ -18,6 +18,7 @@ from pengserve.cluster.ingress.routes import CalledSource
 from pengserve.controller.events import EventLog
 from pengserve.controller.loop import Controller
 from pengserve.controller.process_port import ProcessPort
+from pengserve.controller.terms import LocalTermStore, Term
 from pengserve.planners.groups import complete, expand
 from pengserve.planners.types.config import (
     ControllerConfig,
@@ -106,6 +107,7 @@ class ElasticCluster:
         self._files = tempfile.TemporaryDirectory(prefix="pengserve-elastic-")
         self._log_path = f"{self._files.name}/events.jsonl"
         self.disk = Disk()
+        self._terms = LocalTermStore()  # outlives controllers, as Ray's store does
 
     def start(self) -> None:
         """Starts everything and waits until all groups can be formed."""
@@ -124,7 +126,8 @@ class ElasticCluster:
         self.wait_formable()
 
     def _begin_controller(self) -> None:
-        self.controller = Controller(self.config, self.port, EventLog(self._log_path, write=self.disk.write))
+        log = EventLog(self._log_path, write=self.disk.write)
+        self.controller = Controller(self.config, self.port, log, term=Term(self._terms))
         self._run = asyncio.create_task(self.controller.run())
 
     def restart_controller(self) -> None:
