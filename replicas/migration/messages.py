@@ -12,14 +12,10 @@
 Either side may say Cancel, with a reason, until the target has said Taken. The request is where it was then.
 """
 
-from collections.abc import Sequence
-
 import msgspec
 
-from pengserve.planners.types.errors import EngineError
-from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.handoff import Handoff
-from pengserve.replicas.engine.vllm_seam import MsgpackDecoder, MsgpackEncoder
+from pengserve.replicas.engine.peer_codec import PeerCodec
 
 
 class _Word(msgspec.Struct, kw_only=True, tag=True, tag_field="word"):
@@ -72,25 +68,8 @@ class MigrationMessage(msgspec.Struct, array_like=True):
     word: Word
 
 
-class MigrationCodec:
+class MigrationCodec(PeerCodec[MigrationMessage]):
     """Encoder and decoder; any thread may use its own."""
 
     def __init__(self) -> None:
-        self._encoder = MsgpackEncoder()
-        self._decoder = MsgpackDecoder(MigrationMessage)
-
-    def encode(self, message: MigrationMessage) -> Sequence[Buffer]:
-        """Parts of a peer message."""
-        return self._encoder.encode(message)
-
-    def decode(self, parts: Sequence[Buffer]) -> MigrationMessage:
-        """Inverse of `encode`.
-
-        Raises:
-            EngineError: it is no such message.
-        """
-        try:
-            message: MigrationMessage = self._decoder.decode(parts)
-        except Exception as error:  # vLLM's hooks raise what they come upon
-            raise EngineError(f"a peer sent what is no message of a migration ({type(error).__name__})") from error
-        return message
+        super().__init__(MigrationMessage, "a migration")

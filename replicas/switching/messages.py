@@ -16,16 +16,13 @@
 Either side may say Cancel instead, with a reason. Before the first round that leaves everything as it was.
 """
 
-from collections.abc import Sequence
 from typing import TypeVar
 
 import msgspec
 
-from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.plans import SwitchPlan
-from pengserve.replicas.channel.frames import Buffer
+from pengserve.replicas.engine.peer_codec import PeerCodec
 from pengserve.replicas.engine.reshard import Traveller
-from pengserve.replicas.engine.vllm_seam import MsgpackDecoder, MsgpackEncoder
 
 
 class _Word(msgspec.Struct, kw_only=True, tag=True, tag_field="word"):
@@ -167,25 +164,8 @@ class SwitchMessage(msgspec.Struct, array_like=True):
     word: Word
 
 
-class SwitchCodec:
+class SwitchCodec(PeerCodec[SwitchMessage]):
     """Encoder and decoder; any thread may use its own."""
 
     def __init__(self) -> None:
-        self._encoder = MsgpackEncoder()
-        self._decoder = MsgpackDecoder(SwitchMessage)
-
-    def encode(self, message: SwitchMessage) -> Sequence[Buffer]:
-        """Parts of a peer message."""
-        return self._encoder.encode(message)
-
-    def decode(self, parts: Sequence[Buffer]) -> SwitchMessage:
-        """Inverse of `encode`.
-
-        Raises:
-            EngineError: it is no such message.
-        """
-        try:
-            message: SwitchMessage = self._decoder.decode(parts)
-        except Exception as error:  # vLLM's hooks raise what they come upon
-            raise EngineError(f"a peer sent what is no message of a switch ({type(error).__name__})") from error
-        return message
+        super().__init__(SwitchMessage, "a switch")

@@ -40,7 +40,7 @@ class LayoutLaws(RuleBasedStateMachine):
         self.world: dict[InstanceKey, InstanceSnapshot] = {}
         self.under_way: list[InstanceSnapshot] = []  # answers that were given and have not arrived
         self.plans = 0
-        self.done: dict[str, SwitchReport] = {}  # plans under way that were committed, and nobody has heard
+        self.done: dict[str, SwitchReport] = {}  # plans under way that were committed, unknown to the controller
         self.state = transitions.empty(CONFIG, version=FIRST, epoch=Epoch(100))
         self.apply(transitions.create(self.state, [InstanceId(i) for i in range(4)], "begin", 0))
         for slot in self.state.slots:

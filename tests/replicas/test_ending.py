@@ -1,4 +1,4 @@
-"""Law: once its lease has ended an instance's process exits with all its children, whatever of it hangs."""
+"""Law: once its lease has ended an instance's process exits with all its children, also where a part of it hangs."""
 
 import os
 import subprocess

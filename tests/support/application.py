@@ -83,7 +83,7 @@ class Application:
         raise AssertionError(f"{num_ready} instances were not ready in {timeout_s:g} s:\n{self.log()[-4000:]}")
 
     def snapshot(self) -> ClusterSnapshot | None:
-        """The cluster now, or None where nobody answers yet."""
+        """The cluster now, or None where no server answers yet."""
         from pengserve.client import PengServeError
 
         try:
@@ -93,6 +93,12 @@ class Application:
 
     def pid_of(self, title: str) -> int:
         """Process id of the one descendant whose title contains `title`."""
+        found = self.pids_of(title)
+        assert len(found) == 1, f"{len(found)} processes are called {title!r}"
+        return found[0]
+
+    def pids_of(self, title: str) -> list[int]:
+        """Process ids of the descendants whose title contains `title`."""
         found = []
         for child in psutil.Process(self.process.pid).children(recursive=True):
             try:
@@ -100,8 +106,7 @@ class Application:
                     found.append(child.pid)
             except (psutil.NoSuchProcess, psutil.ZombieProcess):
                 continue
-        assert len(found) == 1, f"{len(found)} processes are called {title!r}"
-        return found[0]
+        return found
 
     def stop(self) -> int:
         """Ctrl-C; the exit code of `pengserve up`. Where that has ended already, its log tells why."""

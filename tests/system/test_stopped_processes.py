@@ -8,7 +8,6 @@ import contextlib
 import os
 import signal
 
-import psutil
 import pytest
 
 from tests.support.application import Application, ready
@@ -34,18 +33,6 @@ STOPS = {
 }
 
 
-def processes(application: Application, title: str) -> list[int]:
-    """Descendants of the application whose command line begins with, or contains, `title`."""
-    found = []
-    for child in psutil.Process(application.process.pid).children(recursive=True):
-        try:
-            if title in " ".join(child.cmdline()):
-                found.append(child.pid)
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-    return found
-
-
 @pytest.mark.parametrize("name", STOPS)
 async def test_a_process_that_stands_still_costs_no_stream(application: Application, name: str) -> None:
     title, seconds = STOPS[name]
@@ -54,7 +41,7 @@ async def test_a_process_that_stands_still_costs_no_stream(application: Applicat
     expected = await undisturbed_streams(application, prompts, MAX_TOKENS)
     running = asyncio.create_task(stream_all(application.url, application.model_name, prompts, MAX_TOKENS))
     await asyncio.sleep(0.5)
-    found = processes(application, title)
+    found = application.pids_of(title)
     assert found, f"no process is called {title!r}"
     os.kill(found[0], signal.SIGSTOP)
     try:

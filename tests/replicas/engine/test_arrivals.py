@@ -1,4 +1,4 @@
-"""Law: while KV of a request is on its way to its blocks, no other request gets them, whatever its client does."""
+"""Law: while KV of a request is on its way to its blocks, no other request gets them, also when its client leaves."""
 
 from types import SimpleNamespace
 from typing import Any

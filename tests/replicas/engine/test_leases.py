@@ -1,4 +1,4 @@
-"""Law: whatever is leased and given back, every block has one owner, and `dp`, tables and ledger agree."""
+"""Law: through all leases and returns, every block has one owner, and `dp`, tables and ledger agree."""
 
 from types import SimpleNamespace
 from typing import Any
