@@ -10,7 +10,6 @@ from pengserve.cluster.ingress.body import parse_object
 from pengserve.cluster.ingress.errors import RequestRefused
 from pengserve.cluster.ingress.routes import RoutingSource
 from pengserve.planners.types.codec import to_data
-from pengserve.planners.types.errors import PlanError
 
 MAX_DRAIN_S = 3600.0
 DEFAULT_DRAIN_S = 60.0
@@ -31,27 +30,18 @@ def drain_router(source: RoutingSource, start_draining: Callable[[], None]) -> A
     @router.post("/cluster/instances/{instance}/drain")
     async def drain_instance(instance: str, request: Request) -> JSONResponse:
         instance_id, timeout_s = _instance_id(instance), await _timeout_s(request)
-        async with asking_controller(CONTROLLER_TIMEOUT_S):
-            try:
-                return JSONResponse(to_data(await source.drain_instance(instance_id, timeout_s)))
-            except PlanError as error:
-                raise _refused(error) from None
+        async with asking_controller(CONTROLLER_TIMEOUT_S, "instance"):
+            return JSONResponse(to_data(await source.drain_instance(instance_id, timeout_s)))
 
     @router.get("/cluster/instances/{instance}/drain")
     async def drain_operation(instance: str) -> JSONResponse:
-        async with asking_controller(CONTROLLER_TIMEOUT_S):
-            try:
-                return JSONResponse(to_data(await source.drain_operation(_instance_id(instance))))
-            except PlanError as error:
-                raise _refused(error) from None
+        async with asking_controller(CONTROLLER_TIMEOUT_S, "instance"):
+            return JSONResponse(to_data(await source.drain_operation(_instance_id(instance))))
 
     @router.post("/cluster/instances/{instance}/undrain")
     async def undrain(instance: str) -> JSONResponse:
-        async with asking_controller(CONTROLLER_TIMEOUT_S):
-            try:
-                await source.undrain(_instance_id(instance))
-            except PlanError as error:
-                raise _refused(error) from None
+        async with asking_controller(CONTROLLER_TIMEOUT_S, "instance"):
+            await source.undrain(_instance_id(instance))
             return JSONResponse({"undrained": True})
 
     return router
@@ -71,7 +61,3 @@ async def _timeout_s(request: Request) -> float:
             400, f"timeout_s: a number of seconds from 0 to {MAX_DRAIN_S:g} is accepted", param="timeout_s"
         )
     return float(value)
-
-
-def _refused(error: PlanError) -> RequestRefused:
-    return RequestRefused(400, str(error), param="instance")

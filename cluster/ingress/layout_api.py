@@ -12,7 +12,6 @@ from pengserve.cluster.ingress.errors import RequestRefused
 from pengserve.cluster.ingress.routes import RoutingSource
 from pengserve.planners.groups import complete, expand, groups_for, pipelines_for
 from pengserve.planners.types.codec import to_data
-from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.layout import Group, GroupKind, degree_of, parse_groups
 from pengserve.planners.types.plans import LayoutTarget, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, LayoutView
@@ -34,15 +33,12 @@ def layout_router(source: RoutingSource) -> APIRouter:
     @router.put("/cluster/layout")
     async def set_layout(request: Request) -> JSONResponse:
         text, strategy = _read(parse_object(await request.body()))
-        async with asking_controller(CONTROLLER_TIMEOUT_S):
+        async with asking_controller(CONTROLLER_TIMEOUT_S, "layout"):
             if text.lower() == AUTO:
                 await source.auto_layout()
             else:
                 target = _target(text, strategy, await source.snapshot())
-                try:
-                    await source.set_layout(target)
-                except PlanError as error:
-                    raise _refused(error) from None
+                await source.set_layout(target)
             return JSONResponse(to_data(LayoutView.of(await source.snapshot())))
 
     return router
