@@ -24,19 +24,24 @@ from enum import StrEnum
 
 import numpy as np
 
-from pengserve.planners.columns import group_table
+from pengserve.planners.columns import ReadyInstances, group_table, ready_instances
 from pengserve.planners.drop import Verdict, plan_drop
+from pengserve.planners.judge.changes import Change, drop_changes, restore_changes, tp_changes
+from pengserve.planners.judge.forecasts import Outcome
+from pengserve.planners.judge.judge import JudgeHistory, Judgement, judge
+from pengserve.planners.judge.pricing import Prediction, Priced
 from pengserve.planners.merge import LoadHistory, Proposal, Reason, propose
 from pengserve.planners.overload import DemandHistory, MemoryDemand, predict_demand
 from pengserve.planners.pinned import plan_pinned
 from pengserve.planners.prices import Prices, demands_over
 from pengserve.planners.restore import RestoreHistory, RestorePlan, plan_restore
 from pengserve.planners.steps import is_backing_off, make_plan
-from pengserve.planners.types.config import DropConfig, MergeConfig
+from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot
 
+JUDGE = JudgeConfig()
 SHOWN_DROPS = 4  # options of one look; a thousand instances may call for hundreds
 
 
@@ -57,6 +62,8 @@ class Option:
     action: Action
     group: Group | None = None  # None: nothing is done
     price_s: float = 0.0  # seconds that requests stall, over all requests
+    gain_s: float = 0.0  # request-seconds that are saved within the horizon, less the price
+    prediction: Prediction | None = None  # of its groups with it; None: nothing was predicted
     why: str = ""  # one sentence for people
 
 
@@ -67,6 +74,8 @@ class Decision:
     chosen: Option
     options: tuple[Option, ...] = ()  # all that were considered, the chosen one among them
     needs_instances: bool = False  # memory is short, and dropping parameters does not help, or not enough
+    is_judged: bool = False  # options were compared by what they will gain, and not by the order of the rules
+    outcomes: tuple[Outcome, ...] = ()  # of earlier decisions, whose horizon is over
 
     def is_same(self, other: "Decision") -> bool:
         """Whether both say to do the same. Prices differ from look to look."""
@@ -75,8 +84,9 @@ class Decision:
 
     @property
     def is_rest(self) -> bool:
-        """Whether nothing is to be done, and nothing is missing."""
-        return self.chosen.action is Action.KEEP and not self.needs_instances
+        """Whether nothing is to be done, nothing is missing, and no memory that is short could be had."""
+        could_drop = self.is_judged and any(option.action is Action.DROP for option in self.options)
+        return self.chosen.action is Action.KEEP and not self.needs_instances and not could_drop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +96,7 @@ class SelectorHistory:
     load: LoadHistory = field(default_factory=LoadHistory)
     demand: DemandHistory = field(default_factory=DemandHistory)
     restore: RestoreHistory = field(default_factory=RestoreHistory)
+    judge: JudgeHistory = field(default_factory=JudgeHistory, compare=False)
 
 
 AT_REST = Decision(chosen=Option(action=Action.KEEP, why="nothing is due"))
@@ -97,6 +108,7 @@ def select(
     drop: DropConfig,
     history: SelectorHistory,
     strategy: SwitchStrategy = SwitchStrategy.CARRY,
+    judge_config: JudgeConfig = JUDGE,
 ) -> tuple[SwitchPlan | None, SelectorHistory, Decision]:
     """The next switch or None, what to remember for the next call, and why.
 
@@ -105,13 +117,99 @@ def select(
     """
     if not snapshot.policy.is_auto:
         return _towards_target(snapshot, drop, history, strategy)
+    instances = ready_instances(snapshot.instances)
+    judged = history.judge.seen(snapshot, instances, judge_config)
+    history = replace(history, judge=judged)
+    if judged.knows(instances):
+        return _judged(snapshot, instances, merge, drop, judge_config, history)
+    return _by_rules(snapshot, merge, drop, history)
+
+
+def _judged(
+    snapshot: ClusterSnapshot,
+    instances: ReadyInstances,
+    merge: MergeConfig,
+    drop: DropConfig,
+    config: JudgeConfig,
+    history: SelectorHistory,
+) -> tuple[SwitchPlan | None, SelectorHistory, Decision]:
+    """What requests need comes first; of all else, the change that pays best."""
+    plan, history, decision = _best(snapshot, instances, merge, drop, config, history)
+    return plan, history, replace(decision, outcomes=history.judge.outcomes)
+
+
+def _best(
+    snapshot: ClusterSnapshot,
+    instances: ReadyInstances,
+    merge: MergeConfig,
+    drop: DropConfig,
+    config: JudgeConfig,
+    history: SelectorHistory,
+) -> tuple[SwitchPlan | None, SelectorHistory, Decision]:
+    proposal = propose(snapshot, merge, history.load, is_judged=True)
+    demand, demand_history = predict_demand(snapshot, drop, history.demand)
+    history = replace(history, load=proposal.history, demand=demand_history)
+    is_tp_busy = any(plan.group.kind is GroupKind.TP for plan in snapshot.switching)
+    if proposal.plan is not None or is_backing_off(snapshot):
+        if proposal.plan is None or is_tp_busy:
+            return None, history, AT_REST
+        return proposal.plan, replace(history, load=proposal.followed), _decide_alone(snapshot, drop, proposal.plan)
+    claimed, changes, verdict = proposal.claimed | snapshot.busy, list[Change](), Verdict()
+    if proposal.look is not None:
+        look = proposal.look
+        changes += tp_changes(look.view, merge, claimed, look.may_split, look.tp_groups())
+    if drop.max_stages > 1 and drop.is_auto:
+        verdict = plan_drop(snapshot, demand, drop, claimed=claimed)
+        changes += drop_changes(demand, verdict)
+    longest = max((d.longest_waiting_tokens for d in snapshot.demands), default=0)
+    changes += restore_changes(demand, drop, snapshot.groups, claimed, longest)
+    found = judge(snapshot, instances, changes, config, drop, history.judge)
+    history = replace(history, judge=found.history)
+    options = (_keep(found), *(_option(priced) for priced in found.priced))
+    decision = Decision(
+        chosen=options[0], options=options, needs_instances=verdict.needs_instances, is_judged=bool(found.priced)
+    )
+    if found.best is None:
+        return None, history, decision
+    change = found.best.change
+    chosen = options[1 + found.priced.index(found.best)]
+    how = SwitchStrategy(merge.load_strategy) if change.group.kind is GroupKind.TP else SwitchStrategy.CARRY
+    plan = make_plan(snapshot, instances, change.group, change.is_merge, how, chosen.why, change.parts)
+    return plan, history, replace(decision, chosen=chosen)
+
+
+def _keep(found: Judgement) -> Option:
+    why = "nothing else pays" if found.priced else AT_REST.chosen.why
+    return Option(action=Action.KEEP, why=why, prediction=found.keep)
+
+
+def _option(priced: Priced) -> Option:
+    change = priced.change
+    return Option(
+        action=Action(change.verb),
+        group=change.group,
+        price_s=priced.price_s,
+        gain_s=priced.gain_s,
+        prediction=priced.then,
+        why=priced.why,
+    )
+
+
+def _by_rules(
+    snapshot: ClusterSnapshot, merge: MergeConfig, drop: DropConfig, history: SelectorHistory
+) -> tuple[SwitchPlan | None, SelectorHistory, Decision]:
+    """The first that is due, by the order above, while nothing can be predicted."""
     busy = snapshot.busy
     if any(plan.group.kind is GroupKind.TP for plan in snapshot.switching):
         proposal = Proposal(claimed=busy, history=history.load, followed=history.load)
     else:
         proposal = propose(snapshot, merge, history.load)
     if drop.max_stages <= 1 and not group_table(snapshot.layout.groups).of_kind[GroupKind.PP]:
-        return proposal.plan, SelectorHistory(load=proposal.followed), _decide_alone(snapshot, drop, proposal.plan)
+        return (
+            proposal.plan,
+            SelectorHistory(load=proposal.followed, judge=history.judge),
+            _decide_alone(snapshot, drop, proposal.plan),
+        )
     demand, demand_history = predict_demand(snapshot, drop, history.demand)
     verdict = plan_drop(snapshot, demand, drop, claimed=proposal.claimed) if drop.is_auto else Verdict()
     if busy:  # what they lead to is not known yet
@@ -120,7 +218,10 @@ def select(
     plan = None if is_backing_off(snapshot) else _first(snapshot, demand, proposal, verdict, restore)
     is_followed = plan is not None and plan is proposal.plan
     history = SelectorHistory(
-        load=proposal.followed if is_followed else proposal.history, demand=demand_history, restore=restore_history
+        load=proposal.followed if is_followed else proposal.history,
+        demand=demand_history,
+        restore=restore_history,
+        judge=history.judge,
     )
     prices = Prices.of(demand, drop)
     return plan, history, _decide(_options(prices, proposal.plan, verdict, restore), plan, verdict)

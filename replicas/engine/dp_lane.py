@@ -4,6 +4,7 @@ import contextlib
 import copy
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -231,9 +232,10 @@ class DpLane(Lane):
 
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Schedules, executes and samples one step; outputs by client index."""
+        started_s = time.perf_counter()
         outputs, executed = self._step_core()
         self.core.post_step(executed)
-        self._count((outputs or {}).values())
+        self._count((outputs or {}).values(), time.perf_counter() - started_s)
         return outputs or {}
 
     def reset_prefix_cache(self) -> bool:

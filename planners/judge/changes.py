@@ -1,0 +1,97 @@
+"""Changes of the layout that could be made now, without asking whether they pay: what the judge chooses among."""
+
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
+
+from pengserve.planners.drop import Verdict
+from pengserve.planners.load import ClusterView
+from pengserve.planners.overload import MemoryDemand
+from pengserve.planners.projection import projected_loads
+from pengserve.planners.restore import can_restore, ways
+from pengserve.planners.steps import next_step
+from pengserve.planners.types.config import DropConfig, MergeConfig
+from pengserve.planners.types.ids import InstanceId
+from pengserve.planners.types.layout import Group, GroupKind, alone
+from pengserve.planners.types.plans import SwitchStrategy
+
+MOST = 8  # of each kind and degree, after a cheap filter: a thousand instances could do hundreds of things
+
+
+class Change(NamedTuple):
+    """One thing that could be done, and what it is for."""
+
+    verb: str  # of the switch that comes next
+    group: Group  # that this switch begins or ends
+    parts: tuple[Group, ...]  # that the switch ends in, where these are not its members alone
+    before: tuple[Group, ...]  # groups of the layout that it is about
+    after: tuple[Group, ...]  # what they will be, perhaps some switches later
+    why: str = ""
+
+    @property
+    def is_merge(self) -> bool:
+        """Whether the next switch forms a group."""
+        return self.verb in ("merge", "drop")
+
+
+def tp_changes(
+    view: ClusterView,
+    config: MergeConfig,
+    claimed: Collection[InstanceId],
+    may_split: Callable[[Group], bool],
+    standing: Collection[Group],
+) -> Iterator[Change]:
+    """Tensor-parallel groups that could end, the fullest first; and those that could be formed, the idlest first."""
+
+    def is_free(group: Group) -> bool:
+        return all(m not in claimed for part in view.groups_over(group.members) for m in part.members)
+
+    full = sorted(standing, key=lambda g: (-view.load(g).load, g.members))
+    ends = [g for g in full if is_free(g) and may_split(g)][:MOST]
+    for group in ends:
+        yield Change("split", group, (), (group,), alone(group.members), f"{group} computes as its members alone")
+    is_hard = config.load_strategy == SwitchStrategy.HARD  # it would pause what runs for as long as the group stands
+    by_degree: dict[int, list[tuple[float, Group]]] = {}
+    for group, load, is_known in projected_loads(view, config.max_degree, 1.0):
+        if is_known and group not in standing:
+            by_degree.setdefault(group.degree, []).append((load, group))
+    for found in by_degree.values():
+        found.sort(key=lambda pair: (pair[0], pair[1].members))
+        count = 0
+        for load, goal in found:
+            step = next_step(view, goal, may_split) if is_free(goal) else None
+            if step is None or (is_hard and load > 0):
+                continue
+            group, is_merge = step
+            why = f"{goal} computes each layer together"
+            yield Change("merge" if is_merge else "split", group, (), view.groups_over(goal.members), (goal,), why)
+            count += 1
+            if count == MOST:
+                break
+
+
+def drop_changes(demand: MemoryDemand, verdict: Verdict) -> Iterator[Change]:
+    """Pipelines that would make room, the one whose members are shortest of memory first."""
+    for pipeline in verdict.plan.pipelines[:MOST] if verdict.plan is not None else ():
+        group = pipeline.group
+        before = tuple(dict.fromkeys(demand.by_member[m].group for m in group.members))
+        yield Change("drop", group, (), before, (group,), pipeline.why)
+
+
+def restore_changes(
+    demand: MemoryDemand,
+    config: DropConfig,
+    groups: tuple[Group, ...],
+    claimed: Collection[InstanceId],
+    longest_waiting_tokens: int,
+) -> Iterator[Change]:
+    """Pipelines whose requests surely fit into what they could end in, the emptiest first."""
+    table, columns = demand.by_member.table, demand.by_member.columns
+    pipelines = [g for g in table.of_kind[GroupKind.PP] if not any(m in claimed for m in g.members)]
+    pipelines.sort(key=lambda g: (int(columns.demand_blocks[table.position_of[g.leader]]), g.members))
+    for group in pipelines[:MOST]:
+        if not demand.by_member[group.leader].is_known:
+            continue
+        for way in ways(group, groups):
+            if can_restore(demand, way, config.drop_above, longest_waiting_tokens):
+                parts = () if way.is_alone else way.parts
+                yield Change("restore", group, parts, (group,), way.parts, "memory: what runs fits without the drop")

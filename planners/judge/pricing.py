@@ -1,0 +1,281 @@
+"""The price of each change: what becomes of its groups with it and without it, at few, expected and many requests."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from pengserve.planners.columns import ReadyInstances, lane_capacity
+from pengserve.planners.judge.changes import Change
+from pengserve.planners.judge.fluid import WAIT_WEIGHT, Fate, Rows, predict
+from pengserve.planners.judge.switch_costs import SwitchPrices
+from pengserve.planners.judge.watch import Costs, Traffic
+from pengserve.planners.types.config import JudgeConfig
+from pengserve.planners.types.layout import Group, GroupKind, alone
+from pengserve.planners.types.snapshot import ClusterSnapshot
+from pengserve.planners.types.step_cost import StepCost
+
+FEW, EXPECTED, MANY = range(3)  # scenarios: how many requests come
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What becomes of some groups within the horizon, at the expected rate of requests."""
+
+    cost_s: float = 0.0  # request-seconds, see `judge.fluid`
+    ttft_s: float = 0.0  # mean
+    tpot_s: float = 0.0  # mean
+    queue: float = 0.0  # requests that wait at the end
+    finished: float = 0.0  # requests
+    recomputed_tokens: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A change, and what it does."""
+
+    change: Change
+    keep: Prediction  # of its groups as they are
+    then: Prediction  # ... and as they would be
+    price_s: float  # request-seconds that the switches there and back cost
+    gain_s: float  # request-seconds saved, less the price: at expected load, less half of the regret at another load
+
+    @property
+    def why(self) -> str:
+        """One sentence for people."""
+        return (
+            f"{self.change.why}: {self.gain_s:.1f} request-seconds saved of {self.keep.cost_s:.1f},"
+            f" TTFT {self.keep.ttft_s:.2f} -> {self.then.ttft_s:.2f} s,"
+            f" TPOT {self.keep.tpot_s * 1e3:.1f} -> {self.then.tpot_s * 1e3:.1f} ms"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """What a group runs and queues, or would; counts are spread where it does not exist yet."""
+
+    running: float = 0.0
+    held_tokens: float = 0.0
+    waiting: float = 0.0
+    waiting_tokens: float = 0.0
+
+    def __add__(self, other: "_State") -> "_State":
+        return _State(
+            self.running + other.running,
+            self.held_tokens + other.held_tokens,
+            self.waiting + other.waiting,
+            self.waiting_tokens + other.waiting_tokens,
+        )
+
+    def share(self, part: float) -> "_State":
+        return _State(self.running * part, self.held_tokens * part, self.waiting * part, self.waiting_tokens * part)
+
+
+class Pricing:
+    """One look's working state: rows of the fluid model, one for each group now and each that could be."""
+
+    def __init__(
+        self,
+        snapshot: ClusterSnapshot,
+        instances: ReadyInstances,
+        traffic: Traffic,
+        costs: Costs,
+        switches: SwitchPrices,
+        config: JudgeConfig,
+        link_bytes_per_s: float,
+        correction: Callable[[str], float] = lambda shape: 1.0,
+    ) -> None:
+        """`correction`: factor on request-seconds of a shape, by which the model was wrong of late."""
+        self._instances, self._traffic, self._costs, self._switches = instances, traffic, costs, switches
+        self._config, self._link, self._correction = config, link_bytes_per_s, correction
+        self._factors: list[float] = []
+        self._rows: list[tuple[float, ...]] = []
+        self._terms: list[StepCost] = []
+        self._of: dict[Group, int] = {}
+        self._rows_after: dict[Change, tuple[int, ...]] = {}
+        self._num_members = max(1, len(instances))
+        self._outside = sum(d.num_waiting for d in snapshot.demands if not d.longest_waiting_tokens)
+        self._bytes_per_token = 0.0
+        first = next(iter(instances.values()), None)
+        alone_lane = lane_capacity(first, GroupKind.DP)
+        if alone_lane is not None:
+            self._bytes_per_token = alone_lane.bytes_per_block / max(1, alone_lane.block_size)
+
+    def price(self, changes: Sequence[Change]) -> tuple[Priced, ...]:
+        """Those of `changes` that can be predicted, in their order."""
+        plans = [plan for change in changes if (plan := self._rows_of(change)) is not None]
+        if not plans:
+            return ()
+        fates = [self._fate(scenario) for scenario in (FEW, EXPECTED, MANY)]
+        self._rows_after = {plan.change: plan.after for plan in plans}
+        return tuple(self._priced(plan, fates) for plan in plans)
+
+    def rows_after(self, change: Change) -> Rows:
+        """What a priced change leads to, at the expected rate of requests."""
+        return _some(self._scenario(EXPECTED), list(self._rows_after[change]))
+
+    def keep(self, groups: Sequence[Group]) -> tuple[tuple[Group, ...], Rows, Prediction] | None:
+        """Those of `groups`, of the layout, that can be predicted; and what becomes of them as they are."""
+        at = {group: row for group in groups if (row := self._row_now(group)) is not None}
+        if not at:
+            return None
+        rows = list(at.values())
+        return tuple(at), _some(self._scenario(EXPECTED), rows), _sum(self._fate(EXPECTED), rows)
+
+    def _fate(self, scenario: int) -> Fate:
+        fate = predict(self._scenario(scenario), self._config.horizon_s)
+        return replace(fate, cost_s=fate.cost_s * np.array(self._factors))
+
+    # Rows -------------------------------------------------------------------------------------------------------------
+
+    def _rows_of(self, change: Change) -> "_Plan | None":
+        before = [self._row_now(group) for group in change.before]
+        states = [self._state(group) for group in change.before]
+        known = [row for row in before if row is not None]
+        if len(known) < len(before) or not known:
+            return None
+        whole = sum(states[1:], states[0])
+        members = sum(group.degree for group in change.before)
+        there_s, back_s = self._stalls(change, whole)
+        after = []
+        for group in change.after:
+            row = self._row(group, whole.share(group.degree / members), there_s)
+            if row is None:
+                return None
+            after.append(row)
+        return _Plan(change, tuple(known), tuple(after), there_s, back_s)
+
+    def _stalls(self, change: Change, whole: _State) -> tuple[float, float]:
+        """Seconds that requests stall on the way there, and on the way back."""
+        kv_bytes = whole.held_tokens * self._bytes_per_token
+        last = change.after[0].kind is GroupKind.DP
+        wide = max(*change.before, *change.after, key=lambda g: g.degree)
+        num_parts = max(len(change.before), len(change.after))
+        verbs = _verbs(change)
+        there_s = sum(self._switches.stall_s(verb, kv_bytes, num_parts, wide.degree, self._link) for verb in verbs)
+        back = (
+            ("restore" if wide.kind is GroupKind.PP else "split")
+            if not last
+            else ("drop" if wide.kind is GroupKind.PP else "merge")
+        )
+        return there_s, self._switches.stall_s(back, kv_bytes, num_parts, wide.degree, self._link)
+
+    def _row_now(self, group: Group) -> int | None:
+        if group not in self._of:
+            row = self._row(group, self._state(group), 0.0)
+            if row is None:
+                return None
+            self._of[group] = row
+        return self._of[group]
+
+    def _row(self, group: Group, state: _State, stall_s: float) -> int | None:
+        cost = self._costs.of(group.shape)
+        lanes = [lane_capacity(self._instances.get(m), group.shape) for m in group.members]
+        lane = min((lane for lane in lanes if lane is not None), key=lambda lane: lane.num_blocks, default=None)
+        if cost is None or lane is None or None in lanes:
+            return None
+        servers = group.degree if group.kind is GroupKind.PP else 1
+        self._terms.append(cost)
+        self._factors.append(self._correction(group.shape))
+        self._rows.append(
+            (
+                servers,
+                lane.num_tokens,
+                lane.max_num_seqs,
+                state.running,
+                state.held_tokens,
+                state.waiting,
+                state.waiting_tokens,
+                stall_s,
+                group.degree / self._num_members,
+            )
+        )
+        return len(self._rows) - 1
+
+    def _state(self, group: Group) -> _State:
+        leader = self._instances[group.leader]
+        stats, lane = leader.stats, lane_capacity(leader, group.shape)
+        block_size = stats.block_size or (lane.block_size if lane is not None else 1)
+        outside = self._outside * group.degree / self._num_members
+        paused = sum(self._instances[m].stats.num_paused for m in group.members if m in self._instances)
+        waiting = stats.num_waiting + outside + paused
+        return _State(
+            running=stats.num_running,
+            held_tokens=stats.kv_blocks_used * block_size,
+            waiting=waiting,
+            waiting_tokens=stats.queued_tokens + (outside + paused) * self._traffic.prompt_tokens,
+        )
+
+    def _scenario(self, scenario: int) -> Rows:
+        columns = np.array(self._rows, dtype=np.float64).T
+        servers, kv, slots, running, held, waiting, waiting_tokens, stall_s, share = columns
+        traffic, ones = self._traffic, np.ones(len(self._rows))
+        return Rows(
+            servers=servers,
+            cost=np.array([cost.terms for cost in self._terms]),
+            kv_tokens=kv,
+            slots=slots,
+            running=running,
+            held_tokens=held,
+            waiting=waiting,
+            waiting_tokens=waiting_tokens,
+            stall_s=stall_s,
+            rate=traffic.rates[scenario] * share,
+            prompt_tokens=traffic.prompt_tokens * ones,
+            output_tokens=traffic.output_tokens * ones,
+            pairs=traffic.pairs * ones,
+        )
+
+    # Prices -----------------------------------------------------------------------------------------------------------
+
+    def _priced(self, plan: "_Plan", fates: Sequence[Fate]) -> Priced:
+        before, after = list(plan.before), list(plan.after)
+        rate = self._traffic.rates[EXPECTED] * sum(group.degree for group in plan.change.before) / self._num_members
+        gains, price_s = [], 0.0
+        for scenario, fate in enumerate(fates):
+            # On the way back all that runs then stalls once more, and what comes meanwhile waits.
+            back_s = plan.back_s * (float(fate.running[after].sum()) + WAIT_WEIGHT * rate * plan.back_s / 2.0)
+            gains.append(float(fate.cost_s[before].sum() - fate.cost_s[after].sum()) - back_s)
+            if scenario == EXPECTED:
+                there_s = plan.there_s * sum(self._rows[row][3] for row in before)
+                price_s = there_s + back_s
+        expected_s = (gains[FEW] + 2.0 * gains[EXPECTED] + gains[MANY]) / 4.0
+        regret_s = max(0.0, -min(gains))
+        return Priced(
+            change=plan.change,
+            keep=_sum(fates[EXPECTED], before),
+            then=_sum(fates[EXPECTED], after),
+            price_s=price_s,
+            gain_s=expected_s - self._config.regret * regret_s,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    change: Change
+    before: tuple[int, ...]  # rows
+    after: tuple[int, ...]
+    there_s: float
+    back_s: float
+
+
+def _verbs(change: Change) -> tuple[str, ...]:
+    """The switches that lead there: a tensor-parallel group of others needs these to end first."""
+    is_indirect = change.verb == "split" and change.after != alone(change.group.members)
+    return ("split", "merge") if is_indirect else (change.verb,)
+
+
+def _some(rows: Rows, at: list[int]) -> Rows:
+    return Rows(**{f.name: getattr(rows, f.name)[at] for f in fields(rows)})
+
+
+def _sum(fate: Fate, at: list[int]) -> Prediction:
+    begun = fate.finished[at] + fate.running[at] + 1e-9
+    return Prediction(
+        cost_s=float(fate.cost_s[at].sum()),
+        ttft_s=float((fate.ttft_s[at] * begun).sum() / begun.sum()),
+        tpot_s=float((fate.tpot_s[at] * begun).sum() / begun.sum()),
+        queue=float(fate.queue[at].sum()),
+        finished=float(fate.finished[at].sum()),
+        recomputed_tokens=float(fate.recomputed_tokens[at].sum()),
+    )
