@@ -177,7 +177,12 @@ def _is_told(outcome: Outcome) -> bool:
 
 def _shown(option: Option) -> dict[str, Any]:
     group = "" if option.group is None else str(option.group)
-    found = {"action": option.action.value, "group": group, "price_s": round(option.price_s, 3), "why": option.why}
+    found: dict[str, Any] = {
+        "action": option.action.value,
+        "group": group,
+        "price_s": round(option.price_s, 3),
+        "why": option.why,
+    }
     predicted = option.prediction
     if predicted is not None:
         figures = _figures(predicted.ttft_s, predicted.tpot_s, predicted.queue, predicted.finished)

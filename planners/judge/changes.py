@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import NamedTuple
 
 from pengserve.planners.drop import Verdict
-from pengserve.planners.load import ClusterView
+from pengserve.planners.load import OVERLOAD, ClusterView
 from pengserve.planners.overload import MemoryDemand
 from pengserve.planners.projection import projected_loads
 from pengserve.planners.restore import can_restore, ways
@@ -51,7 +51,8 @@ def tp_changes(
         yield Change("split", group, (), (group,), alone(group.members), f"{group} computes as its members alone")
     is_hard = config.load_strategy == SwitchStrategy.HARD  # it would pause what runs for as long as the group stands
     by_degree: dict[int, list[tuple[float, Group]]] = {}
-    for group, load, is_known in projected_loads(view, config.max_degree, 1.0):
+    most = OVERLOAD if config.merge_below > 0 else 0.0  # 0: people want no merge for load
+    for group, load, is_known in projected_loads(view, config.max_degree, most):
         if is_known and group not in standing:
             by_degree.setdefault(group.degree, []).append((load, group))
     for found in by_degree.values():
@@ -85,6 +86,8 @@ def restore_changes(
     longest_waiting_tokens: int,
 ) -> Iterator[Change]:
     """Pipelines whose requests surely fit into what they could end in, the emptiest first."""
+    if config.restore_below <= 0:  # people want none
+        return
     table, columns = demand.by_member.table, demand.by_member.columns
     pipelines = [g for g in table.of_kind[GroupKind.PP] if not any(m in claimed for m in g.members)]
     pipelines.sort(key=lambda g: (int(columns.demand_blocks[table.position_of[g.leader]]), g.members))

@@ -9,11 +9,12 @@ tensor-parallel, one for each stage of a pipeline, in which so many microbatches
     preempted   where KV has grown beyond what there is, requests lose theirs, and wait to be computed again
 
 The currency is request-seconds: one for each second of a request that runs, `WAIT_WEIGHT` for each second of one that
-has no token yet. What is left at the end counts as long as it will take. So queues, TTFT, TPOT, computing again and stalls
-add up in one unit, and a layout that serves the same with fewer requests in flight is the better one (Little's law).
+has no token yet. What is left at the end counts as long as it will take. So queues, TTFT, TPOT, computing again and
+stalls add up in one unit, and a layout that serves the same with fewer requests in flight is better (Little's law).
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +25,7 @@ WAIT_WEIGHT = 3.0  # request-seconds of a second without a first token
 STEP_TOKENS = 2048  # new tokens of a full step, as vLLM's default is
 SLICES = 24  # of the horizon; the later ones are longer
 GROWTH = 1.08  # of a slice over the one before
+RESERVE = 0.25  # of its answer, that a request must find room for before it is read: those that run grow meanwhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,60 +71,62 @@ def slices(horizon_s: float) -> Floats:
 
 def predict(rows: Rows, horizon_s: float) -> Fate:
     """The fate of each row within `horizon_s`."""
-    servers, kv, prompt, output = rows.servers, rows.kv_tokens, rows.prompt_tokens, rows.output_tokens
-    load, token, extra, seq, context, pair = rows.cost.T
-    running, held = rows.running.copy(), rows.held_tokens.copy()
-    waiting, waiting_tokens, stall = rows.waiting.copy(), rows.waiting_tokens.copy(), rows.stall_s.copy()
-    whole = prompt + output
-    pairs_s = pair * rows.pairs
+    kv, prompt, output = rows.kv_tokens, rows.prompt_tokens, rows.output_tokens
+    running, waiting, waiting_tokens = rows.running.copy(), rows.waiting.copy(), rows.waiting_tokens.copy()
+    stall = rows.stall_s.copy()
+    # KV of one that runs: as it is, and later as lengths say.
+    usual = prompt + 0.5 * output
+    each = np.where(running > 0, rows.held_tokens / np.maximum(running, 1e-9), usual)
     zero = np.zeros_like(kv)
     wait_s, run_s, read_s, begun, finished, decoded, recomputed = (zero.copy() for _ in range(7))
-    decode_s, full_s = zero, zero
+    steps = _steps(rows, running, each, prompt)
     for length in slices(horizon_s):
         # Arrivals.
-        came = rows.rate * length
-        before = waiting
+        came, before = rows.rate * length, waiting
         waiting, waiting_tokens = waiting + came, waiting_tokens + came * prompt
         live = np.maximum(0.0, length - stall)
         stall = np.maximum(0.0, stall - length)
-        # Steps of decoding alone, and full ones.
-        each, kv_each = running / servers, held / servers
-        fixed_s = load + seq * each + context * kv_each
-        decode_s = fixed_s + token * each + extra * np.maximum(0.0, each - KNOT_TOKENS)
-        room = np.maximum(64.0, STEP_TOKENS - each)
         mean = np.maximum(1.0, waiting_tokens / np.maximum(waiting, 1e-9))
-        full = each + room
-        full_s = fixed_s + token * full + extra * np.maximum(0.0, full - KNOT_TOKENS)
-        full_s = full_s + room * (pairs_s + context + seq / mean)
-        rate = servers * room / full_s  # tokens of prompts read by a second of full steps
-        # Read, as far as there is memory, slots and time.
-        free = np.minimum(np.maximum(0.0, kv - held), np.maximum(0.0, rows.slots - running) * mean)
-        read = np.minimum(np.minimum(waiting_tokens, free), rate * live)
-        busy = np.minimum(live, read / rate)
-        new = read / mean
-        # Decoded, beside full steps and in the rest of the time.
-        tokens = (running + 0.5 * new) * (busy / full_s + (live - busy) / decode_s)
-        ended = np.minimum(running + new, tokens / output)
-        # One prompt takes the step under way and its own steps, among others' decodes.
-        share = np.minimum(prompt, room)
-        own_s = fixed_s + token * (each + share) + extra * np.maximum(0.0, each + share - KNOT_TOKENS) + pairs_s * share
-        alone_s = own_s * prompt / share + 0.5 * np.minimum(1.0, each) * decode_s
+        # Read, as far as there are memory, slots and time; a request will need more memory than its prompt.
+        grown = 1.0 + RESERVE * output / mean
+        by_memory = np.maximum(0.0, kv - running * each) / grown
+        by_slots = np.maximum(0.0, rows.slots - running) * mean
+        middle = running
+        for _ in range(2):  # the second time at the batch of the middle of this slice
+            steps = _steps(rows, middle, each, mean)
+            # Requests also end while others are read, and leave them their place.
+            ending = middle * live / np.maximum(1e-9, output * steps.decode_s)
+            freed = np.minimum(middle, ending)
+            read = np.minimum(waiting_tokens, by_memory + freed * each / grown)
+            read = np.minimum(np.minimum(read, by_slots + freed * mean), steps.rate * live)
+            busy = np.minimum(live, read / steps.rate)
+            num_steps = busy / steps.full_s + (live - busy) / steps.decode_s
+            # dR/dt = new / live - R / stay
+            new = read / mean
+            stay = np.where(live > 0, live * output / np.maximum(num_steps, 1e-9), 1.0)
+            left = np.exp(-live / stay)
+            level = new * stay / np.maximum(live, 1e-9)
+            end = np.where(live > 0, level + (running - level) * left, running)
+            middle = np.where(
+                live > 0, level + (running - level) * (1.0 - left) * stay / np.maximum(live, 1e-9), running
+            )
+        ended = np.maximum(0.0, running + new - end)
+        read_s += new * steps.alone_s
         waiting_tokens, waiting = waiting_tokens - read, np.maximum(0.0, waiting - new)
-        running = running + new - ended
-        held = np.clip(held + read + tokens - ended * whole, running * np.minimum(prompt, mean) * 0.5, None)
-        # Preempted.
-        over = np.maximum(0.0, held - kv)
-        lost = np.minimum(running, over / np.maximum(1.0, held / np.maximum(running, 1e-9)))
-        held, running = held - over, running - lost
-        waiting, waiting_tokens = waiting + lost, waiting_tokens + over
         wait_s += 0.5 * (before + waiting) * length
-        run_s += running * length
-        read_s += new * alone_s
-        begun, finished, decoded, recomputed = begun + new, finished + ended, decoded + tokens, recomputed + over
+        run_s += middle * live + running * (length - live)
+        decoded += middle * num_steps
+        each = usual + (each - usual) * left
+        # Preempted, where those that run have grown beyond the memory.
+        lost = np.minimum(end, np.maximum(0.0, end - kv / each))
+        running, waiting, waiting_tokens = end - lost, waiting + lost, waiting_tokens + lost * each
+        begun, finished, recomputed = begun + new, finished + ended, recomputed + lost * each
     # What is left takes as long as a full group needs for it: a queue its square over twice the rate.
-    per_s = 1.0 / np.maximum(1e-9, mean / rate + output * decode_s / np.maximum(1.0, _most_running(rows)))
-    left_s = WAIT_WEIGHT * waiting * waiting / (2.0 * per_s) + waiting * output * full_s
-    left_s = left_s + running * 0.5 * output * decode_s
+    most = np.minimum(rows.slots, kv / usual)
+    full = _steps(rows, most, usual, prompt)
+    per_s = 1.0 / (prompt / steps.rate + output * full.decode_s / np.maximum(1.0, most))
+    left_s = WAIT_WEIGHT * waiting * waiting / (2.0 * per_s) + waiting * output * full.decode_s
+    left_s = left_s + running * output * steps.decode_s * 0.5
     return Fate(
         cost_s=WAIT_WEIGHT * (wait_s + read_s) + run_s + left_s,
         ttft_s=(wait_s + read_s) / np.maximum(begun, 1e-9),
@@ -131,13 +135,33 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
         running=running,
         finished=finished,
         recomputed_tokens=recomputed,
-        step_s=full_s,
-        request_s=wait_s + run_s,
+        step_s=steps.full_s,
+        request_s=wait_s + read_s + run_s,
     )
 
 
-def _most_running(rows: Rows) -> Floats:
-    """Requests of mean length that run at once."""
-    by_kv = rows.kv_tokens / (rows.prompt_tokens + 0.5 * rows.output_tokens)
-    most: Floats = np.minimum(rows.slots, by_kv)
-    return most
+class _Steps(NamedTuple):
+    """Steps of each row with so many running."""
+
+    decode_s: Floats  # of decoding alone
+    full_s: Floats  # with as much of prompts as a step takes
+    rate: Floats  # tokens of prompts that a second of full steps reads
+    alone_s: Floats  # from arriving to the first token, where nothing is in the way but the step under way
+
+
+def _steps(rows: Rows, running: Floats, each_tokens: Floats, prompt: Floats) -> _Steps:
+    """`each_tokens`: KV of one that runs. `prompt`: tokens of one that waits."""
+    load, token, extra, seq, context, pair = rows.cost.T
+    batch = running / rows.servers
+    fixed_s = load + seq * batch + context * batch * each_tokens
+    decode_s = fixed_s + token * batch + extra * np.maximum(0.0, batch - KNOT_TOKENS)
+    room = np.maximum(64.0, STEP_TOKENS - batch)
+    read_s = pair * rows.pairs + context  # of a token of a prompt, beside what every token costs
+    full = batch + room
+    full_s = fixed_s + token * full + extra * np.maximum(0.0, full - KNOT_TOKENS) + room * (read_s + seq / prompt)
+    # A prompt waits for the step under way, and takes its own steps, among others' decodes.
+    share = np.minimum(prompt, room)
+    own = batch + share
+    own_s = fixed_s + token * own + extra * np.maximum(0.0, own - KNOT_TOKENS) + read_s * share
+    alone_s = own_s * prompt / share + 0.5 * np.minimum(1.0, batch) * decode_s
+    return _Steps(decode_s, full_s, rows.servers * room / full_s, alone_s)

@@ -1,8 +1,8 @@
 """What was predicted, beside what became of it: so that people can judge the judge, and systematic errors correct it.
 
-A forecast is made of groups when a change leads to them, and now and then of the layout as it is. After the horizon it is
-held against what was measured there, where the groups still stand. The load that came is known then: the model predicts
-again with it, so that what is left between the two is the model's own error, by shape.
+A forecast is made of groups when a change leads to them, and now and then of the layout as it is. After the horizon it
+is held against what was measured there, where the groups still stand. The load that came is known then: the model
+predicts again with it, so that what is left between the two is the model's own error, by shape.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from pengserve.planners.columns import ReadyInstances
 from pengserve.planners.judge.fluid import Rows, predict
 from pengserve.planners.judge.pricing import Prediction
 from pengserve.planners.judge.watch import Traffic
-from pengserve.planners.types.layout import Group
+from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.snapshot import ClusterSnapshot
 
 MOST_GROUPS = 16  # of one forecast
@@ -161,8 +161,12 @@ class Forecasts:
         return Forecasts(open=tuple(left), log_errors=errors), tuple(outcomes)
 
     def correction(self, shape: str) -> float:
-        """Factor on the request-seconds that the model gives for `shape`."""
-        return exp(max(-MOST_CORRECTION, min(MOST_CORRECTION, self.log_errors.get(shape, 0.0))))
+        """Factor on the request-seconds that the model gives for `shape`; of one that was never tried, that of dp.
+
+        Most of what the model is wrong by, such as bursts within the horizon, is alike for all shapes.
+        """
+        error = self.log_errors.get(shape, self.log_errors.get(GroupKind.DP, 0.0))
+        return exp(max(-MOST_CORRECTION, min(MOST_CORRECTION, error)))
 
     def covers(self, group: Group) -> bool:
         """Whether one under way is about `group`."""

@@ -27,7 +27,7 @@ class SwitchPrices:
             return self
         verb, report = last.what.split(" ")[0], last.report
         fixed_s, link = self.cutover_s.get(verb, FIRST_CUTOVER_S), self.bytes_per_s
-        if report.carried_bytes > LARGE_BYTES:
+        if report.carried_bytes > LARGE_BYTES and verb != "drop":  # of a drop, KV follows after the cutover
             newest = report.carried_bytes / max(1e-3, report.cutover_s - min(fixed_s, 0.5 * report.cutover_s))
             return replace(self, seen=last.plan_id, bytes_per_s=_mixed(link, newest))
         return replace(self, seen=last.plan_id, cutover_s={**self.cutover_s, verb: _mixed(fixed_s, report.cutover_s)})

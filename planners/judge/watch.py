@@ -15,7 +15,7 @@ from pengserve.planners.types.snapshot import ClusterSnapshot
 from pengserve.planners.types.step_cost import TERMS, StepCost
 
 SHORT_S, LONG_S = 5.0, 40.0  # windows of the rate of requests
-MIN_SEEN_S = 2.0  # of watching; before it nothing is known
+MIN_SEEN_S = 1.0  # of watching; before it nothing is known
 STEP_MEMORY_S = 60.0  # what steps took longer ago counts 1/e
 BELIEF_S = 2.0  # seconds of steps that a profile counts as
 GAP_S = 10.0  # without a look: what happened in between is not known
@@ -111,8 +111,8 @@ class Watched:
         before = self.shapes
         if len(before) != len(shapes) or not (self.ids == ids).all():
             return self.work
-        keep = float(np.exp(-(now_s - self.looks[-1].time_s) / STEP_MEMORY_S))
-        work = {shape: _Work(w.gram * keep, w.moment * keep, w.seconds * keep) for shape, w in self.work.items()}
+        keep = float(np.exp(-(now_s - self.looks[-1].time_s) / STEP_MEMORY_S))  # of shapes that run: no other is newer
+        work = dict(self.work)
         for shape in sorted(set(shapes)):
             same = np.fromiter(
                 (a == b == shape for a, b in zip(before, shapes, strict=True)), dtype=np.bool_, count=len(shapes)
@@ -123,7 +123,9 @@ class Watched:
                 continue
             old = work.get(shape, _Work(np.zeros((len(TERMS),) * 2), np.zeros(len(TERMS)), 0.0))
             # Weighed by time: a look in which little ran says little.
-            work[shape] = _Work(old.gram + np.outer(row, row) / seconds, old.moment + row, old.seconds + seconds)
+            work[shape] = _Work(
+                keep * old.gram + np.outer(row, row) / seconds, keep * old.moment + row, keep * old.seconds + seconds
+            )
         return work
 
     # What is known ----------------------------------------------------------------------------------------------------

@@ -24,9 +24,8 @@ def decisions(runs: Sequence[Run]) -> str:
         more = f"<p>and {len(made) - MOST} more</p>" if len(made) > MOST else ""
         heading = f"<h3>{escape(run.title)}</h3>" if len(runs) > 1 else ""
         head = "".join(f"<th>{name}</th>" for name in _HEAD)
-        tables.append(
-            f'{heading}<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>{more}'
-        )
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
+        tables.append(f'{heading}<div class="scroll">{table}</div>{more}')
     if not tables:
         return ""
     note = "Prices and gains are request-seconds; predictions are means of the groups concerned, within the horizon."

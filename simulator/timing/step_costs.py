@@ -11,7 +11,7 @@ from pengserve.planners.types.step_cost import KNOT_TOKENS, TERMS, StepCost
 from pengserve.simulator.timing.cost_model_times import sampled_batches
 from pengserve.simulator.timing.steps import Batch, ModelTimes, StepTimes, prefill_tokens
 
-PIPELINE_BUBBLE = 0.05  # of a pipeline's time, before any was measured
+PIPELINE_BUBBLE = 0.1  # of a pipeline's time, before any was measured
 
 
 def step_costs(
