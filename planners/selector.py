@@ -35,7 +35,7 @@ from pengserve.planners.overload import DemandHistory, MemoryDemand, predict_dem
 from pengserve.planners.pinned import plan_pinned
 from pengserve.planners.prices import Prices, demands_over
 from pengserve.planners.restore import RestoreHistory, RestorePlan, plan_restore
-from pengserve.planners.steps import is_backing_off, make_plan
+from pengserve.planners.steps import is_backing_off, make_plan, next_step
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
@@ -154,7 +154,16 @@ def _best(
         if proposal.plan is None or is_tp_busy:
             return None, history, AT_REST
         return proposal.plan, replace(history, load=proposal.followed), _decide_alone(snapshot, drop, proposal.plan)
-    claimed, changes, verdict = proposal.claimed | snapshot.busy, list[Change](), Verdict()
+    needed = proposal.claimed - snapshot.busy  # for requests
+    goals = [goal for goal in history.judge.forecasts.goals() if needed.isdisjoint(goal.members)]
+    for goal in goals if proposal.look is not None else ():
+        step = next_step(proposal.look.view, goal, proposal.look.may_split)
+        if step is not None and snapshot.busy.isdisjoint(step[0].members):
+            how, why = SwitchStrategy(merge.load_strategy), f"on the way to {goal}"
+            plan = make_plan(snapshot, instances, *step, how, why)
+            return plan, history, _decide_alone(snapshot, drop, plan)
+    claimed = proposal.claimed | snapshot.busy | {member for goal in goals for member in goal.members}
+    changes, verdict = list[Change](), Verdict()
     if proposal.look is not None:
         look = proposal.look
         changes += tp_changes(look.view, merge, claimed, look.may_split, look.tp_groups())

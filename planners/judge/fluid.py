@@ -44,7 +44,8 @@ class Rows:
     rate: Floats  # requests that come
     prompt_tokens: Floats
     output_tokens: Floats
-    pairs: Floats  # that a token of a prompt adds to a step (`StepCost.pair_s`)
+    pairs: Floats  # that a token of a prompt adds to a step (`StepCost.pair_s`): the mean square over the mean prompt
+    routes: Floats  # groups of the whole layout that requests are sent to, this one among them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +112,7 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
                 live > 0, level + (running - level) * (1.0 - left) * stay / np.maximum(live, 1e-9), running
             )
         ended = np.maximum(0.0, running + new - end)
-        read_s += new * steps.alone_s
+        read_s += new * (steps.alone_s + _behind_s(rows, steps))
         waiting_tokens, waiting = waiting_tokens - read, np.maximum(0.0, waiting - new)
         wait_s += 0.5 * (before + waiting) * length
         run_s += middle * live + running * (length - live)
@@ -138,6 +139,17 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
         step_s=steps.full_s,
         request_s=wait_s + read_s + run_s,
     )
+
+
+def _behind_s(rows: Rows, steps: "_Steps") -> Floats:
+    """Seconds that a prompt waits behind others that came by chance at the same time (Kingman, Sakasegawa).
+
+    Prompts of a group are read one after the other; of k groups the one with the least to do is chosen.
+    """
+    share = np.minimum(0.95, rows.rate * rows.prompt_tokens / steps.rate)
+    longest_s = rows.pairs / steps.rate  # of the prompt that one meets: long ones are met more often
+    found: Floats = share ** np.sqrt(2.0 * (rows.routes + 1.0)) / (rows.routes * share.clip(1e-9) * (1.0 - share))
+    return found * share * longest_s / 2.0
 
 
 class _Steps(NamedTuple):

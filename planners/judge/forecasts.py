@@ -18,11 +18,12 @@ from pengserve.planners.judge.watch import Traffic
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.snapshot import ClusterSnapshot
 
+KEEP = "keep"  # the action of a forecast of the layout as it is
 MOST_GROUPS = 16  # of one forecast
 LEARN = 0.3  # weight of the newest error
 MOST_CORRECTION = log(1.5)
 MIN_REQUEST_S = 5.0  # request-seconds that were measured; fewer say little
-LATE_S = 15.0  # a change that does not stand after so long has failed
+LATE_S = 5.0  # a change that does not stand after so long has failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +169,7 @@ class Forecasts:
         error = self.log_errors.get(shape, self.log_errors.get(GroupKind.DP, 0.0))
         return exp(max(-MOST_CORRECTION, min(MOST_CORRECTION, error)))
 
-    def covers(self, group: Group) -> bool:
-        """Whether one under way is about `group`."""
-        return any(group in forecast.groups for forecast in self.open)
+    def goals(self) -> tuple[Group, ...]:
+        """Groups that a change has begun to lead to, and that do not stand yet."""
+        waiting = (f.groups for f in self.open if f.begun_s is None and f.action != KEEP)
+        return tuple(group for groups in waiting for group in groups if group.kind is GroupKind.TP)

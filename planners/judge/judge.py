@@ -5,15 +5,13 @@ from dataclasses import dataclass, field, replace
 
 from pengserve.planners.columns import ReadyInstances
 from pengserve.planners.judge.changes import Change
-from pengserve.planners.judge.forecasts import MOST_GROUPS, Forecast, Forecasts, Outcome
+from pengserve.planners.judge.forecasts import KEEP, MOST_GROUPS, Forecast, Forecasts, Outcome
 from pengserve.planners.judge.pricing import Prediction, Priced, Pricing
 from pengserve.planners.judge.switch_costs import SwitchPrices, first_link
 from pengserve.planners.judge.watch import Watched
 from pengserve.planners.types.config import DropConfig, JudgeConfig
 from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.snapshot import ClusterSnapshot
-
-KEEP = "keep"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

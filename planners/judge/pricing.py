@@ -94,6 +94,7 @@ class Pricing:
         self._of: dict[Group, int] = {}
         self._rows_after: dict[Change, tuple[int, ...]] = {}
         self._num_members = max(1, len(instances))
+        self._num_routes = max(1, len(snapshot.layout.groups))
         self._outside = sum(d.num_waiting for d in snapshot.demands if not d.longest_waiting_tokens)
         self._bytes_per_token = 0.0
         first = next(iter(instances.values()), None)
@@ -137,9 +138,10 @@ class Pricing:
         whole = sum(states[1:], states[0])
         members = sum(group.degree for group in change.before)
         there_s, back_s = self._stalls(change, whole)
+        num_routes = self._num_routes + len(change.after) - len(change.before)
         after = []
         for group in change.after:
-            row = self._row(group, whole.share(group.degree / members), there_s)
+            row = self._row(group, whole.share(group.degree / members), there_s, num_routes)
             if row is None:
                 return None
             after.append(row)
@@ -162,13 +164,13 @@ class Pricing:
 
     def _row_now(self, group: Group) -> int | None:
         if group not in self._of:
-            row = self._row(group, self._state(group), 0.0)
+            row = self._row(group, self._state(group), 0.0, self._num_routes)
             if row is None:
                 return None
             self._of[group] = row
         return self._of[group]
 
-    def _row(self, group: Group, state: _State, stall_s: float) -> int | None:
+    def _row(self, group: Group, state: _State, stall_s: float, num_routes: int) -> int | None:
         cost = self._costs.of(group.shape)
         lanes = [lane_capacity(self._instances.get(m), group.shape) for m in group.members]
         lane = min((lane for lane in lanes if lane is not None), key=lambda lane: lane.num_blocks, default=None)
@@ -188,6 +190,7 @@ class Pricing:
                 state.waiting_tokens,
                 stall_s,
                 group.degree / self._num_members,
+                num_routes,
             )
         )
         return len(self._rows) - 1
@@ -208,7 +211,7 @@ class Pricing:
 
     def _scenario(self, scenario: int) -> Rows:
         columns = np.array(self._rows, dtype=np.float64).T
-        servers, kv, slots, running, held, waiting, waiting_tokens, stall_s, share = columns
+        servers, kv, slots, running, held, waiting, waiting_tokens, stall_s, share, routes = columns
         traffic, ones = self._traffic, np.ones(len(self._rows))
         return Rows(
             servers=servers,
@@ -224,6 +227,7 @@ class Pricing:
             prompt_tokens=traffic.prompt_tokens * ones,
             output_tokens=traffic.output_tokens * ones,
             pairs=traffic.pairs * ones,
+            routes=routes,
         )
 
     # Prices -----------------------------------------------------------------------------------------------------------

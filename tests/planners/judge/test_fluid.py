@@ -30,6 +30,7 @@ def row(cost: StepCost = COST, **given: float) -> Rows:
         "prompt_tokens": 1000.0,
         "output_tokens": 200.0,
         "pairs": 1000.0,
+        "routes": 1.0,
     } | given
     return Rows(cost=np.array([cost.terms]), **{name: np.array([value]) for name, value in values.items()})
 
