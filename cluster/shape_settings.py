@@ -55,6 +55,8 @@ class JudgeSettings(BaseModel, extra="forbid", validate_default=True, frozen=Tru
     horizon_s: float = Field(default=20, gt=0)
     margin: float = Field(default=0.05, ge=0)
     least_s: float = Field(default=1, ge=0)
+    slo_scale: float = Field(default=5, ge=0)
+    miss_weight: float = Field(default=20, ge=0)
     regret: float = Field(default=0.5, ge=0)
 
     def judge_config(self) -> JudgeConfig:

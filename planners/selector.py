@@ -26,7 +26,7 @@ import numpy as np
 
 from pengserve.planners.columns import ReadyInstances, group_table, ready_instances
 from pengserve.planners.drop import Verdict, plan_drop
-from pengserve.planners.judge.changes import Change, drop_changes, restore_changes, tp_changes
+from pengserve.planners.judge.changes import Change, drop_changes, pp_changes, restore_changes, tp_changes
 from pengserve.planners.judge.forecasts import Outcome
 from pengserve.planners.judge.judge import JudgeHistory, Judgement, judge
 from pengserve.planners.judge.pricing import Prediction, Priced
@@ -159,7 +159,9 @@ def _best(
     for goal in goals if proposal.look is not None else ():
         step = next_step(proposal.look.view, goal, proposal.look.may_split)
         if step is not None and snapshot.busy.isdisjoint(step[0].members):
-            how, why = SwitchStrategy(merge.load_strategy), f"on the way to {goal}"
+            is_tp = step[0].kind is GroupKind.TP
+            how = SwitchStrategy(merge.load_strategy) if is_tp else SwitchStrategy.CARRY
+            why = f"on the way to {goal}"
             plan = make_plan(snapshot, instances, *step, how, why)
             return plan, history, _decide_alone(snapshot, drop, plan)
     claimed = proposal.claimed | snapshot.busy | {member for goal in goals for member in goal.members}
@@ -170,6 +172,9 @@ def _best(
     if drop.max_stages > 1 and drop.is_auto:
         verdict = plan_drop(snapshot, demand, drop, claimed=claimed)
         changes += drop_changes(demand, verdict)
+        if proposal.look is not None:
+            planned = {change.group for change in changes}
+            changes += pp_changes(proposal.look.view, drop, claimed, proposal.look.may_split, planned)
     longest = max((d.longest_waiting_tokens for d in snapshot.demands), default=0)
     changes += restore_changes(demand, drop, snapshot.groups, claimed, longest)
     found = judge(snapshot, instances, changes, config, drop, history.judge)

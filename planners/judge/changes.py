@@ -26,6 +26,7 @@ class Change(NamedTuple):
     before: tuple[Group, ...]  # groups of the layout that it is about
     after: tuple[Group, ...]  # what they will be, perhaps some switches later
     why: str = ""
+    is_spare: bool = False  # only where compute is plentiful: it costs throughput, and no memory is short
 
     @property
     def is_merge(self) -> bool:
@@ -68,6 +69,32 @@ def tp_changes(
             count += 1
             if count == MOST:
                 break
+
+
+def pp_changes(
+    view: ClusterView,
+    config: DropConfig,
+    claimed: Collection[InstanceId],
+    may_split: Callable[[Group], bool],
+    planned: Collection[Group],
+) -> Iterator[Change]:
+    """Pipelines that could be formed, the fullest members first: stages read the chunks of one prompt side by side, and
+    share one memory. Those of `planned`, for memory, are left out.
+    """
+    by_degree: dict[int, list[tuple[float, Group]]] = {}
+    for group in view.snapshot.groups:
+        if group.kind is GroupKind.PP and group.degree <= config.max_stages and group not in planned:
+            parts = view.groups_over(group.members)
+            is_free = not any(member in claimed for part in parts for member in part.members)
+            if is_free and all(view.load(part).is_known for part in parts):
+                load = sum(view.load(part).num_requests for part in parts)
+                by_degree.setdefault(group.degree, []).append((-load, group))
+    for found in by_degree.values():
+        found.sort(key=lambda pair: (pair[0], pair[1].members))
+        steps = ((goal, next_step(view, goal, may_split)) for _, goal in found[: 2 * MOST])
+        for goal, (group, is_merge) in [(goal, step) for goal, step in steps if step is not None][:MOST]:
+            why = f"the stages of {goal} read prompts side by side, and share their memory"
+            yield Change("drop" if is_merge else "split", group, (), view.groups_over(goal.members), (goal,), why, True)
 
 
 def drop_changes(demand: MemoryDemand, verdict: Verdict) -> Iterator[Change]:

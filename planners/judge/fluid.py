@@ -9,7 +9,7 @@ tensor-parallel, one for each stage of a pipeline, in which so many microbatches
     preempted   where KV has grown beyond what there is, requests lose theirs, and wait to be computed again
 
 The currency is request-seconds: one for each second of a request that runs, `WAIT_WEIGHT` for each second of one that
-has no token yet. What is left at the end counts as long as it will take. So queues, TTFT, TPOT, computing again and
+has no token yet, and `miss_s` for a request that misses its limits. What is left at the end counts as long as it will take. So queues, TTFT, TPOT, computing again and
 stalls add up in one unit, and a layout that serves the same with fewer requests in flight is better (Little's law).
 """
 
@@ -21,10 +21,11 @@ import numpy as np
 from pengserve.planners.columns import Floats
 from pengserve.planners.types.step_cost import KNOT_TOKENS
 
-WAIT_WEIGHT = 3.0  # request-seconds of a second without a first token
+WAIT_WEIGHT = 5.0  # request-seconds of a second without a first token
 STEP_TOKENS = 2048  # new tokens of a full step, as vLLM's default is
 SLICES = 24  # of the horizon; the later ones are longer
 GROWTH = 1.08  # of a slice over the one before
+TPOT_SPREAD = 0.15  # of the logarithm of requests' TPOT around the mean
 RESERVE = 0.25  # of its answer, that a request must find room for before it is read: those that run grow meanwhile
 
 
@@ -45,6 +46,10 @@ class Rows:
     prompt_tokens: Floats
     output_tokens: Floats
     pairs: Floats  # that a token of a prompt adds to a step (`StepCost.pair_s`): the mean square over the mean prompt
+    spread: Floats  # of prompts: the standard deviation of their logarithm
+    ttft_limit_s: Floats
+    tpot_limit_s: Floats
+    miss_s: Floats  # request-seconds that one costs which is beyond a limit
     routes: Floats  # groups of the whole layout that requests are sent to, this one among them
 
 
@@ -59,7 +64,8 @@ class Fate:
     running: Floats  # ... and that run
     finished: Floats  # requests
     recomputed_tokens: Floats
-    step_s: Floats  # of a full step
+    missed: Floats  # requests beyond a limit
+    read_share: Floats  # of the time that reading prompts takes at the rate at which they come
     request_s: Floats  # of all that wait and run within the horizon, alike
 
 
@@ -79,7 +85,7 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
     usual = prompt + 0.5 * output
     each = np.where(running > 0, rows.held_tokens / np.maximum(running, 1e-9), usual)
     zero = np.zeros_like(kv)
-    wait_s, run_s, read_s, begun, finished, decoded, recomputed = (zero.copy() for _ in range(7))
+    wait_s, run_s, read_s, begun, finished, decoded, recomputed, missed = (zero.copy() for _ in range(8))
     steps = _steps(rows, running, each, prompt)
     for length in slices(horizon_s):
         # Arrivals.
@@ -112,7 +118,11 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
                 live > 0, level + (running - level) * (1.0 - left) * stay / np.maximum(live, 1e-9), running
             )
         ended = np.maximum(0.0, running + new - end)
-        read_s += new * (steps.alone_s + _behind_s(rows, steps))
+        chance, longest_s = _behind(rows, steps)
+        read_s += new * (steps.alone_s + chance * longest_s)
+        queue_s = np.minimum(horizon_s, np.maximum(0.0, waiting - new) * length / np.maximum(new, 1e-9))
+        missed += new * _late(rows, steps, queue_s, chance, longest_s)
+        missed += ended * _share_above(live / np.maximum(num_steps, 1e-9), rows.tpot_limit_s, TPOT_SPREAD)
         waiting_tokens, waiting = waiting_tokens - read, np.maximum(0.0, waiting - new)
         wait_s += 0.5 * (before + waiting) * length
         run_s += middle * live + running * (length - live)
@@ -128,28 +138,46 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
     per_s = 1.0 / (prompt / steps.rate + output * full.decode_s / np.maximum(1.0, most))
     left_s = WAIT_WEIGHT * waiting * waiting / (2.0 * per_s) + waiting * output * full.decode_s
     left_s = left_s + running * output * steps.decode_s * 0.5
+    missed += waiting * (waiting / per_s > rows.ttft_limit_s)
     return Fate(
-        cost_s=WAIT_WEIGHT * (wait_s + read_s) + run_s + left_s,
+        cost_s=WAIT_WEIGHT * (wait_s + read_s) + run_s + left_s + rows.miss_s * missed,
         ttft_s=(wait_s + read_s) / np.maximum(begun, 1e-9),
         tpot_s=run_s / np.maximum(decoded, 1e-9),
         queue=waiting,
         running=running,
         finished=finished,
         recomputed_tokens=recomputed,
-        step_s=steps.full_s,
+        missed=missed,
+        read_share=rows.rate * prompt / steps.rate,
         request_s=wait_s + read_s + run_s,
     )
 
 
-def _behind_s(rows: Rows, steps: "_Steps") -> Floats:
-    """Seconds that a prompt waits behind others that came by chance at the same time (Kingman, Sakasegawa).
+def _behind(rows: Rows, steps: "_Steps") -> tuple[Floats, Floats]:
+    """How likely a prompt waits behind others that came by chance at the same time, and how long it then does.
 
-    Prompts of a group are read one after the other; of k groups the one with the least to do is chosen.
+    Prompts of a group are read one after the other; of k groups the one with the least to do is chosen (Sakasegawa).
     """
     share = np.minimum(0.95, rows.rate * rows.prompt_tokens / steps.rate)
-    longest_s = rows.pairs / steps.rate  # of the prompt that one meets: long ones are met more often
-    found: Floats = share ** np.sqrt(2.0 * (rows.routes + 1.0)) / (rows.routes * share.clip(1e-9) * (1.0 - share))
-    return found * share * longest_s / 2.0
+    chance = share ** (np.sqrt(2.0 * (rows.routes + 1.0)) - 1.0) * share
+    # Of the prompt that one meets: long ones are met more often, and half of it is read already.
+    return chance, rows.pairs / steps.rate / (2.0 * rows.routes * (1.0 - share))
+
+
+def _late(rows: Rows, steps: "_Steps", queue_s: Floats, chance: Floats, longest_s: Floats) -> Floats:
+    """Share of requests whose first token comes beyond the limit: long ones, and those that wait behind long ones."""
+    slack_s = np.maximum(1e-3, rows.ttft_limit_s - queue_s)
+    long = _share_above(steps.alone_s * np.exp(-0.5 * rows.spread**2), slack_s, rows.spread)
+    behind = chance * np.exp(-np.maximum(0.0, slack_s - steps.alone_s) / np.maximum(1e-6, longest_s * rows.routes))
+    late: Floats = np.minimum(1.0, long + behind)
+    return late
+
+
+def _share_above(median: Floats, limit: Floats, spread: Floats | float) -> Floats:
+    """Share of what is spread around `median`, as a normal distribution of logarithms, that is above `limit`."""
+    distance = np.log(np.maximum(1e-9, limit) / np.maximum(1e-9, median)) / np.maximum(0.05, spread)
+    share: Floats = 1.0 / (1.0 + np.exp(np.clip(1.702 * distance, -50.0, 50.0)))
+    return share
 
 
 class _Steps(NamedTuple):
@@ -175,5 +203,8 @@ def _steps(rows: Rows, running: Floats, each_tokens: Floats, prompt: Floats) -> 
     share = np.minimum(prompt, room)
     own = batch + share
     own_s = fixed_s + token * own + extra * np.maximum(0.0, own - KNOT_TOKENS) + read_s * share
-    alone_s = own_s * prompt / share + 0.5 * np.minimum(1.0, batch) * decode_s
+    # The stages of a pipeline read chunks of one prompt side by side: n chunks take n + s - 1 times a stage's time.
+    num_chunks = np.maximum(rows.servers, prompt / room)
+    filled = (num_chunks + rows.servers - 1.0) / (num_chunks * rows.servers)
+    alone_s = own_s * prompt / share * filled + 0.5 * np.minimum(1.0, batch) * decode_s / rows.servers
     return _Steps(decode_s, full_s, rows.servers * room / full_s, alone_s)

@@ -172,4 +172,4 @@ class Forecasts:
     def goals(self) -> tuple[Group, ...]:
         """Groups that a change has begun to lead to, and that do not stand yet."""
         waiting = (f.groups for f in self.open if f.begun_s is None and f.action != KEEP)
-        return tuple(group for groups in waiting for group in groups if group.kind is GroupKind.TP)
+        return tuple(group for groups in waiting for group in groups if group.kind is not GroupKind.DP)

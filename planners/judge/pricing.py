@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
+from math import exp, inf, log, sqrt
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.snapshot import ClusterSnapshot
 from pengserve.planners.types.step_cost import StepCost
 
+MOST_SPARE = 0.4  # share of a pipeline's time that prompts may take where it is formed for latency
 FEW, EXPECTED, MANY = range(3)  # scenarios: how many requests come
 
 
@@ -28,6 +30,7 @@ class Prediction:
     queue: float = 0.0  # requests that wait at the end
     finished: float = 0.0  # requests
     recomputed_tokens: float = 0.0
+    missed: float = 0.0  # requests beyond their limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +97,8 @@ class Pricing:
         self._of: dict[Group, int] = {}
         self._rows_after: dict[Change, tuple[int, ...]] = {}
         self._num_members = max(1, len(instances))
+        self._limits, self._miss_s = (0.0, 0.0), 0.0
+        self._spread = sqrt(log(max(1.0, traffic.pairs / max(1.0, traffic.prompt_tokens))))
         self._num_routes = max(1, len(snapshot.layout.groups))
         self._outside = sum(d.num_waiting for d in snapshot.demands if not d.longest_waiting_tokens)
         self._bytes_per_token = 0.0
@@ -107,6 +112,7 @@ class Pricing:
         plans = [plan for change in changes if (plan := self._rows_of(change)) is not None]
         if not plans:
             return ()
+        self._set_limits()
         fates = [self._fate(scenario) for scenario in (FEW, EXPECTED, MANY)]
         self._rows_after = {plan.change: plan.after for plan in plans}
         return tuple(self._priced(plan, fates) for plan in plans)
@@ -121,7 +127,17 @@ class Pricing:
         if not at:
             return None
         rows = list(at.values())
+        self._set_limits()
         return tuple(at), _some(self._scenario(EXPECTED), rows), _sum(self._fate(EXPECTED), rows)
+
+    def _set_limits(self) -> None:
+        """Where nobody has set limits they are multiples of what the fastest of the shapes gives a request alone."""
+        traffic, config = self._traffic, self._config
+        prompt = traffic.prompt_tokens * exp(-0.5 * self._spread**2)
+        first_s = min(c.step_s(prompt, 1, prompt, prompt * prompt) for c in self._terms)
+        token_s = min(c.step_s(1, 1, traffic.prompt_tokens) for c in self._terms)
+        self._limits = config.slo_scale * first_s, config.slo_scale * token_s
+        self._miss_s = config.miss_weight * (first_s + traffic.output_tokens * token_s)
 
     def _fate(self, scenario: int) -> Fate:
         fate = predict(self._scenario(scenario), self._config.horizon_s)
@@ -227,6 +243,10 @@ class Pricing:
             prompt_tokens=traffic.prompt_tokens * ones,
             output_tokens=traffic.output_tokens * ones,
             pairs=traffic.pairs * ones,
+            spread=self._spread * ones,
+            ttft_limit_s=self._limits[0] * ones,
+            tpot_limit_s=self._limits[1] * ones,
+            miss_s=self._miss_s * ones,
             routes=routes,
         )
 
@@ -245,6 +265,8 @@ class Pricing:
                 price_s = there_s + back_s
         expected_s = (gains[FEW] + 2.0 * gains[EXPECTED] + gains[MANY]) / 4.0
         regret_s = max(0.0, -min(gains))
+        if plan.change.is_spare and float(fates[MANY].read_share[after].max()) > MOST_SPARE:
+            expected_s = -inf
         return Priced(
             change=plan.change,
             keep=_sum(fates[EXPECTED], before),
@@ -282,4 +304,5 @@ def _sum(fate: Fate, at: list[int]) -> Prediction:
         queue=float(fate.queue[at].sum()),
         finished=float(fate.finished[at].sum()),
         recomputed_tokens=float(fate.recomputed_tokens[at].sum()),
+        missed=float(fate.missed[at].sum()),
     )

@@ -31,6 +31,10 @@ def row(cost: StepCost = COST, **given: float) -> Rows:
         "output_tokens": 200.0,
         "pairs": 1000.0,
         "routes": 1.0,
+        "spread": 0.5,
+        "ttft_limit_s": 1.0,
+        "tpot_limit_s": 0.1,
+        "miss_s": 0.0,
     } | given
     return Rows(cost=np.array([cost.terms]), **{name: np.array([value]) for name, value in values.items()})
 
