@@ -9,8 +9,9 @@ tensor-parallel, one for each stage of a pipeline, in which so many microbatches
     preempted   where KV has grown beyond what there is, requests lose theirs, and wait to be computed again
 
 The currency is request-seconds: one for each second of a request that runs, `WAIT_WEIGHT` for each second of one that
-has no token yet, and `miss_s` for a request that misses its limits. What is left at the end counts as long as it will take. So queues, TTFT, TPOT, computing again and
-stalls add up in one unit, and a layout that serves the same with fewer requests in flight is better (Little's law).
+has no token yet, and `miss_s` for a request that misses its limits. What is left at the end counts as long as it will
+take. So queues, TTFT, TPOT, computing again and stalls add up in one unit, and a layout that serves the same with fewer
+requests in flight is better (Little's law).
 """
 
 from dataclasses import dataclass
@@ -85,7 +86,7 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
     usual = prompt + 0.5 * output
     each = np.where(running > 0, rows.held_tokens / np.maximum(running, 1e-9), usual)
     zero = np.zeros_like(kv)
-    wait_s, run_s, read_s, begun, finished, decoded, recomputed, missed = (zero.copy() for _ in range(8))
+    wait_s, run_s, read_s, begun, finished, decoded, recomputed, late, slow = (zero.copy() for _ in range(9))
     steps = _steps(rows, running, each, prompt)
     for length in slices(horizon_s):
         # Arrivals.
@@ -121,8 +122,9 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
         chance, longest_s = _behind(rows, steps)
         read_s += new * (steps.alone_s + chance * longest_s)
         queue_s = np.minimum(horizon_s, np.maximum(0.0, waiting - new) * length / np.maximum(new, 1e-9))
-        missed += new * _late(rows, steps, queue_s, chance, longest_s)
-        missed += ended * _share_above(live / np.maximum(num_steps, 1e-9), rows.tpot_limit_s, TPOT_SPREAD)
+        late += new * _late(rows, steps, queue_s, chance, longest_s)
+        slow_share = _share_above(live / np.maximum(num_steps, 1e-9), rows.tpot_limit_s, TPOT_SPREAD)
+        slow += ended * np.where(live > 0, slow_share, 0.0)
         waiting_tokens, waiting = waiting_tokens - read, np.maximum(0.0, waiting - new)
         wait_s += 0.5 * (before + waiting) * length
         run_s += middle * live + running * (length - live)
@@ -138,7 +140,9 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
     per_s = 1.0 / (prompt / steps.rate + output * full.decode_s / np.maximum(1.0, most))
     left_s = WAIT_WEIGHT * waiting * waiting / (2.0 * per_s) + waiting * output * full.decode_s
     left_s = left_s + running * output * steps.decode_s * 0.5
-    missed += waiting * (waiting / per_s > rows.ttft_limit_s)
+    late += np.maximum(0.0, waiting - per_s * rows.ttft_limit_s)
+    slow += running * _share_above(steps.decode_s, rows.tpot_limit_s, TPOT_SPREAD)
+    missed = late + slow * (1.0 - late / np.maximum(begun + waiting, late + 1e-9))
     return Fate(
         cost_s=WAIT_WEIGHT * (wait_s + read_s) + run_s + left_s + rows.miss_s * missed,
         ttft_s=(wait_s + read_s) / np.maximum(begun, 1e-9),

@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import Field
 
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
+from pengserve.simulator.dispatcher import Dispatch
 from pengserve.simulator.policies.policy import Facts, Policy, Setup, planner_config
 
 
@@ -17,6 +18,7 @@ class PengServePolicy(Policy):
     merge: dict[str, Any] = Field(default_factory=dict)
     drop: dict[str, Any] = Field(default_factory=dict)
     judge: dict[str, Any] = Field(default_factory=dict)
+    dispatch: Dispatch = "ttft"
 
     def setup(self, facts: Facts) -> Setup:
         """The production planners with these options. Raises ConfigError, which names a wrong option."""
@@ -27,4 +29,5 @@ class PengServePolicy(Policy):
             merge=planner_config(MergeConfig, self.merge, "policy.options.merge"),
             drop=drop,
             judge=planner_config(JudgeConfig, self.judge, "policy.options.judge"),
+            dispatch=self.dispatch,
         )
