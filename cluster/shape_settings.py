@@ -53,7 +53,7 @@ class JudgeSettings(BaseModel, extra="forbid", validate_default=True, frozen=Tru
     """When a change of the layout pays; see `planners.types.config.JudgeConfig`."""
 
     horizon_s: float = Field(default=20, gt=0)
-    margin: float = Field(default=0.05, ge=0)
+    margin: float = Field(default=0.15, ge=0)
     least_s: float = Field(default=1, ge=0)
     slo_scale: float = Field(default=5, ge=0)
     miss_weight: float = Field(default=20, ge=0)

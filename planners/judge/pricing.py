@@ -263,7 +263,8 @@ class Pricing:
             if scenario == EXPECTED:
                 there_s = plan.there_s * sum(self._rows[row][3] for row in before)
                 price_s = there_s + back_s
-        expected_s = (gains[FEW] + 2.0 * gains[EXPECTED] + gains[MANY]) / 4.0
+        # Queues grow with the square of what is too much: what would be gained in the worst case must not decide.
+        expected_s = min(gains[EXPECTED], (gains[FEW] + gains[EXPECTED]) / 2.0)
         regret_s = max(0.0, -min(gains))
         if plan.change.is_spare and float(fates[MANY].read_share[after].max()) > MOST_SPARE:
             expected_s = -inf

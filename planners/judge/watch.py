@@ -148,7 +148,7 @@ class Watched:
         if ended:
             output = max(1.0, (ended_tokens + output) / (ended + 1.0))
         return Traffic(
-            rates=(few, 0.25 * long_rate + 0.75 * short_rate, many),
+            rates=(few, 0.5 * (long_rate + short_rate), many),
             prompt_tokens=max(1.0, prompt),
             output_tokens=output,
             pairs=self._pairs(prompt),

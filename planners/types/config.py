@@ -120,7 +120,7 @@ class JudgeConfig:
     """When a change of the layout pays (`planners.judge`). The unit is request-seconds."""
 
     horizon_s: float = 20.0  # what is predicted
-    margin: float = 0.05  # of what is predicted without the change, that it must save beyond its price
+    margin: float = 0.15  # of what is predicted without the change, that it must save beyond its price
     least_s: float = 1.0  # ... and at least so many request-seconds
     slo_scale: float = 5.0  # limits of TTFT and TPOT, times what a request alone would have on the fastest shape
     miss_weight: float = 20.0  # a request beyond a limit costs so many times the seconds of a request alone
