@@ -16,6 +16,7 @@ from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.snapshot import ClusterSnapshot
 from pengserve.planners.types.step_cost import StepCost
 
+MOST_READ = 0.8  # share of a pipeline's time that prompts may take: beyond it compute is short, and not memory
 MOST_SPARE = 0.4  # share of a pipeline's time that prompts may take where it is formed for latency
 FEW, EXPECTED, MANY = range(3)  # scenarios: how many requests come
 
@@ -266,7 +267,7 @@ class Pricing:
         # Queues grow with the square of what is too much: what would be gained in the worst case must not decide.
         expected_s = min(gains[EXPECTED], (gains[FEW] + gains[EXPECTED]) / 2.0)
         regret_s = max(0.0, -min(gains))
-        if plan.change.is_spare and float(fates[MANY].read_share[after].max()) > MOST_SPARE:
+        if self._is_short_of_compute(plan, fates):
             expected_s = -inf
         return Priced(
             change=plan.change,
@@ -275,6 +276,14 @@ class Pricing:
             price_s=price_s,
             gain_s=expected_s - self._config.regret * regret_s,
         )
+
+
+    def _is_short_of_compute(self, plan: "_Plan", fates: Sequence[Fate]) -> bool:
+        """Whether a change drops parameters though prompts take most of the time: a pipeline computes less."""
+        if not any(group.kind is GroupKind.PP for group in plan.change.after) or plan.change.verb == "restore":
+            return False
+        scenario, most = (MANY, MOST_SPARE) if plan.change.is_spare else (EXPECTED, MOST_READ)
+        return float(fates[scenario].read_share[list(plan.after)].max()) > most
 
 
 @dataclass(frozen=True, slots=True)
