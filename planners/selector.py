@@ -20,22 +20,23 @@ what else was possible, and what it would have cost.
 """
 
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 import numpy as np
 
-from pengserve.planners.columns import ReadyInstances, group_table, ready_instances
+from pengserve.planners.columns import group_table, ready_instances
+from pengserve.planners.decision import AT_REST as AT_REST
+from pengserve.planners.decision import Action as Action
+from pengserve.planners.decision import Decision as Decision
+from pengserve.planners.decision import Option as Option
 from pengserve.planners.drop import Verdict, plan_drop
-from pengserve.planners.judge.changes import Change, drop_changes, pp_changes, restore_changes, tp_changes
-from pengserve.planners.judge.forecasts import Outcome
-from pengserve.planners.judge.judge import JudgeHistory, Judgement, judge
-from pengserve.planners.judge.pricing import Prediction, Priced
+from pengserve.planners.judge.judge import JudgeHistory
+from pengserve.planners.judged import Configs, Memory, decide_by_gain, next_of_same_look
 from pengserve.planners.merge import LoadHistory, Proposal, Reason, propose
 from pengserve.planners.overload import DemandHistory, MemoryDemand, predict_demand
 from pengserve.planners.pinned import plan_pinned
 from pengserve.planners.prices import Prices, demands_over
 from pengserve.planners.restore import RestoreHistory, RestorePlan, plan_restore
-from pengserve.planners.steps import is_backing_off, make_plan, next_step
+from pengserve.planners.steps import is_backing_off, make_plan
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
@@ -43,50 +44,6 @@ from pengserve.planners.types.snapshot import ClusterSnapshot
 
 JUDGE = JudgeConfig()
 SHOWN_DROPS = 4  # options of one look; a thousand instances may call for hundreds
-
-
-class Action(StrEnum):
-    """What can be done about the layout: nothing, or what `SwitchPlan.verb` says."""
-
-    KEEP = "keep"
-    MERGE = "merge"
-    SPLIT = "split"
-    DROP = "drop"
-    RESTORE = "restore"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One thing that could be done now."""
-
-    action: Action
-    group: Group | None = None  # None: nothing is done
-    price_s: float = 0.0  # seconds that requests stall, over all requests
-    gain_s: float = 0.0  # request-seconds that are saved within the horizon, less the price
-    prediction: Prediction | None = None  # of its groups with it; None: nothing was predicted
-    why: str = ""  # one sentence for people
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What is done, and what else was possible."""
-
-    chosen: Option
-    options: tuple[Option, ...] = ()  # all that were considered, the chosen one among them
-    needs_instances: bool = False  # memory is short, and dropping parameters does not help, or not enough
-    is_judged: bool = False  # options were compared by what they will gain, and not by the order of the rules
-    outcomes: tuple[Outcome, ...] = ()  # of earlier decisions, whose horizon is over
-
-    def is_same(self, other: "Decision") -> bool:
-        """Whether both say to do the same. Prices differ from look to look."""
-        mine = self.chosen.action, self.chosen.group, self.needs_instances
-        return mine == (other.chosen.action, other.chosen.group, other.needs_instances)
-
-    @property
-    def is_rest(self) -> bool:
-        """Whether nothing is to be done, nothing is missing, and no memory that is short could be had."""
-        could_drop = self.is_judged and any(option.action is Action.DROP for option in self.options)
-        return self.chosen.action is Action.KEEP and not self.needs_instances and not could_drop
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,9 +54,6 @@ class SelectorHistory:
     demand: DemandHistory = field(default_factory=DemandHistory)
     restore: RestoreHistory = field(default_factory=RestoreHistory)
     judge: JudgeHistory = field(default_factory=JudgeHistory, compare=False)
-
-
-AT_REST = Decision(chosen=Option(action=Action.KEEP, why="nothing is due"))
 
 
 def select(
@@ -117,96 +71,18 @@ def select(
     """
     if not snapshot.policy.is_auto:
         return _towards_target(snapshot, drop, history, strategy)
-    instances = ready_instances(snapshot.instances)
+    instances, configs = ready_instances(snapshot.instances), Configs(merge=merge, drop=drop, judge=judge_config)
+    if history.judge.is_same_look(snapshot):
+        plan, judged, decision = next_of_same_look(snapshot, instances, configs, history.judge)
+        return plan, replace(history, judge=judged), decision
     judged = history.judge.seen(snapshot, instances, judge_config)
     history = replace(history, judge=judged)
-    if judged.knows(instances):
-        return _judged(snapshot, instances, merge, drop, judge_config, history)
+    if judged.knows(instances) or judged.will_know(instances):
+        memory = Memory(load=history.load, demand=history.demand, judge=judged)
+        plan, memory, decision = decide_by_gain(snapshot, instances, configs, memory)
+        history = replace(history, load=memory.load, demand=memory.demand, judge=memory.judge)
+        return plan, history, decision
     return _by_rules(snapshot, merge, drop, history)
-
-
-def _judged(
-    snapshot: ClusterSnapshot,
-    instances: ReadyInstances,
-    merge: MergeConfig,
-    drop: DropConfig,
-    config: JudgeConfig,
-    history: SelectorHistory,
-) -> tuple[SwitchPlan | None, SelectorHistory, Decision]:
-    """What requests need comes first; of all else, the change that pays best."""
-    plan, history, decision = _best(snapshot, instances, merge, drop, config, history)
-    return plan, history, replace(decision, outcomes=history.judge.outcomes)
-
-
-def _best(
-    snapshot: ClusterSnapshot,
-    instances: ReadyInstances,
-    merge: MergeConfig,
-    drop: DropConfig,
-    config: JudgeConfig,
-    history: SelectorHistory,
-) -> tuple[SwitchPlan | None, SelectorHistory, Decision]:
-    proposal = propose(snapshot, merge, history.load, is_judged=True)
-    demand, demand_history = predict_demand(snapshot, drop, history.demand)
-    history = replace(history, load=proposal.history, demand=demand_history)
-    is_tp_busy = any(plan.group.kind is GroupKind.TP for plan in snapshot.switching)
-    if proposal.plan is not None or is_backing_off(snapshot):
-        if proposal.plan is None or is_tp_busy:
-            return None, history, AT_REST
-        return proposal.plan, replace(history, load=proposal.followed), _decide_alone(snapshot, drop, proposal.plan)
-    needed = proposal.claimed - snapshot.busy  # for requests
-    goals = [goal for goal in history.judge.forecasts.goals() if needed.isdisjoint(goal.members)]
-    for goal in goals if proposal.look is not None else ():
-        step = next_step(proposal.look.view, goal, proposal.look.may_split)
-        if step is not None and snapshot.busy.isdisjoint(step[0].members):
-            is_tp = step[0].kind is GroupKind.TP
-            how = SwitchStrategy(merge.load_strategy) if is_tp else SwitchStrategy.CARRY
-            why = f"on the way to {goal}"
-            plan = make_plan(snapshot, instances, *step, how, why)
-            return plan, history, _decide_alone(snapshot, drop, plan)
-    claimed = proposal.claimed | snapshot.busy | {member for goal in goals for member in goal.members}
-    changes, verdict = list[Change](), Verdict()
-    if proposal.look is not None:
-        look = proposal.look
-        changes += tp_changes(look.view, merge, claimed, look.may_split, look.tp_groups())
-    if drop.max_stages > 1 and drop.is_auto:
-        verdict = plan_drop(snapshot, demand, drop, claimed=claimed)
-        changes += drop_changes(demand, verdict)
-        if proposal.look is not None:
-            planned = {change.group for change in changes}
-            changes += pp_changes(proposal.look.view, drop, claimed, proposal.look.may_split, planned)
-    longest = max((d.longest_waiting_tokens for d in snapshot.demands), default=0)
-    changes += restore_changes(demand, drop, snapshot.groups, claimed, longest)
-    found = judge(snapshot, instances, changes, config, drop, history.judge)
-    history = replace(history, judge=found.history)
-    options = (_keep(found), *(_option(priced) for priced in found.priced))
-    decision = Decision(
-        chosen=options[0], options=options, needs_instances=verdict.needs_instances, is_judged=bool(found.priced)
-    )
-    if found.best is None:
-        return None, history, decision
-    change = found.best.change
-    chosen = options[1 + found.priced.index(found.best)]
-    how = SwitchStrategy(merge.load_strategy) if change.group.kind is GroupKind.TP else SwitchStrategy.CARRY
-    plan = make_plan(snapshot, instances, change.group, change.is_merge, how, chosen.why, change.parts)
-    return plan, history, replace(decision, chosen=chosen)
-
-
-def _keep(found: Judgement) -> Option:
-    why = "nothing else pays" if found.priced else AT_REST.chosen.why
-    return Option(action=Action.KEEP, why=why, prediction=found.keep)
-
-
-def _option(priced: Priced) -> Option:
-    change = priced.change
-    return Option(
-        action=Action(change.verb),
-        group=change.group,
-        price_s=priced.price_s,
-        gain_s=priced.gain_s,
-        prediction=priced.then,
-        why=priced.why,
-    )
 
 
 def _by_rules(

@@ -1,9 +1,12 @@
 """Changes of the layout that could be made now, without asking whether they pay: what the judge chooses among."""
 
 from collections.abc import Callable, Collection, Iterator
+from heapq import nsmallest
 from typing import NamedTuple
 
-from pengserve.planners.drop import Verdict
+import numpy as np
+
+from pengserve.planners.drop import Verdict, pipeline_buckets
 from pengserve.planners.load import OVERLOAD, ClusterView
 from pengserve.planners.overload import MemoryDemand
 from pengserve.planners.projection import projected_loads
@@ -57,9 +60,8 @@ def tp_changes(
         if is_known and group not in standing:
             by_degree.setdefault(group.degree, []).append((load, group))
     for found in by_degree.values():
-        found.sort(key=lambda pair: (pair[0], pair[1].members))
         count = 0
-        for load, goal in found:
+        for load, goal in nsmallest(2 * MOST, found, key=lambda pair: (pair[0], pair[1].members)):
             step = next_step(view, goal, may_split) if is_free(goal) else None
             if step is None or (is_hard and load > 0):
                 continue
@@ -81,20 +83,27 @@ def pp_changes(
     """Pipelines that could be formed, the fullest members first: stages read the chunks of one prompt side by side, and
     share one memory. Those of `planned`, for memory, are left out.
     """
-    by_degree: dict[int, list[tuple[float, Group]]] = {}
-    for group in view.snapshot.groups:
-        if group.kind is GroupKind.PP and group.degree <= config.max_stages and group not in planned:
-            parts = view.groups_over(group.members)
-            is_free = not any(member in claimed for part in parts for member in part.members)
-            if is_free and all(view.load(part).is_known for part in parts):
-                load = sum(view.load(part).num_requests for part in parts)
-                by_degree.setdefault(group.degree, []).append((-load, group))
-    for found in by_degree.values():
-        found.sort(key=lambda pair: (pair[0], pair[1].members))
-        steps = ((goal, next_step(view, goal, may_split)) for _, goal in found[: 2 * MOST])
-        for goal, (group, is_merge) in [(goal, step) for goal, step in steps if step is not None][:MOST]:
-            why = f"the stages of {goal} read prompts side by side, and share their memory"
-            yield Change("drop" if is_merge else "split", group, (), view.groups_over(goal.members), (goal,), why, True)
+    requests = view.instances.stat("num_running") + view.instances.stat("num_waiting")
+    is_free = np.zeros(max(view.instances.size, view.table.size), dtype=np.bool_)
+    is_free[view.instances.ids] = True
+    is_free[list(claimed)] = False
+    groups, buckets = pipeline_buckets(view.snapshot.groups)
+    for bucket in buckets:
+        if bucket.members.shape[1] > config.max_stages:
+            continue
+        able = np.flatnonzero(is_free[bucket.members].all(axis=1))
+        fullest = able[np.argsort(-requests[bucket.members[able]].sum(axis=1), kind="stable")[: 2 * MOST]]
+        count = 0
+        for goal in (groups[bucket.start + at] for at in fullest.tolist()):
+            step = next_step(view, goal, may_split) if goal not in planned else None
+            if step is not None and all(view.load(part).is_known for part in view.groups_over(goal.members)):
+                group, is_merge = step
+                why = f"the stages of {goal} read prompts side by side, and share their memory"
+                before = view.groups_over(goal.members)
+                yield Change("drop" if is_merge else "split", group, (), before, (goal,), why, True)
+                count += 1
+            if count == MOST:
+                break
 
 
 def drop_changes(demand: MemoryDemand, verdict: Verdict) -> Iterator[Change]:

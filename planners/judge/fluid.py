@@ -24,8 +24,8 @@ from pengserve.planners.types.step_cost import KNOT_TOKENS
 
 WAIT_WEIGHT = 5.0  # request-seconds of a second without a first token
 STEP_TOKENS = 2048  # new tokens of a full step, as vLLM's default is
-SLICES = 24  # of the horizon; the later ones are longer
-GROWTH = 1.08  # of a slice over the one before
+SLICES = 12  # of the horizon; the later ones are longer
+GROWTH = 1.15  # of a slice over the one before
 TPOT_SPREAD = 0.15  # of the logarithm of requests' TPOT around the mean
 RESERVE = 0.25  # of its answer, that a request must find room for before it is read: those that run grow meanwhile
 

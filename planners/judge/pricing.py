@@ -14,7 +14,6 @@ from pengserve.planners.judge.watch import Costs, Traffic
 from pengserve.planners.types.config import JudgeConfig
 from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.snapshot import ClusterSnapshot
-from pengserve.planners.types.step_cost import StepCost
 
 MOST_READ = 0.8  # share of a pipeline's time that prompts may take: beyond it compute is short, and not memory
 MOST_SPARE = 0.4  # share of a pipeline's time that prompts may take where it is formed for latency
@@ -94,7 +93,8 @@ class Pricing:
         self._config, self._link, self._correction = config, link_bytes_per_s, correction
         self._factors: list[float] = []
         self._rows: list[tuple[float, ...]] = []
-        self._terms: list[StepCost] = []
+        self._shapes: list[str] = []  # the shape of each row
+        self._terms_of: dict[str, tuple[float, ...]] = {}
         self._of: dict[Group, int] = {}
         self._rows_after: dict[Change, tuple[int, ...]] = {}
         self._num_members = max(1, len(instances))
@@ -114,13 +114,13 @@ class Pricing:
         if not plans:
             return ()
         self._set_limits()
-        fates = [self._fate(scenario) for scenario in (FEW, EXPECTED, MANY)]
+        fates = self._fates((FEW, EXPECTED, MANY))
         self._rows_after = {plan.change: plan.after for plan in plans}
         return tuple(self._priced(plan, fates) for plan in plans)
 
     def rows_after(self, change: Change) -> Rows:
         """What a priced change leads to, at the expected rate of requests."""
-        return _some(self._scenario(EXPECTED), list(self._rows_after[change]))
+        return _some(self._expected, list(self._rows_after[change]))
 
     def keep(self, groups: Sequence[Group]) -> tuple[tuple[Group, ...], Rows, Prediction] | None:
         """Those of `groups`, of the layout, that can be predicted; and what becomes of them as they are."""
@@ -129,20 +129,32 @@ class Pricing:
             return None
         rows = list(at.values())
         self._set_limits()
-        return tuple(at), _some(self._scenario(EXPECTED), rows), _sum(self._fate(EXPECTED), rows)
+        return tuple(at), _some(self._scenario(EXPECTED), rows), _sum(self._fates((EXPECTED,))[0], rows)
 
     def _set_limits(self) -> None:
         """Where nobody has set limits they are multiples of what the fastest of the shapes gives a request alone."""
         traffic, config = self._traffic, self._config
         prompt = traffic.prompt_tokens * exp(-0.5 * self._spread**2)
-        first_s = min(c.step_s(prompt, 1, prompt, prompt * prompt) for c in self._terms)
-        token_s = min(c.step_s(1, 1, traffic.prompt_tokens) for c in self._terms)
+        costs = [cost for shape in self._terms_of if (cost := self._costs.of(shape)) is not None]
+        first_s = min(cost.step_s(prompt, 1, prompt, prompt * prompt) for cost in costs)
+        token_s = min(cost.step_s(1, 1, traffic.prompt_tokens) for cost in costs)
         self._limits = config.slo_scale * first_s, config.slo_scale * token_s
         self._miss_s = config.miss_weight * (first_s + traffic.output_tokens * token_s)
 
-    def _fate(self, scenario: int) -> Fate:
-        fate = predict(self._scenario(scenario), self._config.horizon_s)
-        return replace(fate, cost_s=fate.cost_s * np.array(self._factors))
+    def _fates(self, scenarios: Sequence[int]) -> list[Fate]:
+        """The fate of all rows in each scenario; predicted together, as that costs hardly more than one."""
+        each = [self._scenario(scenario) for scenario in scenarios]
+        self._expected = each[scenarios.index(EXPECTED)]
+        names, count = [f.name for f in fields(Rows)], len(self._rows)
+        fate = predict(
+            Rows(**{name: np.concatenate([getattr(rows, name) for rows in each]) for name in names}),
+            self._config.horizon_s,
+        )
+        fate = replace(fate, cost_s=fate.cost_s * np.tile(self._factors, len(each)))
+        return [
+            Fate(**{f.name: getattr(fate, f.name)[at * count : (at + 1) * count] for f in fields(Fate)})
+            for at in range(len(each))
+        ]
 
     # Rows -------------------------------------------------------------------------------------------------------------
 
@@ -194,7 +206,8 @@ class Pricing:
         if cost is None or lane is None or None in lanes:
             return None
         servers = group.degree if group.kind is GroupKind.PP else 1
-        self._terms.append(cost)
+        self._shapes.append(group.shape)
+        self._terms_of[group.shape] = cost.terms
         self._factors.append(self._correction(group.shape))
         self._rows.append(
             (
@@ -232,7 +245,7 @@ class Pricing:
         traffic, ones = self._traffic, np.ones(len(self._rows))
         return Rows(
             servers=servers,
-            cost=np.array([cost.terms for cost in self._terms]),
+            cost=np.array(list(map(self._terms_of.__getitem__, self._shapes))),
             kv_tokens=kv,
             slots=slots,
             running=running,
@@ -276,7 +289,6 @@ class Pricing:
             price_s=price_s,
             gain_s=expected_s - self._config.regret * regret_s,
         )
-
 
     def _is_short_of_compute(self, plan: "_Plan", fates: Sequence[Fate]) -> bool:
         """Whether a change drops parameters though prompts take most of the time: a pipeline computes less."""

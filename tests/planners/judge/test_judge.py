@@ -12,17 +12,20 @@ from pengserve.planners.selector import Action, Decision, SelectorHistory, selec
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand
-from tests.planners.judge.watching import COST, served
+from pengserve.planners.types.step_cost import StepCost
+from tests.planners.judge.watching import COST, COSTS, served
 from tests.support.effort import examples
 
 MERGE, DROP = MergeConfig(), DropConfig(max_stages=4)
 
 
-def last(looks: Iterable[ClusterSnapshot], judge: JudgeConfig | None = None) -> tuple[SwitchPlan | None, Decision]:
-    """What is decided at the last of `looks`; plans of earlier ones are not carried out."""
+def decided(looks: Iterable[ClusterSnapshot], judge: JudgeConfig | None = None) -> tuple[SwitchPlan | None, Decision]:
+    """The first switch that is decided on `looks`, or what is decided at the last one."""
     history, plan, decision = SelectorHistory(), None, None
     for seen in looks:
         plan, history, decision = select(seen, MERGE, DROP, history, judge_config=judge or JudgeConfig())
+        if plan is not None and decision.is_judged:
+            break
     assert decision is not None
     return plan, decision
 
@@ -32,19 +35,19 @@ def what(plan: SwitchPlan | None) -> str:
 
 
 def test_at_low_load_instances_merge_because_each_token_comes_sooner() -> None:
-    plan, decision = last(served(4, rate=0.3, running=1))
+    plan, decision = decided(served(4, rate=0.3, running=1))
     assert what(plan) == "merge tp4@(0,1,2,3)"
     assert decision.is_judged and decision.chosen.gain_s > 0 and decision.chosen.prediction is not None
 
 
 def test_at_high_load_a_group_is_split_because_two_compute_more_than_one() -> None:
-    plan, _ = last(served(2, "tp2@(0,1)", rate=6.0, running=30, waiting=20))
+    plan, _ = decided(served(2, "tp2@(0,1)", rate=6.0, running=30, waiting=20))
     assert what(plan) == "split tp2@(0,1)"
 
 
 def test_where_compute_is_short_a_drop_loses_though_memory_is_full() -> None:
     looks = served(2, rate=9.0, prompt=2000, output=50, running=64, waiting=30)
-    plan, decision = last(looks)
+    plan, decision = decided(looks)
     assert plan is None and decision.chosen.action is Action.KEEP
     assert any(option.action is Action.DROP for option in decision.options), "it was considered"
     assert not decision.is_rest, "that it was not done is told"
@@ -52,12 +55,13 @@ def test_where_compute_is_short_a_drop_loses_though_memory_is_full() -> None:
 
 def test_where_memory_is_short_a_drop_wins() -> None:
     """The batch is small, since there is no room for more; steps take as long for one as for many."""
-    plan, _ = last(served(2, rate=2.0, prompt=1000, output=500, running=6, waiting=12, blocks=256))
+    plan, _ = decided(served(2, rate=2.0, prompt=1000, output=500, running=6, waiting=12, blocks=256))
     assert what(plan) == "drop pp2@(0,1)"
 
 
 def test_a_pipeline_that_no_memory_needs_is_restored() -> None:
-    plan, _ = last(served(2, "pp2@(0,1)", rate=2.0, running=20))
+    slower = StepCost(**{name: 1.4 * getattr(COST, name) for name in COST.__slots__})
+    plan, _ = decided(served(2, "pp2@(0,1)", rate=4.0, running=10, costs=dict(COSTS) | {"pp2": slower}))
     assert what(plan) == "restore pp2@(0,1)"
 
 
@@ -66,12 +70,12 @@ def test_what_requests_need_comes_before_what_pays() -> None:
         replace(seen, demands=(Demand(longest_waiting_tokens=4096 * 32 + 1),))
         for seen in served(4, rate=9.0, prompt=2000, output=50, running=60, waiting=30)
     ]
-    plan, _ = last(looks)
+    plan, _ = decided(looks)
     assert what(plan) == "merge tp2@(0,1)"
 
 
 def test_a_margin_that_nothing_reaches_keeps_the_layout() -> None:
-    plan, decision = last(served(4, rate=0.3, running=1), JudgeConfig(margin=1.0))
+    plan, decision = decided(served(4, rate=0.3, running=1), JudgeConfig(margin=1.0))
     assert plan is None and len(decision.options) > 1
 
 

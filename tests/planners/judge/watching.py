@@ -54,7 +54,9 @@ def served(
         t_s = tick / 2
         loads = {}
         for group in snapshot(num_instances, layout, degrees=(2, 4), max_stages=4).layout.groups:
-            loads[int(group.leader)] = _stats(group, t_s, rate, prompt, output, running, waiting, slow, blocks)
+            loads[int(group.leader)] = _stats(
+                group, t_s, rate, prompt, output, running, waiting, slow, blocks, costs or COSTS
+            )
             for member in group.members[1:]:
                 loads[int(member)] = stats(group.shape, is_follower=True)
         seen = snapshot(num_instances, layout, loads, time_s=T0_S + t_s, degrees=(2, 4), max_stages=4)
@@ -77,6 +79,7 @@ def _stats(
     waiting: int,
     slow: float,
     blocks: int,
+    costs: Mapping[str, StepCost],
 ) -> InstanceStats:
     wide, num_steps = group.degree, int(20 * t_s)
     requests, running, waiting = int(rate * wide * t_s), running * wide, waiting * wide
@@ -84,7 +87,7 @@ def _stats(
     assert lane is not None
     held = running * (prompt + output // 2)
     tokens, context = num_steps * running + requests * prompt, num_steps * held
-    step_s = slow * COSTS[group.shape].step_s(running, running, held)
+    step_s = slow * costs[group.shape].step_s(running, running, held)
     return InstanceStats(
         shape=group.shape,
         num_running=running,
@@ -101,7 +104,7 @@ def _stats(
         total_finished_tokens=requests * output,
         total_generated_tokens=requests * output,
         total_costed_steps=num_steps,
-        total_step_us=int(num_steps * step_s * 1e6 + requests * prompt * slow * COSTS[group.shape].token_s * 1e6),
+        total_step_us=int(num_steps * step_s * 1e6 + requests * prompt * slow * costs[group.shape].token_s * 1e6),
         total_step_tokens=tokens,
         total_step_seqs=num_steps * running,
         total_step_context=context,
