@@ -66,8 +66,8 @@ def tp_changes(
             if step is None or (is_hard and load > 0):
                 continue
             group, is_merge = step
-            why = f"{goal} computes each layer together"
-            yield Change("merge" if is_merge else "split", group, (), view.groups_over(goal.members), (goal,), why)
+            why, before = f"{goal} computes each layer together", view.groups_over(goal.members)
+            yield Change("merge" if is_merge else "split", group, (), before, (goal,), why, True)
             count += 1
             if count == MOST:
                 break

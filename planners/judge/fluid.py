@@ -9,9 +9,9 @@ tensor-parallel, one for each stage of a pipeline, in which so many microbatches
     preempted   where KV has grown beyond what there is, requests lose theirs, and wait to be computed again
 
 The currency is request-seconds: one for each second of a request that runs, `WAIT_WEIGHT` for each second of one that
-has no token yet, and `miss_s` for a request that misses its limits. What is left at the end counts as long as it will
-take. So queues, TTFT, TPOT, computing again and stalls add up in one unit, and a layout that serves the same with fewer
-requests in flight is better (Little's law).
+has no token yet, as if all prompts were long ones, and `miss_s` for a request that misses its limits. What is left at
+the end counts as long as it will take. So queues, TTFT, TPOT, computing again and stalls add up in one unit, and a
+layout that serves the same with fewer requests in flight is better (Little's law).
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ import numpy as np
 from pengserve.planners.columns import Floats
 from pengserve.planners.types.step_cost import KNOT_TOKENS
 
-WAIT_WEIGHT = 5.0  # request-seconds of a second without a first token
+WAIT_WEIGHT = 16.0  # request-seconds of a second without a first token
 STEP_TOKENS = 2048  # new tokens of a full step, as vLLM's default is
 SLICES = 12  # of the horizon; the later ones are longer
 GROWTH = 1.15  # of a slice over the one before
@@ -86,7 +86,7 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
     usual = prompt + 0.5 * output
     each = np.where(running > 0, rows.held_tokens / np.maximum(running, 1e-9), usual)
     zero = np.zeros_like(kv)
-    wait_s, run_s, read_s, begun, finished, decoded, recomputed, late, slow = (zero.copy() for _ in range(9))
+    wait_s, run_s, read_s, begun, finished, decoded, recomputed, late, slow, long_s = (zero.copy() for _ in range(10))
     steps = _steps(rows, running, each, prompt)
     for length in slices(horizon_s):
         # Arrivals.
@@ -121,6 +121,7 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
         ended = np.maximum(0.0, running + new - end)
         chance, longest_s = _behind(rows, steps)
         read_s += new * (steps.alone_s + chance * longest_s)
+        long_s += new * (steps.long_s + chance * longest_s)
         queue_s = np.minimum(horizon_s, np.maximum(0.0, waiting - new) * length / np.maximum(new, 1e-9))
         late += new * _late(rows, steps, queue_s, chance, longest_s)
         slow_share = _share_above(live / np.maximum(num_steps, 1e-9), rows.tpot_limit_s, TPOT_SPREAD)
@@ -144,7 +145,7 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
     slow += running * _share_above(steps.decode_s, rows.tpot_limit_s, TPOT_SPREAD)
     missed = late + slow * (1.0 - late / np.maximum(begun + waiting, late + 1e-9))
     return Fate(
-        cost_s=WAIT_WEIGHT * (wait_s + read_s) + run_s + left_s + rows.miss_s * missed,
+        cost_s=WAIT_WEIGHT * (wait_s + long_s) + run_s + left_s + rows.miss_s * missed,
         ttft_s=(wait_s + read_s) / np.maximum(begun, 1e-9),
         tpot_s=run_s / np.maximum(decoded, 1e-9),
         queue=waiting,
@@ -191,6 +192,7 @@ class _Steps(NamedTuple):
     full_s: Floats  # with as much of prompts as a step takes
     rate: Floats  # tokens of prompts that a second of full steps reads
     alone_s: Floats  # from arriving to the first token, where nothing is in the way but the step under way
+    long_s: Floats  # ... of a long prompt
 
 
 def _steps(rows: Rows, running: Floats, each_tokens: Floats, prompt: Floats) -> _Steps:
@@ -203,12 +205,18 @@ def _steps(rows: Rows, running: Floats, each_tokens: Floats, prompt: Floats) -> 
     read_s = pair * rows.pairs + context  # of a token of a prompt, beside what every token costs
     full = batch + room
     full_s = fixed_s + token * full + extra * np.maximum(0.0, full - KNOT_TOKENS) + room * (read_s + seq / prompt)
-    # A prompt waits for the step under way, and takes its own steps, among others' decodes.
-    share = np.minimum(prompt, room)
-    own = batch + share
-    own_s = fixed_s + token * own + extra * np.maximum(0.0, own - KNOT_TOKENS) + read_s * share
-    # The stages of a pipeline read chunks of one prompt side by side: n chunks take n + s - 1 times a stage's time.
-    num_chunks = np.maximum(rows.servers, prompt / room)
-    filled = (num_chunks + rows.servers - 1.0) / (num_chunks * rows.servers)
-    alone_s = own_s * prompt / share * filled + 0.5 * np.minimum(1.0, batch) * decode_s / rows.servers
-    return _Steps(decode_s, full_s, rows.servers * room / full_s, alone_s)
+
+    def alone_s(num_tokens: Floats) -> Floats:
+        """A prompt waits for the step under way, and takes its own steps, among others' decodes."""
+        share = np.minimum(num_tokens, room)
+        own = batch + share
+        own_s = fixed_s + token * own + extra * np.maximum(0.0, own - KNOT_TOKENS)
+        own_s = own_s * num_tokens / share + (pair * num_tokens + context) * num_tokens
+        # The stages of a pipeline read chunks of one prompt side by side: n chunks take n + s - 1 times a stage's time.
+        num_chunks = np.maximum(rows.servers, num_tokens / room)
+        filled = (num_chunks + rows.servers - 1.0) / (num_chunks * rows.servers)
+        waits_s: Floats = 0.5 * np.minimum(1.0, batch) * decode_s / rows.servers
+        return own_s * filled + waits_s
+
+    long = np.maximum(prompt, rows.pairs)  # mean size by token: what most tokens' prompts are like
+    return _Steps(decode_s, full_s, rows.servers * room / full_s, alone_s(prompt), alone_s(long))

@@ -16,7 +16,7 @@ from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.snapshot import ClusterSnapshot
 
 MOST_READ = 0.8  # share of a pipeline's time that prompts may take: beyond it compute is short, and not memory
-MOST_SPARE = 0.4  # share of a pipeline's time that prompts may take where it is formed for latency
+MOST_SPARE = 0.4  # share of a group's time that prompts may take where it is formed for latency
 FEW, EXPECTED, MANY = range(3)  # scenarios: how many requests come
 
 
@@ -291,8 +291,8 @@ class Pricing:
         )
 
     def _is_short_of_compute(self, plan: "_Plan", fates: Sequence[Fate]) -> bool:
-        """Whether a change drops parameters though prompts take most of the time: a pipeline computes less."""
-        if not any(group.kind is GroupKind.PP for group in plan.change.after) or plan.change.verb == "restore":
+        """Whether a change forms a group though prompts take most of the time: it computes less than its members."""
+        if not any(group.degree > 1 for group in plan.change.after) or plan.change.verb == "restore":
             return False
         scenario, most = (MANY, MOST_SPARE) if plan.change.is_spare else (EXPECTED, MOST_READ)
         return float(fates[scenario].read_share[list(plan.after)].max()) > most
