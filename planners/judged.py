@@ -60,12 +60,13 @@ def _decide(snapshot: ClusterSnapshot, instances: ReadyInstances, configs: Confi
     plan = _towards(snapshot, instances, configs, proposal, goals)
     if plan is not None:
         return plan, memory, _alone(plan)
+    if not memory.judge.knows(instances):
+        return None, memory, AT_REST
     claimed = proposal.claimed | snapshot.busy | {member for goal in goals for member in goal.members}
     verdict = Verdict()
     if configs.drop.max_stages > 1 and configs.drop.is_auto:
         verdict = plan_drop(snapshot, demand, configs.drop, claimed=claimed)
-    is_ready = memory.judge.knows(instances)
-    changes = tuple(_changes(snapshot, configs, proposal, demand, verdict, claimed)) if is_ready else ()
+    changes = tuple(_changes(snapshot, configs, proposal, demand, verdict, claimed))
     found = judge(snapshot, instances, changes, configs.judge, configs.drop, memory.judge, claimed)
     memory = replace(memory, judge=found.history)
     return _followed(snapshot, instances, configs, memory, found, verdict)

@@ -1,22 +1,21 @@
 """The one arbiter of the layout: which of merge, split, drop and restore comes next, so that plans never fight.
 
-The first that is due, and each one on what those before it leave alone:
+What requests need comes first: merges and splits for those that are too long, urgent, or ask for a shape; their groups
+are theirs. Of all else the change comes next that pays best (`planners.judged`). Where a user has pinned a layout, the
+next switch is one that leads to it.
 
-    1. merge, split    for requests that are too long, urgent, or ask for a shape: their groups are theirs
+While nothing can be predicted, since no request has come or no step was measured, the first that is due comes next:
+
+    1. merge, split    for what requests need
     2. drop            where memory is short, or will be in a moment
     3. split, merge    for load; no group that is short of memory is merged for load
     4. restore         where memory is plenty, and short nowhere
 
+These have prices too, for people: seconds that requests stall, over all requests (`planners.prices`).
+
 Switches whose groups have no member in common are carried out side by side: a call plans what members of those under
-way have no part in. Merges and splits for load, wishes and long requests come one after another all the same, as each
-changes what the next should be.
-
-Where a user has pinned a layout, the rules above rest, and the next switch is one that leads to that layout.
-
-Every option has a price, in seconds that requests stall, added up over all requests: those whose KV a switch moves, for
-as long as that takes; and those that find no memory after it, for `min_dwell_s` each, as that is when the layout is
-judged anew. The order above decides, and prices decide between options of one kind; they are there for people to see
-what else was possible, and what it would have cost.
+way have no part in. Merges and splits for wishes and long requests come one after another all the same, as each changes
+what the next should be.
 """
 
 from dataclasses import dataclass, field, replace

@@ -215,8 +215,8 @@ def _steps(rows: Rows, running: Floats, each_tokens: Floats, prompt: Floats) -> 
         # The stages of a pipeline read chunks of one prompt side by side: n chunks take n + s - 1 times a stage's time.
         num_chunks = np.maximum(rows.servers, num_tokens / room)
         filled = (num_chunks + rows.servers - 1.0) / (num_chunks * rows.servers)
-        waits_s: Floats = 0.5 * np.minimum(1.0, batch) * decode_s / rows.servers
-        return own_s * filled + waits_s
+        first_s: Floats = own_s * filled + 0.5 * np.minimum(1.0, batch) * decode_s / rows.servers
+        return first_s
 
     long = np.maximum(prompt, rows.pairs)  # mean size by token: what most tokens' prompts are like
     return _Steps(decode_s, full_s, rows.servers * room / full_s, alone_s(prompt), alone_s(long))

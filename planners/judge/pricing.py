@@ -132,7 +132,7 @@ class Pricing:
         return tuple(at), _some(self._scenario(EXPECTED), rows), _sum(self._fates((EXPECTED,))[0], rows)
 
     def _set_limits(self) -> None:
-        """Where nobody has set limits they are multiples of what the fastest of the shapes gives a request alone."""
+        """Limits are multiples of what the fastest of the shapes gives a request that is alone."""
         traffic, config = self._traffic, self._config
         prompt = traffic.prompt_tokens * exp(-0.5 * self._spread**2)
         costs = [cost for shape in self._terms_of if (cost := self._costs.of(shape)) is not None]

@@ -124,7 +124,7 @@ class LaneInfo:
     # holds its blocks at every member, the blocks that a group of such members has.
     capacity: KvCapacity | None
     why_not: str = ""  # why it cannot be built; one sentence for people
-    step_cost: StepCost | None = None  # as profiled; None: nobody has, and what is measured counts alone
+    step_cost: StepCost | None = None  # as profiled; None: it was not, and what is measured counts alone
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _lane, (self.shape, self.capacity, self.why_not, self.step_cost)
