@@ -109,7 +109,7 @@ class Departures:
             self._copy(leaving)
 
     def _copy(self, leaving: Leaving) -> None:
-        """Sends the full tiles that the target lacks. Where these are few, the request stands still for all the rest."""
+        """Sends full tiles that the target lacks. Where these are few, the request stands still for all the rest."""
         lane, request, first = leaving.lane, leaving.request, leaving.num_tiles
         num_written = lane.num_written(request)
         stop = num_written // self._tile_tokens

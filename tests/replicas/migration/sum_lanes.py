@@ -91,6 +91,13 @@ class State:
 
     tokens: list[int]
     blocks: list[int] = field(default_factory=list)
+    sums: list[int] = field(default_factory=lambda: [0])  # of the first tokens, by their number
+
+    def total(self, stop: int) -> int:
+        """Sum of the first `stop` tokens."""
+        for position in range(len(self.sums) - 1, stop):
+            self.sums.append(self.sums[-1] + value_of(self.tokens[position], position))
+        return self.sums[stop]
 
 
 class SumRunner:
@@ -146,7 +153,7 @@ class SumRunner:
 
     def _next(self, state: State, stop: int) -> int:
         place = self._view.layout.place
-        total = sum(value_of(token, position) for position, token in enumerate(state.tokens[:stop]))
+        total = state.total(stop)
         for index, memory in enumerate(self._view._layers):
             kv = memory[state.blocks][:, place[..., 0]]  # [blocks, 2, tokens, heads]
             sums = kv.transpose(0, 1).flatten(1, 2)[:, :stop].sum(1) / self._factors(index)

@@ -47,7 +47,7 @@ def test_requests_move_with_their_kv(seed: int, shapes: tuple[str, str]) -> None
     "shapes", [("dp", "dp", "dp"), ("dp", "tp2", "pp2"), ("tp2", "tp2", "pp2"), ("pp2", "tp4", "pp2")]
 )
 def test_requests_move_to_and_fro(seed: int, shapes: tuple[str, ...]) -> None:
-    world = begun(World(seed, (80, 80, 80), shapes))
+    world = begun(World(seed, (80, 80, 80), shapes), 300)
     for _ in range(6):
         for source in range(3):
             world.order(source, (source + 1) % 3)

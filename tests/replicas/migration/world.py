@@ -110,6 +110,8 @@ class SumInstance:
         self.commands: deque[Callable[[], object]] = deque()
         self.open: dict[str, EngineCoreRequest] = {}
         self.is_switching = False
+        self.num_steps_sent: dict[InstanceKey, int] = {}
+        self.num_followed = 0
         self.leases = Leases(self.dp)  # type: ignore[arg-type]
         self.transfers = Transfers(self.leases.ledger)
         self.lanes: Any = SimpleNamespace(
@@ -151,6 +153,7 @@ class SumInstance:
         self.lanes.current = lane if rank == 0 else self.dp
 
     def follow(self, parts: list[memoryview]) -> None:
+        self.num_followed += 1
         if self.lanes.running is not None and not self.leads:
             self.lanes.running.follow(parts[1:])
 
@@ -178,6 +181,8 @@ class SumInstance:
     def send(self, key: InstanceKey, kind: str, parts: Sequence[Any]) -> None:
         if key not in self.world.instances or (self.key, key) in self.world.broken:
             raise LinkLostError(f"instance {key} is gone")
+        if kind == STEP:
+            self.num_steps_sent[key] = self.num_steps_sent.get(key, 0) + 1
         message = [memoryview(bytearray(bytes(memoryview(part).cast("B")))) for part in parts]
         self.world.wires.setdefault((self.key, key), deque()).append((kind, message))
 
@@ -225,7 +230,7 @@ class SumInstance:
             lane.abort([wire_id])
 
     def step(self) -> None:
-        if self.leads and self.lane.has_work():
+        if self.leads and not self.is_ahead and self.lane.has_work():
             try:
                 batches = self.lane.step()
             except EngineError:  # a member is gone, and this one has not heard of it
@@ -241,6 +246,15 @@ class SumInstance:
             self.transfers.advance(0.005)
         if self.migrations.is_busy:
             self.migrations.boundary()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it must wait for other members, as activations make it wait."""
+        others = self.world.instances
+        most = 0 if self.lanes.running is None or self.lanes.running.shape.startswith("tp") else 1
+        return any(
+            count - others[key].num_followed > most for key, count in self.num_steps_sent.items() if key in others
+        )
 
     def run_commands(self) -> None:
         for _ in range(len(self.commands)):
