@@ -1,7 +1,7 @@
 """The drain of one instance: its route goes, its requests move, its process ends, and its slot stays empty. Pure.
 
     READY --begin--> DRAINING, held --nothing runs--> DEAD, held --undrain--> vacant, and filled again
-      \--begin, in a group--> READY, held --its group has ended--^
+    READY, in a group --begin--> READY, held --its group has ended--> DRAINING, held
 
 A member of a group serves on until the group has ended: the next switch dissolves it, and running requests go along
 with their KV. That is the one way in which all of them keep it, those of the other members too. What waits for so long
