@@ -36,7 +36,7 @@ def kv_blocks(memory: torch.Tensor, layout: str, *, num_heads: int, num_tokens: 
 
 
 def kv_memory(blocks: torch.Tensor) -> torch.Tensor:
-    """The memory behind `[blocks, heads, tokens, content]`, in whatever order, as `[blocks, elements]`; no copy.
+    """The memory behind `[blocks, heads, tokens, content]`, in any order, as `[blocks, elements]`; no copy.
 
     Raises:
         UnsupportedShapeError: a block is not one run of elements.
