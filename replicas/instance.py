@@ -366,6 +366,7 @@ class Instance:
         add.request.client_index = client_index
         request_id, is_tried_alone = add.request.request_id, add.is_tried_alone
         self._requests.add(add.request)
+        lanes.num_predicted += add.predicted_hit_tokens
         self._idle.clear()
 
         def admit(request: "Request") -> None:
