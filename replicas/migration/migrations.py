@@ -1,15 +1,15 @@
 """All migrations of one instance: orders of the controller, requests that leave, and requests that come.
 
-Orders wait while the shape changes or a group runs, and for each other: one request leaves at a time. Switches win: one
-that is prepared ends every migration, which leaves the requests where they are.
+Orders wait while the shape changes or a group runs. As many requests leave at once as the link has bytes for a few
+steps. Switches win: one that is prepared ends every migration, which leaves the requests where they are.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from pengserve.planners.types.errors import FenceError, LinkLostError, PengServeError, one_line
+from pengserve.planners.types.errors import FenceError, PengServeError, one_line
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.orders import Migrate
 from pengserve.replicas.engine.handoff import can_carry
@@ -45,6 +45,7 @@ class _Open:
     order: Migrate
     tried: set[str] = field(default_factory=set)
     num_tokens: int = 0  # of what was offered
+    num_leaving: int = 0  # requests that are under way
 
 
 class Migrations:
@@ -60,7 +61,7 @@ class Migrations:
         self._codec = MigrationCodec()
         self._departures = Departures(member, self._say_to_target, self._send_piece, self._ended)
         self._arrivals = Arrivals(member, self._say_to_source, self._why_none_comes)
-        self._orders: deque[_Open] = deque()
+        self._orders: list[_Open] = []
         self._known: dict[str, None] = {}  # ids of orders, the newest last
         self._is_emptied = False
         self._is_watched = False
@@ -70,7 +71,7 @@ class Migrations:
     @property
     def is_moving(self) -> bool:
         """Whether a request is on its way."""
-        return self._departures.current is not None or len(self._arrivals) > 0
+        return len(self._departures) > 0 or len(self._arrivals) > 0
 
     @property
     def is_busy(self) -> bool:
@@ -99,14 +100,17 @@ class Migrations:
                 del self._known[next(iter(self._known))]
             self._orders.append(_Open(order))
             if order.empties:
-                self._is_emptied = True
-                self._arrivals.give_up_all("the instance is being emptied")
-        self._empty()
+                self.begin_leaving()
         self._go_on()
         self._on_changed()  # where nothing runs here, no step tells that a drain is over
 
+    def begin_leaving(self) -> None:
+        """The instance is being emptied: nothing comes any more, and what waits without KV is sent again elsewhere."""
+        self._is_emptied = True
+        self._arrivals.give_up_all("the instance is being emptied")
+        self._empty()
+
     def _empty(self) -> None:
-        """What waits without KV is sent again elsewhere, where an order says so."""
         if self._is_emptied and self._member.lanes.running is None:
             self._redirect([r for r in self._member.lanes.dp.requests() if not r.num_computed_tokens])
 
@@ -118,26 +122,30 @@ class Migrations:
             self._on_changed()
 
     def _go_on(self) -> None:
-        """Begins the next migration, where none is under way."""
-        while self._orders and self._departures.current is None and not self._why_not():
-            found = self._orders[0]
-            request = self._next_request(found)
-            if request is None:
-                self._orders.popleft()
-                self._close(found)
-                continue
-            found.tried.add(request.request_id)
-            found.num_tokens += request.num_computed_tokens
-            try:
-                self._departures.begin(found.order, request)
-            except LinkLostError as error:
-                self._departures.stay(str(error))
+        """Begins the next migrations, as far as there is room on the link, and closes orders that have no more."""
+        if self._orders and not self._why_not():
+            for found in self._orders.copy():
+                while self._departures.has_room() and (request := self._next_request(found)) is not None:
+                    self._begin(found, request)
+                if not self._departures.has_room():
+                    break
+                if not found.num_leaving:
+                    self._orders.remove(found)
+                    self._close(found)
         self._watch()
+
+    def _begin(self, found: _Open, request: Request) -> None:
+        found.tried.add(request.request_id)
+        found.num_tokens += request.num_computed_tokens
+        found.num_leaving += 1
+        if self._departures.begin(found.order, request) is None:
+            found.num_leaving -= 1
 
     def _next_request(self, found: _Open) -> Request | None:
         """The shortest running request that the order is about: it is copied soonest."""
         order, lane = found.order, self._member.lanes.dp
-        able = [r for r in lane.scheduler.running if can_carry(r) and r.request_id not in found.tried]
+        passed = found.tried | self._departures.request_ids()
+        able = [r for r in lane.scheduler.running if can_carry(r) and r.request_id not in passed]
         if order.request_ids:
             able = [r for r in able if r.request_id in order.request_ids]
         else:
@@ -145,14 +153,17 @@ class Migrations:
         return min(able, key=lambda r: (r.num_computed_tokens, r.request_id), default=None)
 
     def _close(self, found: _Open) -> None:
-        """All that could move has moved, or has stayed."""
+        """All that could move has moved, or has stayed. What moves by another order is left to that."""
         order, lanes = found.order, self._member.lanes
         if not order.must_leave or lanes.running is not None:
             return
         left = [r for r in lanes.dp.requests() if not order.request_ids or r.request_id in order.request_ids]
-        self._redirect(left)
+        moving = self._departures.request_ids()
+        self._redirect([request for request in left if request.request_id not in moving])
 
     def _ended(self, leaving: Leaving, has_left: bool) -> None:
+        for found in self._orders:
+            found.num_leaving -= found.order is leaving.order
         self._submit(lambda: self._guarded(self._go_on))
         if has_left:
             self._on_changed()
@@ -161,9 +172,8 @@ class Migrations:
 
     def boundary(self) -> None:
         """After each step."""
-        if self._departures.current is not None:
-            self._guarded(self._departures.boundary)
-        elif self._orders:
+        self._departures.boundary()
+        if self._orders:
             self._guarded(self._go_on)
         if self._is_emptied:
             self._guarded(self._empty)
@@ -171,17 +181,17 @@ class Migrations:
     def give_way(self) -> None:
         """A switch begins: all requests stay where they are."""
         why = f"instance {self._member.key} changes its shape"
-        self._departures.give_up(why)
+        self._departures.give_up_all(why)
         self._arrivals.give_up_all(why)
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """A fault of a migration ends that migration, never the instance."""
+        """A fault in what concerns all migrations ends those that leave, never the instance."""
         try:
             work()
         except Exception as error:
             if not isinstance(error, PengServeError):
-                logger.exception("a migration failed")
-            self._departures.give_up(one_line(error))
+                logger.exception("migrations failed")
+            self._departures.give_up_all(one_line(error))
 
     def _why_not(self) -> str:
         """Why no request can move now; empty where it can."""
@@ -228,20 +238,17 @@ class Migrations:
     def _hear(self, key: InstanceKey, message: MigrationMessage) -> None:
         if message.from_source:
             self._hear_source(key, message)
-        else:
-            self._guarded(lambda: self._hear_target(key, message))
+        elif (leaving := self._departures.find(key, message.number)) is not None:
+            self._departures.guarded(leaving, partial(self._hear_target, leaving, message.word))
 
-    def _hear_target(self, key: InstanceKey, message: MigrationMessage) -> None:
-        leaving = self._departures.current
-        if leaving is None or (leaving.order.target, leaving.number) != (key, message.number):
-            return  # of a migration that has ended here
-        match message.word:
+    def _hear_target(self, leaving: Leaving, word: Word) -> None:
+        match word:
             case Ready():
                 self._departures.on_ready(leaving)
             case Taken():
                 self._departures.on_taken(leaving)
             case Cancel(why=why):
-                self._departures.stay(why)
+                self._departures.stay(leaving, why)
 
     def _hear_source(self, key: InstanceKey, message: MigrationMessage) -> None:
         name, arrivals = (key, message.number), self._arrivals
@@ -281,10 +288,7 @@ class Migrations:
 
         def lost() -> None:
             self._arrivals.lost(key)
-            leaving = self._departures.current
-            if leaving is not None and leaving.order.target == key:
-                # Tokens of a target that is gone count for nothing: its ingresses wait for MOVED.
-                self._departures.stay(f"instance {key} was lost")
+            self._departures.lost(key)
 
         self._submit(lambda: self._guarded(lost))
 

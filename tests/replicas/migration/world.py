@@ -35,8 +35,10 @@ from pengserve.replicas.migration.migrations import Migrations
 from pengserve.replicas.switching.member import Member
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
+from tests.support.vllm_requests import sent_request
 
 BLOCK, LAYERS, VOCABULARY = 16, 2, 997
+BLOCK_BYTES = 2 * BLOCK * LAYERS * 8
 TIMEOUT_S = 60.0
 
 
@@ -46,17 +48,7 @@ def a_request(name: str, num_prompt: int, max_tokens: int, *, is_guided: bool = 
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     if is_guided:
         params.prompt_logprobs = 1  # as a grammar, it cannot be carried before its first token
-    return EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=[source.randrange(VOCABULARY) for _ in range(num_prompt)],
-        mm_features=None,
-        sampling_params=params,
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
+    return sent_request(name, [source.randrange(VOCABULARY) for _ in range(num_prompt)], params)
 
 
 def true_tokens(request: EngineCoreRequest) -> list[int]:
@@ -79,7 +71,7 @@ class SumLane(Lane):
         capacity = KvCapacity(
             num_blocks=num_blocks,
             block_size=BLOCK,
-            bytes_per_block=1,
+            bytes_per_block=BLOCK_BYTES,
             max_model_len=num_blocks * BLOCK,
             max_num_seqs=8,
             weight_bytes=0,
@@ -209,7 +201,12 @@ class SumInstance:
         ledger = CellLedger(num_blocks + 1, "dp")
         self.transfers = Transfers(ledger)
         self.lanes: Any = SimpleNamespace(
-            dp=self.lane, running=None, transfers=self.transfers, dp_view=lambda: self.lane.view, num_migrated=0
+            dp=self.lane,
+            running=None,
+            transfers=self.transfers,
+            dp_view=lambda: self.lane.view,
+            num_migrated=0,
+            migrated_bytes=0,
         )
         self.handlers: dict[str, Any] = {}
         self.lost_handlers: list[Any] = []
@@ -339,6 +336,13 @@ class World:
             instance.run_commands()
             instance.step()
         instance.require_laws()
+
+    def deliver(self, source: int, target: int) -> None:
+        """All messages on the way between two instances arrive."""
+        pair = self.keys[source], self.keys[target]
+        while self.wires.get(pair):
+            kind, message = self.wires[pair].popleft()
+            self.instances[pair[1]].handlers[kind](pair[0], kind, message)
 
     def run(self, until: Callable[[], bool], limit: int = 200_000) -> None:
         """Acts until the condition holds."""
