@@ -288,7 +288,7 @@ class Instance:
             on_changed=self._shape_changed,
         )
         self._migrations = Migrations(agent.member, self._loop.submit, lambda: agent.is_switching, self._shape_changed)
-        agent.before_switch = self._migrations.give_way
+        agent.before_switch, agent.before_break = self._migrations.give_way, self._migrations.break_off
         return agent
 
     def _ready(self, lanes: "Lanes") -> None:

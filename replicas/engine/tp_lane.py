@@ -16,12 +16,14 @@ import torch
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.group_lane import GroupLane
+from pengserve.replicas.engine.kv_shares import LaneKv, shares_of
 from pengserve.replicas.engine.lane_build import build_runner, build_scheduler, group_config
 from pengserve.replicas.engine.lane_groups import ActiveGroup, LaneGroup
 from pengserve.replicas.engine.shared_model import share_weights
 from pengserve.replicas.engine.vllm_seam import (
     EngineCoreOutputs,
     GrammarOutput,
+    Request,
     SchedulerOutput,
     set_current_vllm_config,
 )
@@ -116,6 +118,30 @@ class TpLane(GroupLane):
         """Leader: withdraws all free blocks; their ids."""
         return self.shrink(self.num_free())
 
+    def take_lease(self) -> list[int]:
+        """Logical blocks that the other members must back before they hear of them, and have not been told of yet."""
+        lease, self._lease = self._lease, []
+        return lease
+
+    def accept_lease(self, logical_ids: Sequence[int]) -> None:
+        """Follower: backs blocks that the leader has leased."""
+        self.on_lease(self, list(logical_ids))
+
+    def reserve(self, request: Request, num_tokens: int, num_computed_tokens: int) -> int | None:
+        """As of any lane; leases what is missing, while the members have it."""
+        self._lease_missing(self.blocks_needed(num_tokens))
+        return super().reserve(request, num_tokens, num_computed_tokens)
+
+    def enlarge(self, request: Request, num_tokens: int) -> bool:
+        """As of any lane; leases what is missing, while the members have it."""
+        self._lease_missing(self.blocks_for(num_tokens) - len(self.block_ids(request.request_id)))
+        return super().enlarge(request, num_tokens)
+
+    def kv(self, dp_view: KvView) -> LaneKv:
+        """All layers of this member's heads."""
+        shares = shares_of(self.shape, dp_view.num_layers, dp_view.layout.num_heads)
+        return LaneKv(self.kv_view, shares[self.rank], dp_view.layout.num_tokens, self.table.physical)
+
     def check_table(self, num_leased: int) -> Sequence[str]:
         """Whether the lane's table and the ledger agree; a sentence where they do not."""
         found = len(self.table.leased())
@@ -129,8 +155,8 @@ class TpLane(GroupLane):
         output = self.scheduler.schedule()
         self._recompute_if_stuck(output)
         grammar = self.scheduler.grammar_bitmask(output)
-        self.run.send_step(self._codec.encode(output, grammar, self._lease, self._known))
-        self._lease, self._known = [], []
+        self.run.send_step(self._codec.encode(output, grammar, self._lease, self._forgotten, self._known))
+        self._lease, self._forgotten, self._known = [], [], []
         result = self._execute(output, grammar)
         outputs = self.scheduler.update(output, result)
         self._count(outputs.values())
@@ -138,11 +164,11 @@ class TpLane(GroupLane):
 
     def follow(self, parts: Sequence[Buffer]) -> None:
         """Follower: executes a step of the leader's."""
-        output, grammar, lease, known, _ = self._codec.decode(parts)
-        self.on_lease(self, lease)
-        self._learn(known)
+        step = self._codec.decode(parts)
+        self.on_lease(self, step.lease)
+        self._learn(step.forgotten, step.known)
         self._steps += 1
-        self._execute(output, grammar)
+        self._execute(step.output, step.grammar)
 
     def _execute(self, output: SchedulerOutput, grammar: GrammarOutput | None) -> Any:
         with set_current_vllm_config(self.config), torch.inference_mode():
@@ -156,12 +182,16 @@ class TpLane(GroupLane):
         scheduler = self.config.scheduler_config
         waiting = max((request.num_tokens for request in self.scheduler.waiting), default=0)
         tokens = max(scheduler.max_num_batched_tokens, waiting)
-        wanted = -(-tokens // self.capacity.block_size) + sum(self.scheduler.counts())
-        missing = wanted - self.num_free()
-        if missing > 0:
+        self._lease_missing(-(-tokens // self.capacity.block_size) + sum(self.scheduler.counts()))
+
+    def _lease_missing(self, num_wanted: int) -> None:
+        """Leases what is missing of so many free blocks, while the members have it."""
+        missing = num_wanted - self.num_free()
+        if missing > 0 and self.num_lendable > 0:
             count = min(max(missing, LEASE_CHUNK), self.num_lendable, len(self._withheld))
-            self._lease = self.grow(count)
-            self.on_lease(self, self._lease)
+            lease = self.grow(count)
+            self._lease += lease
+            self.on_lease(self, lease)
             self.num_lendable -= count
 
 

@@ -10,7 +10,8 @@ from pengserve.planners.types.errors import FenceError
 from pengserve.replicas.kv import pacing
 from pengserve.replicas.migration import leaving
 from pengserve.replicas.migration.leaving import Leaving, Phase
-from tests.replicas.migration.world import BLOCK_BYTES, World
+from tests.replicas.migration.sum_lanes import BLOCK_BYTES
+from tests.replicas.migration.world import World
 
 
 @pytest.fixture(autouse=True)
@@ -21,16 +22,21 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def begun(world: World) -> World:
-    """Three requests that decode at the first instance."""
-    world.send(3, max_tokens=150)
+KINDS = ("dp", "tp2", "pp2")
+PAIRS = [(source, target) for source in KINDS for target in KINDS]
+
+
+def begun(world: World, max_tokens: int = 150) -> World:
+    """Three requests that decode at the first instance, or group."""
+    world.send(3, max_tokens=max_tokens)
     world.run(lambda: all(record.tokens for record in world.ingress.records.values()))
     return world
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_requests_move_with_their_kv(seed: int) -> None:
-    world = begun(World(seed))
+@pytest.mark.parametrize("shapes", [*PAIRS, ("tp4", "pp2"), ("pp4", "tp2"), ("tp2", "tp4"), ("pp2", "pp4")])
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_move_with_their_kv(seed: int, shapes: tuple[str, str]) -> None:
+    world = begun(World(seed, shapes=shapes), 300)
     world.order(0, 1)
     world.run_to_the_end()
     assert world.num_migrated() == 3
@@ -38,8 +44,11 @@ def test_requests_move_with_their_kv(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_requests_move_to_and_fro(seed: int) -> None:
-    world = begun(World(seed, (80, 80, 80)))
+@pytest.mark.parametrize(
+    "shapes", [("dp", "dp", "dp"), ("dp", "tp2", "pp2"), ("tp2", "tp2", "pp2"), ("pp2", "tp4", "pp2")]
+)
+def test_requests_move_to_and_fro(seed: int, shapes: tuple[str, ...]) -> None:
+    world = begun(World(seed, (80, 80, 80), shapes), 300)
     for _ in range(6):
         for source in range(3):
             world.order(source, (source + 1) % 3)
@@ -260,8 +269,8 @@ def test_an_instance_that_is_emptied_sends_on_what_waits_and_takes_nothing() -> 
 
 def test_what_cannot_be_carried_stays_until_it_must_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     world = begun(World(0))
-    monkeypatch.setattr(leaving, "can_carry", lambda request: False)
-    monkeypatch.setattr("pengserve.replicas.migration.migrations.can_carry", lambda request: False)
+    monkeypatch.setattr(leaving, "can_migrate", lambda request: False)
+    monkeypatch.setattr("pengserve.replicas.migration.migrations.can_migrate", lambda request: False)
     world.order(0, 1)
     for _ in range(100):
         world.act()
