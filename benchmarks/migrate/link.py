@@ -1,6 +1,6 @@
 """How fast KV goes from one process to another while nothing else runs: blocks are read, sent, received and written.
 
-The two ends are what migrations use: `Transfers`, `PeerChannel`, `BlockRows`, one connection. `python -m
+The two ends are what migrations use: `Transfers`, `PeerChannel`, `PartRows`, one connection. `python -m
 benchmarks.migrate.link --room SHAPE` is the end that receives.
 """
 
@@ -23,7 +23,7 @@ from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.replicas.comm.peers import PeerNetwork
 from pengserve.replicas.kv.channel import PeerChannel
 from pengserve.replicas.kv.ledger import CellLedger
-from pengserve.replicas.kv.rows import BlockRows
+from pengserve.replicas.kv.rows import PartRows
 from pengserve.replicas.kv.transfer import Segment, TransferPlan
 from pengserve.replicas.kv.transfers import Transfers
 from pengserve.replicas.memory.kv_views import BlockLayout, KvView
@@ -86,7 +86,9 @@ class _End:
         self.network.connect([PeerAddress(key=self._other, endpoint=endpoint)], TIMEOUT_S)
 
     def _segment(self) -> Segment:
-        return Segment(1 - self.rank, 0, BlockRows(self._view, range(1, self.shape.num_blocks + 1)))
+        shape, blocks = self.shape, range(1, self.shape.num_blocks + 1)
+        tiles = self._view.tiles([(blocks, shape.num_blocks * shape.num_tokens)], shape.num_tokens)
+        return Segment(1 - self.rank, 0, PartRows(self._view, tiles, (0, shape.num_heads), 0))
 
     def _expect(self) -> None:
         plan = TransferPlan(

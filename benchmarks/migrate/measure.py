@@ -1,6 +1,5 @@
 """Has streams migrate, one alone and sixteen in the drain of an instance, and takes the times."""
 
-import contextlib
 import random
 import statistics
 import time
@@ -117,8 +116,9 @@ class _Bench:
         """All streams of one instance go to the other, and its process ends."""
 
         def move() -> Callable[[InstanceSnapshot], bool]:
+            before = self._source().stats
             self._cluster.call(self._cluster.controller.drain_instance(SOURCE, TIMEOUT_S))
-            return lambda answer: not answer.stats.num_running + answer.stats.num_waiting
+            return lambda answer: answer.stats.total_migrated - before.total_migrated >= before.num_running
 
         sample = self._run(DRAIN, repetition, move)
         self._cluster.call(self._cluster.controller.undrain(SOURCE))
@@ -175,12 +175,14 @@ class _Bench:
     def _follow(self, is_moved: Callable[[InstanceSnapshot], bool], asked_s: float) -> tuple[InstanceSnapshot, float]:
         """The last that the source said, and when. It may be killed as soon as nothing is there."""
         key = self._cluster.key(SOURCE)
-        answer = self._source()
+        answer, has_ended = self._source(), False
         while True:
-            with contextlib.suppress(EngineError):  # it has ended: what it said last counts
+            try:
                 answer = self._cluster.call(self._cluster.port.status(key))
+            except EngineError:  # what it said last counts
+                has_ended = True
             now_s = time.perf_counter()
-            if is_moved(answer):
+            if has_ended or is_moved(answer):
                 return answer, now_s
             if now_s - asked_s > TIMEOUT_S:
                 raise TimeoutError(f"the streams had not moved after {TIMEOUT_S:g} s: {answer.stats}")
