@@ -283,6 +283,8 @@ class Controller:
         if self._term.is_over:
             return
         calls.connect()
+        if drains.leaving(self._ready_state()):
+            await self._accept(drains.go_on(self._ready_state(), now_s))
         calls.order(now_s)
         self._steer()
 
@@ -291,7 +293,7 @@ class Controller:
         if not self.config.is_elastic or self._ready_state().closing:
             return
         for _ in range(_MOST_BEGUN):
-            plan, news = self._steering.next_switch(self.snapshot())
+            plan, news = self._steering.next_switch(self.snapshot(), drains.leaving(self._ready_state()))
             self._log.append(news)
             if plan is None:
                 return

@@ -205,7 +205,7 @@ class Supervision:
         if not config.is_auto or state.closing or now_s - self._rebalanced_s < config.interval_s:
             return
         self._rebalanced_s = now_s
-        for order in plan_rebalance(drains.alone(state), config, name=f"{name}-balance"):
+        for order in plan_rebalance(drains.leaders(state), config, name=f"{name}-balance"):
             self._give((order,))
 
     def _give(self, orders: tuple[Migrate, ...]) -> None:

@@ -90,6 +90,11 @@ class Departures:
         """Requests that are under way."""
         return {leaving.request.request_id for leaving in self._leaving.values()}
 
+    def first_blocks(self) -> set[int]:
+        """Of each request that is under way, the block of its lane that its tokens begin in."""
+        here = [x for x in self._leaving.values() if x.lane.knows(x.request.request_id)]
+        return {block for leaving in here for block in leaving.lane.block_ids(leaving.request.request_id)[:1]}
+
     def has_room(self) -> bool:
         """Whether another request may be offered: what is under way is sent within `STEPS_AHEAD` steps."""
         unsent_bytes = sum(self._share_bytes(leaving, self._num_unsent(leaving)) for leaving in self._leaving.values())

@@ -136,7 +136,7 @@ class Migrations:
                     self._begin(found, request)
                 if not self._departures.has_room():
                     break
-                if not found.num_leaving:
+                if not found.num_leaving and not self._able(found):
                     self._orders.remove(found)
                     self._close(found)
         self._watch()
@@ -149,15 +149,22 @@ class Migrations:
             found.num_leaving -= 1
 
     def _next_request(self, found: _Open) -> Request | None:
-        """The shortest running request that the order is about: it is copied soonest."""
+        """The shortest running request that the order is about: it is copied soonest.
+
+        One that shares a prefix with a request under way comes after that: the target has the prefix then.
+        """
+        lane, busy = self._member.lanes.current, self._departures.first_blocks()
+        able = [r for r in self._able(found) if busy.isdisjoint(lane.block_ids(r.request_id)[:1])]
+        return min(able, key=lambda r: (r.num_computed_tokens, r.request_id), default=None)
+
+    def _able(self, found: _Open) -> list[Request]:
+        """Running requests that the order is about, and that it has not tried."""
         order, lane = found.order, self._member.lanes.current
         passed = found.tried | self._departures.request_ids()
         able = [r for r in lane.scheduler.running if can_migrate(r) and r.request_id not in passed]
         if order.request_ids:
-            able = [r for r in able if r.request_id in order.request_ids]
-        else:
-            able = [r for r in able if found.num_tokens + r.num_computed_tokens <= order.max_tokens]
-        return min(able, key=lambda r: (r.num_computed_tokens, r.request_id), default=None)
+            return [r for r in able if r.request_id in order.request_ids]
+        return [r for r in able if found.num_tokens + r.num_computed_tokens <= order.max_tokens]
 
     def _close(self, found: _Open) -> None:
         """All that could move has moved, or has stayed. What moves by another order is left to that."""

@@ -10,7 +10,7 @@ from pengserve.planners.types.errors import FenceError
 from pengserve.replicas.kv import pacing
 from pengserve.replicas.migration import leaving
 from pengserve.replicas.migration.leaving import Leaving, Phase
-from tests.replicas.migration.sum_lanes import BLOCK_BYTES
+from tests.replicas.migration.sum_lanes import BLOCK, BLOCK_BYTES
 from tests.replicas.migration.world import World
 
 
@@ -163,20 +163,79 @@ def test_either_side_may_die_in_each_phase(phase: Phase, victim: int, more: int)
     world.run_to_the_end()
 
 
+@pytest.mark.parametrize("victim", ((0, 0), (0, 1), (1, 0), (1, 1)))
+@pytest.mark.parametrize("phase", [p for p in PHASES if p is not Phase.COPIED])
+@pytest.mark.parametrize("shapes", [("tp2", "pp2"), ("pp2", "tp2"), ("tp2", "tp2"), ("pp2", "pp2")])
+def test_any_member_may_die_in_each_phase(shapes: tuple[str, str], phase: Phase, victim: tuple[int, int]) -> None:
+    for more in (0, 4, 11, 25):
+        world = begun(World(more, (80, 80, 80), (*shapes, "dp")), 60)
+        until_phase(world, phase)
+        for _ in range(more):
+            world.act()
+        world.kill(*victim)
+        world.run_to_the_end()
+
+
 @pytest.mark.parametrize("side", (0, 1))
 @pytest.mark.parametrize("phase", [p for p in PHASES if p is not Phase.COPIED])
-def test_a_switch_wins(phase: Phase, side: int) -> None:
-    world = begun(World(1))
-    until_phase(world, phase)
-    instance = world.at(side)
-    instance.migrations.give_way()
-    instance.is_switching = True
-    assert not instance.migrations.is_moving
-    for _ in range(50):
-        world.act()
-    assert not len(instance.migrations._arrivals)
-    instance.is_switching = False
+@pytest.mark.parametrize("shapes", [("dp", "dp"), ("tp2", "pp2"), ("pp2", "tp2")])
+def test_a_switch_wins(shapes: tuple[str, str], phase: Phase, side: int) -> None:
+    """It is prepared at one member after the other, in any order."""
+    for order in (1, -1):
+        world = begun(World(1, shapes=shapes))
+        until_phase(world, phase)
+        members = [world.instances[key] for key in world.sides[side]]
+        for instance in members[::order]:
+            instance.migrations.give_way()
+            instance.is_switching = True
+            for _ in range(order % 4):
+                world.act()
+        for _ in range(50):
+            world.act()
+        for instance in members:
+            assert not instance.migrations.is_moving
+            assert not instance.transfers._under_way and not instance.migrations._members.senders.names
+            instance.is_switching = False
+        world.order(0, 1)
+        world.run_to_the_end()
+
+
+def test_requests_that_share_a_prefix_share_it_where_they_come() -> None:
+    for shapes in PAIRS:
+        world = World(4, shapes=shapes)
+        world.send(3, num_prompt=140, max_tokens=100, family="one")
+        world.run(lambda world=world: all(r.tokens for r in world.ingress.records.values()))  # type: ignore[misc]
+        world.order(0, 1)
+        world.run(lambda world=world: world.num_migrated() == 3)  # type: ignore[misc]
+        lane = world.at(1).lane
+        shared = set.intersection(*(set(lane.block_ids(name)) for name in world.ingress.records))
+        assert len(shared) >= 128 // lane.capacity.block_size, f"{shapes}: the prefix was copied again"
+        world.run_to_the_end()
+
+
+def test_requests_that_share_a_prefix_share_it_also_where_several_leave_at_once(wide: None) -> None:
+    world = World(4)
+    world.send(3, num_prompt=140, max_tokens=100, family="one")
+    world.send(3, num_prompt=17, max_tokens=100)
+    world.run(lambda: all(record.tokens for record in world.ingress.records.values()))
     world.order(0, 1)
+    world.run(lambda: len(under_way(world)) == 4)  # one of the family, and the others
+    world.run(lambda: world.num_migrated() == 6)
+    lane = world.at(1).lane
+    family = [set(lane.block_ids(f"r{index}")) for index in range(3)]
+    assert len(set.intersection(*family)) >= 128 // BLOCK, "the prefix was copied again"
+    world.run_to_the_end()
+
+
+def test_what_the_target_has_already_is_not_sent() -> None:
+    world = World(4)
+    world.send(1, at=0, num_prompt=300, max_tokens=60, family="one")
+    world.send(1, at=1, num_prompt=300, max_tokens=60, family="one")
+    world.run(lambda: all(r.tokens for r in world.ingress.records.values()))
+    world.order(0, 1)
+    world.run(lambda: world.num_migrated() == 1)
+    pieces = world.num_sent.get("migrate-kv", 0)
+    assert pieces <= 6, f"{pieces} of {300 // BLOCK} blocks were sent again"
     world.run_to_the_end()
 
 

@@ -182,6 +182,7 @@ class SumInstance:
     def send(self, key: InstanceKey, kind: str, parts: Sequence[Any]) -> None:
         if key not in self.world.instances or (self.key, key) in self.world.broken:
             raise LinkLostError(f"instance {key} is gone")
+        self.world.num_sent[kind] = self.world.num_sent.get(kind, 0) + 1
         if kind == STEP:
             self.num_steps_sent[key] = self.num_steps_sent.get(key, 0) + 1
         message = [memoryview(bytearray(bytes(memoryview(part).cast("B")))) for part in parts]
@@ -286,6 +287,7 @@ class World:
         self.keys = [side[0] for side in self.sides]  # leaders
         self.ingress = Ingress(self)
         self._num_orders = 0
+        self.num_sent: dict[str, int] = {}  # messages between instances, by kind
 
     def _make(self, shape: str, num_blocks: int) -> None:
         degree = 1 if shape == "dp" else int(shape[2:])
