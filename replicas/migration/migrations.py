@@ -50,6 +50,11 @@ class _Open:
     num_tokens: int = 0  # of what was offered
     num_leaving: int = 0  # requests that are under way
 
+    def gives_way_to(self, newer: Migrate) -> bool:
+        """Whether it need not be carried out any more, since `newer` has come."""
+        is_named = self.order.request_ids or newer.request_ids
+        return not self.tried and not is_named and self.order.target == newer.target
+
 
 class Migrations:
     """Belongs to the step thread, but for `order`."""
@@ -105,6 +110,8 @@ class Migrations:
             self._known[order.order_id] = None
             while len(self._known) > MAX_REMEMBERED_ORDERS:
                 del self._known[next(iter(self._known))]
+            # The newest knows best where there is room: it stands for those to its target that have not begun.
+            self._orders = deque(found for found in self._orders if not found.gives_way_to(order))
             self._orders.append(_Open(order))
             if order.empties:
                 self.begin_leaving()
@@ -239,6 +246,7 @@ class Migrations:
 
         def look() -> None:
             self._is_watched = False
+            self._departures.boundary()  # where no step is made, no step shows that the request has ended
             self._departures.check_time(self._member.timeout_s)
             self._arrivals.check_time(4 * self._member.timeout_s)
             self._go_on()

@@ -305,6 +305,17 @@ def test_an_order_counts_once_and_for_one_life() -> None:
     assert world.num_migrated() == 6
 
 
+def test_a_newer_order_stands_for_those_to_the_same_target_that_have_not_begun() -> None:
+    world = begun(World(0, (80, 80, 80)))
+    for _ in range(5):
+        world.order(0, 1)
+        world.order(0, 2)
+    migrations = world.at(0).migrations
+    world.run(lambda: bool(migrations._known))
+    assert len(migrations._orders) == 3, "one has begun, and one waits for each target"
+    world.run_to_the_end()
+
+
 def test_orders_name_requests_or_so_many_tokens() -> None:
     world = begun(World(0))
     world.order(0, 1, request_ids=("r1",))
