@@ -111,7 +111,7 @@ class Migrations:
             while len(self._known) > MAX_REMEMBERED_ORDERS:
                 del self._known[next(iter(self._known))]
             # The newest knows best where there is room: it stands for those to its target that have not begun.
-            self._orders = deque(found for found in self._orders if not found.gives_way_to(order))
+            self._orders = [found for found in self._orders if not found.gives_way_to(order)]
             self._orders.append(_Open(order))
             if order.empties:
                 self.begin_leaving()
