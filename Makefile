@@ -119,6 +119,9 @@ bench-comm: setup ## What groups and peer messages cost; writes benchmarks/resul
 bench-switch: setup ## What merges and splits cost, and what running streams notice; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.switch
 
+bench-migrate: setup ## What streams notice of a migration, and how long drains take; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.migrate
+
 bench-fly: setup ## Bursts and priorities on static dp, static tp and PengServe; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.fly
 
@@ -145,6 +148,9 @@ bench-validation: setup ## Simulations beside what was measured; writes benchmar
 
 bench-tick: setup ## What a tick of the controller costs with up to 1,000 instances; writes benchmarks/results/tick.md
 	@$(BIN)/python -m benchmarks.tick
+
+bench-regret: setup ## PengServe against the best static layout on all traces, in virtual time (REGRET="--only azure"); writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.regret $(REGRET)
 
 bench-papers: setup ## The papers' scenarios in virtual time: their ratios beside ours; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.papers

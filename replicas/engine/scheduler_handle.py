@@ -99,6 +99,16 @@ class SchedulerHandle:
         """Tokens of all requests that hold no KV."""
         return sum(request.num_tokens for request in self._scheduler.waiting)
 
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of a request that is not here whose KV is in the prefix cache now; none of it is touched."""
+        _, num_tokens = self._manager.get_computed_blocks(request)[:2]
+        return int(num_tokens)
+
+    def prefilling_tokens(self) -> int:
+        """Tokens of running requests that no step has taken yet. The one token of a decode does not count."""
+        left = [request.num_tokens - request.num_computed_tokens for request in self._scheduler.running]
+        return sum([count for count in left if count > 1])
+
     @property
     def has_requests(self) -> bool:
         """Whether a request is here, or has ended and the runner does not know yet."""
