@@ -37,6 +37,7 @@ import msgspec
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.dispatcher import Dispatcher
 from pengserve.cluster.ingress.moves import Orphans, RequestMove, Stash
+from pengserve.cluster.ingress.prefixes import Prefixes
 from pengserve.cluster.ingress.quarantine import PoisonousRequestError, Quarantine
 from pengserve.cluster.ingress.record import Links, RecordEvents, RequestRecord
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
@@ -76,17 +77,20 @@ class RequestBook:
         is_superseded: Callable[[], bool] = lambda: False,
         *,
         is_only_ingress: bool = True,
+        secret: str = "",
     ) -> None:
         """
         Args:
             max_model_len: tokens that the widest group this cluster can form holds for one request.
             is_superseded: whether another configuration has taken over, so that no instance will come any more.
             is_only_ingress: whether no other ingress sends requests to these instances.
+            secret: the cluster's own, with which prompts are hashed.
         """
         self._is_superseded = is_superseded
         self._events, self._limits, self._links, self._max_model_len = Told(events), limits, links, max_model_len
         self._clock = clock
-        self._dispatcher = Dispatcher(clock, limits.max_prefix_entries)
+        prefixes = Prefixes(limits.max_prefix_entries, secret, is_only_ingress=is_only_ingress)
+        self._dispatcher = Dispatcher(clock, prefixes)
         self._records: dict[str, RequestRecord] = {}  # by request id
         self._copies: dict[str, RequestRecord] = {}  # by wire id; only those on a link
         self._urgent: set[RequestRecord] = set()
