@@ -16,7 +16,10 @@ from pengserve.replicas.engine.base_memory import OPTIONS, BaseMemory, MemoryOpt
 from pengserve.replicas.engine.grammar_budget import bound_grammars
 from pengserve.replicas.engine.grammars import explaining_rejections, guide_config
 from pengserve.replicas.engine.lane import Lane
+from pengserve.replicas.engine.residency import ResidentRequests
 from pengserve.replicas.engine.shared_model import plain_weights
+from pengserve.replicas.engine.tier_memory import OPTIONS as TIER_OPTIONS
+from pengserve.replicas.engine.tier_memory import TierOptions
 from pengserve.replicas.engine.vllm_seam import (
     AsyncEngineArgs,
     EngineCore,
@@ -28,6 +31,7 @@ from pengserve.replicas.engine.vllm_seam import (
     UsageContext,
 )
 from pengserve.replicas.engine.worker import half_decoded, worker_class_name
+from pengserve.replicas.kv.tiered import TieredKv
 from pengserve.replicas.own_arguments import OWN_ARGUMENTS
 
 logger = logging.getLogger(__name__)
@@ -55,6 +59,11 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
         raise ConfigError("memory_bytes already says what KV may have: leave engine.kv_cache_memory_bytes out")
     if config.max_stages > 1 and not config.memory_bytes:
         raise ConfigError("dropping parameters needs a budget of memory: set memory_bytes, or leave max_stages at 1")
+    if config.host_bytes and (config.degrees or config.max_stages > 1):
+        raise ConfigError(
+            "memory.host_bytes gives instances a host tier, which works in dp alone: set shape.degrees to [] and"
+            " shape.drop.max_stages to 1, or leave it out"
+        )
     defaults: dict[str, Any] = {
         "async_scheduling": False,
         "enable_prefix_caching": True,
@@ -85,6 +94,12 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
         own_arguments["additional_config"] = given | {OPTIONS: asdict(options)}
         # Until the worker has loaded the weights, and knows what they leave.
         own_arguments["kv_cache_memory_bytes"] = options.memory_bytes
+    if config.host_bytes:
+        tier = TierOptions(
+            host_bytes=config.host_bytes, link_bytes_per_s=config.link_bytes_per_s, file=config.host_file
+        )
+        given = dict(own_arguments.get("additional_config") or config.engine.get("additional_config") or {})
+        own_arguments["additional_config"] = given | {TIER_OPTIONS: asdict(tier)}
     return defaults | dict(config.engine) | own_arguments
 
 
@@ -108,7 +123,8 @@ class DpLane(Lane):
             # A group may hold longer contexts than one instance: the dp lane takes as much context as fits its memory.
             vllm_config.model_config.original_max_model_len = -1
         self.log_stats = not arguments.disable_log_stats
-        with plain_weights() if is_elastic or config.memory_bytes else contextlib.nullcontext():
+        has_arena = config.memory_bytes and not config.host_bytes
+        with plain_weights() if is_elastic or has_arena else contextlib.nullcontext():
             self.core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=self.log_stats)
         self._step_core = self.core.step_fn
         guides: Any = self.core.structured_output_manager
@@ -118,6 +134,7 @@ class DpLane(Lane):
         kv_config = scheduler.kv_cache_config
         self.num_kv_groups = len(kv_config.kv_cache_groups)
         self._num_lent = 0
+        self.residency: ResidentRequests | None = None  # where KV has a host tier
         super().__init__(
             shape="dp",
             scheduler=scheduler,
@@ -131,6 +148,11 @@ class DpLane(Lane):
                 weight_bytes=sum(self.core.model_executor.collective_rpc("weight_bytes")),
             ),
         )
+
+        if (tiers := self.tiers) is not None:
+            # Once the host is full, so many blocks have room on the device alone.
+            num_reserved = max(0, kv_config.num_blocks - 1 - tiers.host.num_rows)
+            self.residency = ResidentRequests(self.scheduler, tiers, num_reserved)
 
     @property
     def worker(self) -> Any:
@@ -157,6 +179,12 @@ class DpLane(Lane):
     def memory_failure(self) -> str:
         """Why weights and KV share no memory, though they were to; else empty."""
         return str(self.worker.memory_failure) if self._has_worker else ""
+
+    @property
+    def tiers(self) -> TieredKv | None:
+        """Where KV is on the device and on the host; None where there is no host tier."""
+        tiers: TieredKv | None = self.worker.tiers if self._has_worker else None
+        return tiers
 
     @property
     def num_held(self) -> int:
@@ -227,11 +255,22 @@ class DpLane(Lane):
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
+        if self.residency is not None and self.residency.has_work():
+            return True
         return super().has_work() or bool(self.core.batch_queue)
+
+    def num_requests(self) -> int:
+        """Running, waiting and parked requests."""
+        num_parked = self.residency.num_parked() if self.residency is not None else 0
+        return super().num_requests() + num_parked
 
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Schedules, executes and samples one step; outputs by client index."""
-        outputs, executed = self._step_core()
+        if self.residency is None:
+            outputs, executed = self._step_core()
+        else:
+            with self.residency.step():
+                outputs, executed = self._step_core()
         self.core.post_step(executed)
         self._count((outputs or {}).values())
         return outputs or {}
@@ -242,6 +281,8 @@ class DpLane(Lane):
 
     def close(self) -> None:
         """Frees the model, its memory and its process groups."""
+        if (tiers := self.tiers) is not None:
+            tiers.close()
         self.core.shutdown()
 
 
