@@ -44,6 +44,7 @@ class Device:
     num_layers: int
     block_size: int  # tokens
     max_tokens: int  # of a step
+    num_free: int = 1 << 62  # blocks that the scheduler can hand out now, of device and host
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +89,7 @@ class _Room:
         self._device = device
         self._num_whole = self._num_staged = 0  # blocks: in all layers, and in one at a time
         self._tokens_left = max(1, prompt_tokens)
+        self._num_free = device.num_free
         self.stepped: set[str] = set()
         self.num_new = self.num_prompts = self.num_tokens = 0
 
@@ -113,6 +115,8 @@ class _Room:
             written = self._written(request, tokens)
             if not tokens or not self._fits(written, request.num_blocks):
                 return
+            if request.is_new and request.num_blocks > self._num_free:
+                return  # the scheduler would not begin it
             self._take(request, tokens)
 
     def add_alone(self, request: Wanting) -> None:
@@ -130,6 +134,7 @@ class _Room:
         self.num_tokens += tokens
         self.num_prompts += 1
         if request.is_new:
+            self._num_free -= request.num_blocks
             self.num_new += 1
         else:
             self.stepped.add(request.request_id)

@@ -5,17 +5,17 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import ConfigError, EngineError, UnsupportedShapeError
-from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 from pengserve.replicas.engine.base_memory import OPTIONS, BaseMemory, MemoryOptions
 from pengserve.replicas.engine.grammar_budget import bound_grammars
 from pengserve.replicas.engine.grammars import explaining_rejections, guide_config
-from pengserve.replicas.engine.lane import Lane
+from pengserve.replicas.engine.lane import NOTHING, Lane
 from pengserve.replicas.engine.residency import ResidentRequests
 from pengserve.replicas.engine.shared_model import plain_weights
 from pengserve.replicas.engine.tier_memory import OPTIONS as TIER_OPTIONS
@@ -263,6 +263,13 @@ class DpLane(Lane):
         """Running, waiting and parked requests."""
         num_parked = self.residency.num_parked() if self.residency is not None else 0
         return super().num_requests() + num_parked
+
+    def stats(self, last_step_s: float = 0.0, idle: Mapping[str, int] = NOTHING, **shown: Any) -> InstanceStats:
+        """As every lane's; with a host tier, parked requests count as waiting."""
+        if self.residency is None:
+            return super().stats(last_step_s, idle, **shown)
+        found = super().stats(last_step_s, idle, **self.residency.figures(), **shown)
+        return replace(found, num_waiting=found.num_waiting + found.num_parked)
 
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Schedules, executes and samples one step; outputs by client index."""

@@ -8,6 +8,7 @@ request gives up its KV, as vLLM preempts.
 
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -40,7 +41,7 @@ class ResidentRequests:
 
     # Orders -----------------------------------------------------------------------------------------------------------
 
-    def park(self, request_ids: Iterable[str]) -> list[str]:
+    def park(self, request_ids: Sequence[str]) -> list[str]:
         """Parks running requests until `resume`; those that were."""
         running = {request.request_id: request for request in self._scheduler.running}
         found = [request_id for request_id in request_ids if request_id in running or request_id in self._parked]
@@ -50,7 +51,7 @@ class ResidentRequests:
                 self._hold(running[request_id])
         return found
 
-    def resume(self, request_ids: Iterable[str]) -> list[str]:
+    def resume(self, request_ids: Sequence[str]) -> list[str]:
         """Requests that an order parked may go on, as soon as there is room; those that may."""
         found = [request_id for request_id in request_ids if request_id in self._ordered]
         self._ordered.difference_update(found)
@@ -69,6 +70,10 @@ class ResidentRequests:
         self._forget_gone()
         return len(self._parked)
 
+    def figures(self) -> dict[str, int | float]:
+        """Figures and totals, by their names in `InstanceStats`."""
+        return {**self._tiers.figures(), "num_parked": self.num_parked(), "total_parked": self.num_parks}
+
     def has_work(self) -> bool:
         """Whether a parked request may come back without an order."""
         return any(request_id not in self._ordered for request_id in self._parked)
@@ -84,7 +89,8 @@ class ResidentRequests:
             return
         self._forget_gone()
         wanting = self._wanting()
-        plan = plan_residency([wanted for _, wanted in wanting], self._device)
+        device = replace(self._device, num_free=self._scheduler.num_free())
+        plan = plan_residency([wanted for _, wanted in wanting], device)
         stepped = [request for request, wanted in wanting if wanted.request_id in plan.stepped]
         self._park_others(plan.stepped)
         self._free_blocks_for(stepped)

@@ -1,5 +1,6 @@
 """The memory of an instance with a host tier: how many logical blocks its scheduler gets, and what is behind them."""
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,7 +146,12 @@ def open_tiers(sizes: TierSizes, options: TierOptions, device: torch.device) -> 
         raise UnsupportedShapeError("host tiers have run on CPUs alone so far")
     backend: Backend = CpuBackend()
     pool = DevicePool(backend, sizes.num_layers, sizes.device_blocks, sizes.block_bytes)
-    host = HostTier(sizes.num_layers, sizes.host_blocks, sizes.block_bytes, path=options.file or None)
+    host = HostTier(
+        sizes.num_layers,
+        sizes.host_blocks,
+        sizes.block_bytes,
+        path=f"{options.file}.{os.getpid()}" if options.file else None,
+    )
     return TieredKv(
         pool,
         host,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pengserve.replicas.engine.block_groups import blocks_of
 from pengserve.replicas.engine.vllm_seam import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -71,6 +72,9 @@ class TierRunner:
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's; `model_forward` needs to know how many tokens the step has of each request."""
         self._scheduled = scheduler_output.num_scheduled_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            if num_hit := new.num_computed_tokens // self._tiers.block_size:
+                self._tiers.note_hits(np.array(blocks_of(new.block_ids)[:num_hit]))
         return self._execute(scheduler_output, *args, **kwargs)
 
     def model_forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -6,7 +6,7 @@
 
 A block is *at home* where it has its own id in every layer, and *uniform* where it has one index in all layers: a step
 whose blocks are all at home needs no table, and one whose blocks are all uniform needs one for all layers.
-Arrays alone: it knows no request and moves no bytes. Index 0 of each layer is vLLM's null block, and nobody's cell.
+Arrays alone: it knows no request and moves no bytes. Index 0 of each layer is vLLM's null block, which holds no KV.
 """
 
 from collections.abc import Callable

@@ -39,6 +39,7 @@ class TierCounts:
     staged_steps: int = 0  # steps with a staged layer
     mapped_steps: int = 0  # steps with tables of their own
     stall_s: float = 0.0  # that layers waited for their copies
+    hit_blocks: int = 0  # blocks of cached prefixes that a request found on the host
 
 
 @dataclass(slots=True)
@@ -346,6 +347,10 @@ class TieredKv:
             self.counts.evicted += len(blocks)
             placement.drop(layer, blocks)
 
+    def note_hits(self, blocks: np.ndarray) -> None:
+        """A request begins with these blocks, which are cached prefixes."""
+        self.counts.hit_blocks += int((self.placement.index[:, blocks] == 0).any(axis=0).sum())
+
     # Between steps ----------------------------------------------------------------------------------------------------
 
     def num_away(self, blocks: np.ndarray) -> int:
@@ -403,6 +408,24 @@ class TieredKv:
         blocks = placement.take_rows(blocks)
         if len(blocks):
             self._save([blocks] * self.pool.num_layers, Priority.BEHIND, wait=False)
+
+    def figures(self) -> dict[str, int | float]:
+        """Figures and totals, by their names in `InstanceStats`."""
+        placement, counts, moved = self.placement, self.counts, self.engine.moved_bytes
+        cells = self.pool.num_cells - self.pool.num_layers - placement.num_free
+        return {
+            "device_blocks": self.pool.num_blocks - 1,
+            "device_blocks_used": -(-cells // self.pool.num_layers),
+            "host_blocks": self.host.num_rows,
+            "host_blocks_used": self.host.num_rows - placement.num_free_rows,
+            "total_host_hits": counts.hit_blocks * self.block_size,
+            "total_staged_bytes": moved[False, Priority.STAGE],
+            "total_brought_bytes": moved[False, Priority.BRING],
+            "total_evicted_bytes": moved[True, Priority.EVICT],
+            "total_behind_bytes": moved[True, Priority.BEHIND],
+            "total_reused_bytes": counts.reused * self.pool.block_bytes,
+            "total_copy_wait_s": counts.stall_s,
+        }
 
     def forget_all(self) -> None:
         """No block holds anything any more: neither a request nor a cached prefix is left."""

@@ -1,5 +1,7 @@
 """Laws of who is stepped: what is chosen fits, someone always is, the oldest never wait for younger ones."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,6 +69,12 @@ def test_a_parked_request_comes_back_only_where_all_can_grow() -> None:
     full = [decoding("a", 10), decoding("b", 10, parked=True)]
     assert plan_residency(full, DEVICE).stepped == {"a"}
     assert plan_residency([decoding("a", 10), decoding("b", 8, parked=True)], DEVICE).stepped == {"a", "b"}
+
+
+def test_a_prompt_for_which_the_scheduler_has_no_blocks_lets_others_go_on() -> None:
+    full = replace(DEVICE, num_free=5)
+    plan = plan_residency([decoding("a", 15, parked=True), prompt("new", 32 * 8)], full)
+    assert plan.stepped == {"a"} and plan.num_new == 0
 
 
 def test_a_request_that_never_fits_is_stepped_alone() -> None:

@@ -19,6 +19,7 @@ from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
 
 VOCABULARY = 500
+MAX_STEPS = 20_000
 
 
 def sampling(index: int, max_tokens: int) -> SamplingParams:
@@ -71,6 +72,7 @@ class Driver:
             if self.lane.tiers is not None:
                 self.broken += self.lane.tiers.check()
             assert not self.broken, self.broken
+            assert len(self.steps_s) < MAX_STEPS, "the requests do not come on"
 
     def _order(self, parked: set[str]) -> None:
         residency = self.lane.residency
