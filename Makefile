@@ -149,5 +149,8 @@ bench-tick: setup ## What a tick of the controller costs with up to 1,000 instan
 bench-papers: setup ## The papers' scenarios in virtual time: their ratios beside ours; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.papers
 
+bench-tiers: setup ## KV on device and host: bursts, churn and second turns against plain vLLM; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.tiers
+
 clean: ## Remove what make wrote: .venv, the demo model, caches
 	rm -rf .venv .pengserve build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -25,14 +25,14 @@ class Wanting:
 
     request_id: str
     num_blocks: int  # it holds, or will hold when its prompt is computed
-    num_tokens: int  # it would compute: 1 where it decodes
+    num_tokens: int  # it would compute: 1 where it decodes; of a new one, without those of cached prefixes
     is_parked: bool = False
     is_new: bool = False  # holds no KV yet
 
     @property
     def is_prompt(self) -> bool:
-        """Whether more than one token is to be computed."""
-        return self.num_tokens > 1
+        """Whether tokens of its prompt are to be computed."""
+        return self.is_new or self.num_tokens > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,6 +105,8 @@ class ResidentRequests:
         scheduler = self._scheduler
         held = scheduler.num_blocks - 1 - scheduler.num_free()
         coming = len(scheduler.running) + len(scheduler.holding)
+        if not scheduler.waiting and held + coming + self._blocks(self._device.max_tokens) <= self._num_whole:
+            return False
         for request in self._waiting():
             coming += self._blocks(request.num_tokens) + 1
         more = sum(self._growth(r) for r in scheduler.running if r.num_tokens - r.num_computed_tokens > 1)
@@ -124,10 +126,13 @@ class ResidentRequests:
         return found + [(request, self._wanted(request, is_new=True)) for request in self._waiting()]
 
     def _wanted(self, request: Request, *, is_new: bool) -> Wanting:
-        num_tokens = max(1, request.num_tokens - request.num_computed_tokens)
+        num_computed = request.num_computed_tokens
+        if is_new:
+            num_computed = self._scheduler.num_cached_blocks(request) * self._block_size
+        num_tokens = max(1, request.num_tokens - num_computed)
         return Wanting(
             request_id=request.request_id,
-            num_blocks=self._blocks(request.num_tokens) if num_tokens > 1 else self._blocks(request.num_tokens + 1),
+            num_blocks=self._blocks(request.num_tokens + (num_tokens == 1)),
             num_tokens=num_tokens,
             is_parked=request.request_id in self._parked,
             is_new=is_new,

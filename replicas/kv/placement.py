@@ -50,6 +50,13 @@ class Placement:
         self.is_free[self._nulls] = False
         self.num_free = pool.num_cells - pool.num_layers
         self.is_home[0] = self.is_uniform[0] = True
+        self._is_strange = np.zeros(num_blocks, dtype=bool)
+        self._num_strange = 0  # blocks on the device that are not at home
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all KV is on the device and at home, as in vLLM without tiers."""
+        return not self._num_strange and self._host.num_free == self._host.num_rows
 
     # Cells ------------------------------------------------------------------------------------------------------------
 
@@ -122,6 +129,9 @@ class Placement:
 
     def _look(self, blocks: np.ndarray) -> None:
         found = self.index[:, blocks]
+        was_strange = np.count_nonzero(self._is_strange[blocks])
+        self._is_strange[blocks] = found.any(axis=0) & (found != blocks).any(axis=0)
+        self._num_strange += np.count_nonzero(self._is_strange[blocks]) - was_strange
         self.is_uniform[blocks] = (found == found[0]).all(axis=0) & (found[0] != 0)
         self.is_home[blocks] = (found == blocks).all(axis=0)
 
@@ -164,6 +174,9 @@ class Placement:
             wrong.append(f"{int((counts != 1).sum())} cells of the device have no owner, or several")
         if self.num_free != int(self.is_free.sum()):
             wrong.append(f"{self.num_free} cells of the device are counted as free, {int(self.is_free.sum())} are")
+        is_strange = (self.index != 0).any(axis=0) & ~self.is_home
+        if not np.array_equal(is_strange, self._is_strange) or self._num_strange != int(is_strange.sum()):
+            wrong.append("the count of blocks that are not at home is wrong")
         rows = np.concatenate([self.row[self.row != NO_ROW], np.array(self._host.free_rows, dtype=np.int64)])
         if not np.array_equal(np.sort(rows), np.arange(self._host.num_rows)):
             wrong.append("a row of the host has no owner, or several")

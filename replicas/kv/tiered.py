@@ -100,6 +100,8 @@ class TieredKv:
             EngineError: a copy failed, or the device does not hold what the step needs at once.
         """
         self.step += 1
+        if self.placement.is_plain and not (counts > -(-starts // self.block_size)).any():
+            return None  # no block begins, and all that there are are at home
         tables = tables[:, : int(counts.max())]
         places = np.arange(tables.shape[1])
         reads = tables[places < counts[:, None]]
