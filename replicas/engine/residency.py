@@ -162,6 +162,7 @@ class ResidentRequests:
         self._scheduler.hold(request)
         self._parked[request.request_id] = request
         self.num_parks += 1
+        self._save(request)
 
     def _free_blocks_for(self, stepped: Sequence[Request]) -> None:
         """Where vLLM's pool has too few blocks for the step, the youngest parked requests give up theirs."""
@@ -203,8 +204,11 @@ class ResidentRequests:
         """Full blocks of prompts go to the host beside the next step: there is not room for all of them here."""
         for request in self._prompts:
             if self._scheduler.knows(request.request_id):
-                full = request.num_computed_tokens // self._block_size
-                self._tiers.write_behind(self._blocks_of([request])[:full])
+                self._save(request)
+
+    def _save(self, request: Request) -> None:
+        full = request.num_computed_tokens // self._block_size
+        self._tiers.write_behind(self._blocks_of([request])[:full])
 
     def _forget_gone(self) -> None:
         for request_id in [i for i, r in self._parked.items() if not self._is_here(r)]:

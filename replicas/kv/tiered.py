@@ -28,6 +28,9 @@ from pengserve.replicas.kv.staging import levels, turns
 from pengserve.replicas.kv.traffic import Traffic
 
 
+SPARE_SHARE = 32  # one of so many cells is freed beyond need: to look for cells costs more than to free them
+
+
 @dataclass(slots=True)
 class TierCounts:
     """Totals, in cells (a block of one layer) unless said otherwise."""
@@ -118,6 +121,9 @@ class TieredKv:
             self._reopen(tails, reads, fresh)
         if placement.is_home[reads].all():
             return None
+        self.counts.mapped_steps += 1
+        if placement.is_uniform[reads].all():
+            return StepTables(placement.index[:1])
         return self._map(np.unique(reads), np.unique(np.concatenate([fresh, tails])))
 
     def wait_layer(self, layer: int) -> None:
@@ -184,7 +190,6 @@ class TieredKv:
         """Tables of a step that reads `reads`, and writes `fixed` among them. Both are without repetition."""
         placement = self.placement
         self.traffic.wait_for(reads, coming=True)
-        self.counts.mapped_steps += 1
         absent = fixed[(placement.index[:, fixed] == 0).any(axis=0)]  # begun in this step: they hold nothing yet
         missing = placement.index[:, reads] == 0
         if missing.any() and int(missing.sum()) > placement.num_free:
@@ -239,11 +244,12 @@ class TieredKv:
     # Room -------------------------------------------------------------------------------------------------------------
 
     def _make_room(self, needed: int, keep: np.ndarray) -> None:
-        """Frees cells until `needed` are free, as far as blocks other than `keep` have some."""
+        """Frees cells until `needed` are free, and some for the next steps, where blocks other than `keep` have some."""
         placement = self.placement
         self.traffic.settle()
         if placement.num_free >= needed:
             return
+        needed += self.pool.num_cells // SPARE_SHARE
         was_moving = bool(self.traffic.copies())  # what was in flight could not leave
         self._take_from_others(needed, keep)
         if placement.num_free < needed and was_moving:
