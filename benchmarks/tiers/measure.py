@@ -28,10 +28,10 @@ class Plan:
     device_blocks: int = 128  # 4,096 tokens
     host_blocks: int = 1024
     seed: int = 11
-    burst: Mapping[str, int] = field(default_factory=lambda: {"requests": 24, "prompt": 512, "output": 96})
-    churn: Mapping[str, int] = field(default_factory=lambda: {"requests": 24, "prompt": 96, "output": 320})
+    burst: Mapping[str, int] = field(default_factory=lambda: {"requests": 24, "prompt": 512, "output": 192})
+    churn: Mapping[str, int] = field(default_factory=lambda: {"requests": 20, "prompt": 96, "output": 256})
     unused: Mapping[str, int] = field(default_factory=lambda: {"requests": 8, "prompt": 96, "output": 200})
-    turns: Mapping[str, int] = field(default_factory=lambda: {"requests": 32, "prompt": 384, "output": 24, "more": 16})
+    turns: Mapping[str, int] = field(default_factory=lambda: {"requests": 32, "prompt": 640, "output": 16, "more": 16})
     engine: Mapping[str, Any] = field(default_factory=partial(engine_flags, max_num_seqs=64))
 
     def given(self, system: str, round_index: int) -> dict[str, Any]:

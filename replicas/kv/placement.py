@@ -131,7 +131,7 @@ class Placement:
         found = self.index[:, blocks]
         was_strange = np.count_nonzero(self._is_strange[blocks])
         self._is_strange[blocks] = found.any(axis=0) & (found != blocks).any(axis=0)
-        self._num_strange += np.count_nonzero(self._is_strange[blocks]) - was_strange
+        self._num_strange += int(np.count_nonzero(self._is_strange[blocks]) - was_strange)
         self.is_uniform[blocks] = (found == found[0]).all(axis=0) & (found[0] != 0)
         self.is_home[blocks] = (found == blocks).all(axis=0)
 

@@ -27,7 +27,6 @@ from pengserve.replicas.kv.pool import DevicePool
 from pengserve.replicas.kv.staging import levels, turns
 from pengserve.replicas.kv.traffic import Traffic
 
-
 SPARE_SHARE = 32  # one of so many cells is freed beyond need: to look for cells costs more than to free them
 
 
@@ -244,7 +243,7 @@ class TieredKv:
     # Room -------------------------------------------------------------------------------------------------------------
 
     def _make_room(self, needed: int, keep: np.ndarray) -> None:
-        """Frees cells until `needed` are free, and some for the next steps, where blocks other than `keep` have some."""
+        """Frees `needed` cells and some for the next steps, as far as blocks other than `keep` have some."""
         placement = self.placement
         self.traffic.settle()
         if placement.num_free >= needed:
@@ -377,6 +376,7 @@ class TieredKv:
         num_away = self.num_away(still)
         if not num_away:
             return False
+        self.placement.used[blocks] = self.step  # else they would be the first to leave again
         self._make_room(num_away, np.concatenate([still, keep]))
         if num_away > self.placement.num_free:
             return False
