@@ -146,6 +146,9 @@ bench-validation: setup ## Simulations beside what was measured; writes benchmar
 bench-tick: setup ## What a tick of the controller costs with up to 1,000 instances; writes benchmarks/results/tick.md
 	@$(BIN)/python -m benchmarks.tick
 
+bench-regret: setup ## PengServe against the best static layout on all traces, in virtual time (REGRET="--only azure"); writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.regret $(REGRET)
+
 bench-papers: setup ## The papers' scenarios in virtual time: their ratios beside ours; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.papers
 

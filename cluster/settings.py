@@ -72,6 +72,8 @@ class LimitSettings(_Section):
     allow_grammars: bool = False  # EBNF and Lark in requests, which can cost an instance much time for each token
     max_queued_requests: int = Field(default=512, ge=1)
     parallelism_wait_s: float = Field(default=2, ge=0)  # for a group that a request wishes for; then any will do
+    # Granules of 64 tokens that an ingress remembers, to send requests where their prefix is cached; 0: none.
+    max_prefix_entries: int = Field(default=1 << 18, ge=0, le=1 << 24)
     request_timeout_s: float = Field(default=0, ge=0)  # 0: no limit
 
 

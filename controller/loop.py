@@ -302,6 +302,8 @@ class Controller:
         if self._term.is_over:
             return
         self._connect()
+        if drains.leaving(self._ready_state()):
+            await self._accept(drains.go_on(self._ready_state(), now_s))
         self._order(now_s)
         self._steer()
 
@@ -442,7 +444,7 @@ class Controller:
         if not config.is_auto or state.closing or now_s - self._rebalanced_s < config.interval_s:
             return
         self._rebalanced_s = now_s
-        for order in plan_rebalance(drains.alone(state), config, name=f"{name}-balance"):
+        for order in plan_rebalance(drains.leaders(state), config, name=f"{name}-balance"):
             self._give((order,))
 
     def _give(self, orders: tuple[Migrate, ...]) -> None:
@@ -456,7 +458,7 @@ class Controller:
         if not self.config.is_elastic or self._ready_state().closing or not self._coordinator.can_begin:
             return
         for _ in range(_MOST_BEGUN):
-            plan, news = self._steering.next_switch(self.snapshot())
+            plan, news = self._steering.next_switch(self.snapshot(), drains.leaving(self._ready_state()))
             self._log.append(news)
             if plan is None:
                 return

@@ -54,6 +54,11 @@ def _rates(counter: str, by: str) -> Query:
     return Query(promql=f"sum by ({by}) (rate({counter}{{$app}}[$__rate_interval]))", legend=f"{{{{{by}}}}}")
 
 
+def _rate_of_all(counter: str, legend: str) -> Query:
+    """How fast a counter of instances grows, over all of them."""
+    return Query(promql=f"sum(max by (instance_id) (rate({counter}{{$where}}[$__rate_interval])))", legend=legend)
+
+
 def _per_instance(expression: str) -> tuple[Query, ...]:
     """Every ingress reports each instance; one of them is enough."""
     return (Query(promql=f"max by (instance_id) ({expression})", legend="instance {{instance_id}}"),)
@@ -138,9 +143,19 @@ _MEMORY = Row(
         Panel(
             title="Prefix cache hit ratio",
             unit="percentunit",
+            help="Prompt tokens found in the prefix cache, over all that were looked up.",
             queries=_per_instance(
                 "rate(pengserve_instance_prefix_hit_tokens_total{$where}[$__rate_interval])"
                 " / (rate(pengserve_instance_prefix_query_tokens_total{$where}[$__rate_interval]) > 0)"
+            ),
+        ),
+        Panel(
+            title="Prefix tokens found and predicted",
+            unit="short",
+            help="Prompt tokens found in the prefix caches each second, and those that dispatch expected there.",
+            queries=(
+                _rate_of_all("pengserve_instance_prefix_hit_tokens_total", "found"),
+                _rate_of_all("pengserve_instance_prefix_predicted_tokens_total", "predicted"),
             ),
         ),
         Panel(

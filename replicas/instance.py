@@ -273,7 +273,7 @@ class Instance:
             on_changed=self._shape_changed,
         )
         self._migrations = Migrations(agent.member, self._loop.submit, lambda: agent.is_switching, self._shape_changed)
-        agent.before_switch = self._migrations.give_way
+        agent.before_switch, agent.before_break = self._migrations.give_way, self._migrations.break_off
         return agent
 
     def _ready(self, lanes: "Lanes") -> None:
@@ -380,6 +380,7 @@ class Instance:
         add.request.client_index = client_index
         request_id, is_tried_alone = add.request.request_id, add.is_tried_alone
         self._requests.add(add.request)
+        lanes.num_predicted += add.predicted_hit_tokens
         self._idle.clear()
 
         def admit(request: "Request") -> None:

@@ -61,6 +61,12 @@ def hit_rate(instances: Sequence[InstanceSnapshot]) -> float | None:
     return sum(i.stats.total_prefix_hits for i in instances) / queries if queries else None
 
 
+def predicted_rate(instances: Sequence[InstanceSnapshot]) -> float | None:
+    """Share of looked-up prompt tokens that ingresses expected in the prefix cache; None before the first lookup."""
+    queries = sum(i.stats.total_prefix_queries for i in instances)
+    return sum(i.stats.total_prefix_predicted for i in instances) / queries if queries else None
+
+
 def bar(parts: Sequence[tuple[float, str, str]], width: int = BAR_WIDTH) -> Text:
     """A bar of `width` cells. `parts` are (share of the whole, glyph, style), from the left; the rest is empty."""
     text, filled, total = Text(), 0, 0.0
@@ -185,12 +191,13 @@ def _switch(snapshot: ClusterSnapshot) -> Text:
 
 def _totals(snapshot: ClusterSnapshot, rates: Sequence[Rates]) -> Text:
     stats = [i.stats for i in snapshot.instances]
-    hits = hit_rate(snapshot.instances)
+    hits, predicted = hit_rate(snapshot.instances), predicted_rate(snapshot.instances)
     return Text(
         f"running {sum(s.num_running for s in stats)}   waiting {sum(s.num_waiting for s in stats)}"
         f"   prompt {sum(r.prompt_tokens_per_s for r in rates):,.0f} tok/s"
         f"   output {sum(r.generated_tokens_per_s for r in rates):,.0f} tok/s"
         f"   prefix hits {f'{hits:.0%}' if hits is not None else '-'}"
+        f"{f' (predicted {predicted:.0%})' if predicted else ''}"
         f"   preempted {sum(s.total_preemptions for s in stats)}   resumed {sum(s.total_resumed for s in stats)}"
         + (f"   paused {paused}" if (paused := sum(s.num_paused for s in stats)) else "")
         + (f"   parked {parked}" if (parked := sum(s.num_parked for s in stats)) else "")

@@ -86,7 +86,7 @@ class RequestBook:
         self._is_superseded = is_superseded
         self._events, self._limits, self._links, self._max_model_len = Told(events), limits, links, max_model_len
         self._clock = clock
-        self._dispatcher = Dispatcher(clock)
+        self._dispatcher = Dispatcher(clock, limits.max_prefix_entries)
         self._records: dict[str, RequestRecord] = {}  # by request id
         self._copies: dict[str, RequestRecord] = {}  # by wire id; only those on a link
         self._urgent: set[RequestRecord] = set()
@@ -191,6 +191,7 @@ class RequestBook:
             self._events.on_ended(record, finish)
             if record.link is None:
                 continue
+            self._dispatcher.ended(record)
             self._trials.leave(record)
             del self._copies[record.wire_id]
             for link in (record.link, *(record.stash or ())):
@@ -399,6 +400,7 @@ class RequestBook:
         else:
             if record in self._trials:
                 self._acquit(record)
+            self._dispatcher.ended(record)
             self._forget(record, str(output.finish_reason))
 
     # Placing ---------------------------------------------------------------------------------------------------
@@ -447,12 +449,12 @@ class RequestBook:
         links = self._trials.open_links(record, [link for link in self._links.ready() if link is not avoid])
         options = DispatchOptions(degree=record.options.degree, total_tokens=total_tokens, is_priority=record.is_urgent)
         num_priority = Counter(urgent.link.key for urgent in self._urgent if urgent.link is not None)
-        link = self._dispatcher.choose(links, record.num_tokens, options, num_priority)
+        link = self._dispatcher.choose(links, record, options, num_priority)
         # A wish is worth a wait, for the controller to form the group; but it never fails a request.
         is_patient = self._clock() - record.created_s < self._limits.parallelism_wait_s
         if link is None and options.degree is not None and not is_patient:
             options = replace(options, degree=None)
-            link = self._dispatcher.choose(links, record.num_tokens, options, num_priority)
+            link = self._dispatcher.choose(links, record, options, num_priority)
         return link
 
     def _send(self, record: RequestRecord, link: InstanceLink) -> None:
@@ -462,12 +464,18 @@ class RequestBook:
             LinkLostError: the instance is gone.
         """
         request = record.next_copy()
-        link.add(request, record.output_token_ids, is_tried_alone=self._trials.is_tried_alone(record))
+        hit_tokens = self._dispatcher.hit_tokens(link, record)
+        link.add(
+            request,
+            record.output_token_ids,
+            is_tried_alone=self._trials.is_tried_alone(record),
+            predicted_hit_tokens=hit_tokens,
+        )
         record.wire_id, record.link, record.num_losses_seen = request.request_id, link, self._num_losses
         record.sent_s, record.num_tokens_when_sent = self._clock(), len(record.output_token_ids)
         self._copies[record.wire_id] = record
         self._trials.begin(record)
-        self._dispatcher.sent(link, record.num_tokens)
+        self._dispatcher.sent(link, record, hit_tokens)
         self._events.on_dispatched(link.key, len(record.output_token_ids) if record.is_resumed else None)
         record.is_resumed = False
 

@@ -305,6 +305,13 @@ PREFIX_HITS = _counter(
     "Prompt tokens found in the prefix cache.",
     "instance_id",
 )
+PREFIX_PREDICTED = _counter(
+    "pengserve_instance_prefix_predicted_tokens_total",
+    _MEMORY,
+    "tokens",
+    "Prompt tokens that ingresses expected in the prefix cache of the instance that they sent the request to.",
+    "instance_id",
+)
 
 # Shape: how the instances are grouped, and the switches between shapes; every ingress counts all of them.
 GROUPS = _gauge(

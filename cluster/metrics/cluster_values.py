@@ -25,6 +25,7 @@ _TOTALS: tuple[tuple[MetricSpec, str], ...] = (
     (catalog.INSTANCE_RESUMED, "total_resumed"),
     (catalog.PREFIX_QUERIES, "total_prefix_queries"),
     (catalog.PREFIX_HITS, "total_prefix_hits"),
+    (catalog.PREFIX_PREDICTED, "total_prefix_predicted"),
     (catalog.STAGE_BUSY_SECONDS, "total_stage_busy_s"),
     (catalog.STAGE_IDLE_SECONDS, "total_stage_idle_s"),
     (catalog.PARKS, "total_parked"),

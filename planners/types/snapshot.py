@@ -89,6 +89,8 @@ class InstanceStats:
     # Of the step or command under way, in heartbeats and answers alone; 0 while the step loop comes on.
     step_age_s: float = 0.0
     step_limit_s: float = 0.0  # the age beyond which the instance gives up
+    prefilling_tokens: int = 0  # of running requests: those that are not computed yet
+    total_prefix_predicted: int = 0  # tokens that ingresses expected in the prefix cache
 
     @property
     def hang(self) -> str:

@@ -15,6 +15,8 @@ from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 from pengserve.replicas.engine.base_memory import OPTIONS, BaseMemory, MemoryOptions
 from pengserve.replicas.engine.grammar_budget import bound_grammars
 from pengserve.replicas.engine.grammars import explaining_rejections, guide_config
+from pengserve.replicas.engine.handoff import Handoff, as_preempted
+from pengserve.replicas.engine.kv_shares import LaneKv, shares_of
 from pengserve.replicas.engine.lane import NOTHING, Lane
 from pengserve.replicas.engine.residency import ResidentRequests
 from pengserve.replicas.engine.shared_model import plain_weights
@@ -27,11 +29,11 @@ from pengserve.replicas.engine.vllm_seam import (
     EngineCoreRequest,
     Executor,
     Request,
-    RequestStatus,
     UsageContext,
 )
 from pengserve.replicas.engine.worker import half_decoded, worker_class_name
 from pengserve.replicas.kv.tiered import TieredKv
+from pengserve.replicas.memory.kv_views import KvView
 from pengserve.replicas.own_arguments import OWN_ARGUMENTS
 
 logger = logging.getLogger(__name__)
@@ -206,6 +208,11 @@ class DpLane(Lane):
         self.scheduler.offer(block_ids)
         self._num_lent -= len(block_ids)
 
+    def kv(self, dp_view: KvView) -> LaneKv:
+        """All of it. Its blocks are their own."""
+        [share] = shares_of(self.shape, dp_view.num_layers, dp_view.layout.num_heads)
+        return LaneKv(dp_view, share, dp_view.layout.num_tokens, list)
+
     def adopt(self, request: Request) -> None:
         """Makes each of vLLM's workers, also those in other processes, know a half-decoded request as a preempted one.
 
@@ -232,22 +239,39 @@ class DpLane(Lane):
         if not output_token_ids:
             then(prepared)
             return
-        structured = prepared.structured_output_request
+        self._lead_through(prepared, output_token_ids, then)
+
+    def revive(self, handoff: Handoff, then: Callable[[Request], None]) -> None:
+        """Makes the request as it was in another instance, and calls `then`: at once, or where it has a grammar from
+        another thread, when that stands where it stood there. The request is PREEMPTED then, unless its grammar cannot
+        be compiled.
+        """
+        request = Request.from_engine_core_request(handoff.request, None)
+        self.core.structured_output_manager.grammar_init(request)
+        self._lead_through(request, handoff.output_token_ids, then)
+
+    def _lead_through(self, request: Request, output_token_ids: Sequence[int], then: Callable[[Request], None]) -> None:
+        """Appends output tokens, also to the grammar, and calls `then` with a request as one that was preempted."""
+        structured = request.structured_output_request
         if structured is None:
-            prepared.append_output_token_ids(list(output_token_ids))
-            then(_as_preempted(prepared))
+            request.append_output_token_ids(list(output_token_ids))
+            then(as_preempted(request))
             return
 
         def replay(_: object) -> None:
             # A grammar that does not compile stays WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: the scheduler fails it.
             if not isinstance(structured.grammar, Exception):
-                for token_id in output_token_ids:
-                    prepared.append_output_token_ids(token_id)
-                    self.core.structured_output_manager.accept_tokens(prepared, [token_id])
-                _as_preempted(prepared)
-            then(prepared)
+                self.append(request, output_token_ids)
+                as_preempted(request)
+            then(request)
 
         structured._grammar.add_done_callback(replay)
+
+    def append(self, request: Request, output_token_ids: Iterable[int]) -> None:
+        """Appends tokens that another instance has sampled, also to the request's grammar, whichever lane it is in."""
+        for token_id in output_token_ids:
+            request.append_output_token_ids(token_id)
+            self.core.structured_output_manager.accept_tokens(request, [token_id])
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forgets requests; unknown ids are left alone. Their blocks are free at once."""
@@ -300,11 +324,3 @@ def _copied(vllm_config: Any) -> Any:
     except Exception:
         logger.exception("vLLM's configuration cannot be copied; this instance works alone")
         return None
-
-
-def _as_preempted(request: Request) -> Request:
-    """Marks a half-decoded request as the scheduler marks one that it has preempted."""
-    request.status = RequestStatus.PREEMPTED
-    request.num_preemptions = 1
-    request.prefill_stats = None  # its first prefill was counted where it began
-    return request

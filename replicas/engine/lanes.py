@@ -48,6 +48,7 @@ class Lanes:
         self.on_broken: Callable[[BaseException], None] = lambda error: None  # the group that runs cannot go on
         self.stepper = Stepper(self.dp, self.transfers, lambda error: self.on_broken(error))
         self.num_migrated = 0  # requests that went on elsewhere with their KV, one by one
+        self.num_predicted = 0  # prompt tokens that ingresses expected in the prefix cache
         self._idle_totals: dict[str, int] = {}
         self._dp_view: KvView | None = None
         self._profile = IdleProfile(self.dp) if config.max_stages > 1 else None
@@ -178,6 +179,7 @@ class Lanes:
         clock, running = self.registry.clock, self.running
         totals = {"total_stage_busy_s": clock.busy_s, "total_stage_idle_s": clock.idle_s}
         totals["total_migrated"] = self.num_migrated
+        totals["total_prefix_predicted"] = self.num_predicted
         if running is None:
             return self.dp.stats(last_step_s, self._idle_totals, **totals)
         return self.current.stats(

@@ -55,10 +55,14 @@ class SchedulerHandle:
         self._scheduler.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED)
 
     def take_finished(self, request_ids: Iterable[str]) -> set[str]:
-        """Ids that the next step would tell the runner are over; the caller tells it. `request_ids` may come again."""
-        finished: set[str] = self._scheduler.finished_req_ids
-        self._scheduler.finished_req_ids = set()
-        self._scheduler.prev_step_scheduled_req_ids.difference_update(request_ids)
+        """Those of these ids that the next step would tell the runner are over; the caller tells it, at once.
+
+        They may come again then. Others stay: a step in flight may be about one of them.
+        """
+        ids = set(request_ids)
+        finished: set[str] = self._scheduler.finished_req_ids & ids
+        self._scheduler.finished_req_ids = self._scheduler.finished_req_ids - finished
+        self._scheduler.prev_step_scheduled_req_ids.difference_update(ids)
         return finished
 
     def knows(self, request_id: str) -> bool:
@@ -100,6 +104,16 @@ class SchedulerHandle:
         """Tokens of all requests that hold no KV."""
         return sum(request.num_tokens for request in self._scheduler.waiting)
 
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of a request that is not here whose KV is in the prefix cache now; none of it is touched."""
+        _, num_tokens = self._manager.get_computed_blocks(request)[:2]
+        return int(num_tokens)
+
+    def prefilling_tokens(self) -> int:
+        """Tokens of running requests that no step has taken yet. The one token of a decode does not count."""
+        left = [request.num_tokens - request.num_computed_tokens for request in self._scheduler.running]
+        return sum([count for count in left if count > 1])
+
     @property
     def has_requests(self) -> bool:
         """Whether a request is here, or has ended and the runner does not know yet."""
@@ -129,6 +143,24 @@ class SchedulerHandle:
         request.num_computed_tokens = num_computed_tokens
         self._scheduler.requests[request.request_id] = request
         return self.block_ids(request.request_id)
+
+    def reserve_cached(self, request: Request, num_tokens: int, num_computed_tokens: int) -> int | None:
+        """As `reserve`, for so many tokens, and shares the full blocks that the prefix cache has.
+
+        Returns how many of the first `num_computed_tokens` tokens these hold, or None where there is no room.
+        """
+        blocks, num_cached, _ = self._manager.get_computed_blocks(request)
+        num_cached = min(num_cached, num_computed_tokens)
+        num_cached -= num_cached % int(self._scheduler.block_size)
+        blocks = self._manager.truncate_computed_blocks(blocks, num_cached)
+        found = self._manager.allocate_slots(
+            request, num_tokens - num_cached, num_cached, blocks, delay_cache_blocks=True, has_scheduled_reqs=False
+        )
+        if found is None:
+            return None
+        request.num_computed_tokens = num_tokens
+        self._scheduler.requests[request.request_id] = request
+        return num_cached
 
     def enqueue(self, request: Request) -> None:
         """A reserved request may be scheduled, before all that hold no KV."""

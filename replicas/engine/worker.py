@@ -43,6 +43,7 @@ from pengserve.replicas.engine.vllm_seam import (
     set_default_torch_dtype,
 )
 from pengserve.replicas.kv.tiered import TieredKv
+from pengserve.replicas.memory.kv_layout import require_whole_blocks
 from pengserve.replicas.parent_death import signal_when_parent_ends
 
 logger = logging.getLogger(__name__)
@@ -205,9 +206,12 @@ class LaneWorkerMixin:
             return initialize_model(config)
 
 
-def bind_kv(runner: Any, memory: BaseMemory, kv_cache_config: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def bind_kv(
+    runner: Any, memory: BaseMemory, kv_cache_config: Any, kernel_block_sizes: list[int], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
     """In place of `GPUModelRunner.initialize_kv_cache_tensors`: binds the arena's ranges instead of allocating."""
-    tensors = memory.kv_tensors(kv_cache_config)
+    require_whole_blocks(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size, kernel_block_sizes)
+    tensors = memory.kv_tensors(kv_cache_config, runner.cache_config.kv_cache_layout)
     bind_kv_cache(
         tensors,
         runner.compilation_config.static_forward_context,

@@ -69,6 +69,7 @@ class DevicePool:
 
     def close(self) -> None:
         """Gives the memory back. No tensor may be touched any more."""
+        self._backend.wait()
         for copy in range(2):
             self._backend.unmap(self._address + copy * self._num_bytes, 1)
         self._backend.free(self._address, 2 * self._num_bytes)

@@ -113,6 +113,9 @@ class CpuBackend:
             raise
         return num_calls
 
+    def wait(self) -> None:
+        """Nothing: what a CPU was given it has done when the call returns."""
+
     def unmap(self, address: int, num_chunks: int) -> int:
         """Takes away what is behind the range, which stays reserved; one call. Raises StepError as `map` does."""
         _mmap(address, num_chunks * self._chunk_bytes, _PROT_NONE, _RESERVED | _MAP_FIXED)
@@ -162,6 +165,7 @@ def _mmap(address: int | None, num_bytes: int, protection: int, flags: int, fd: 
 
 
 def available_bytes() -> int:
+    """Memory that the system can give without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10

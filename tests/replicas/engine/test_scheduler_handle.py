@@ -6,8 +6,10 @@ import pytest
 
 pytest.importorskip("vllm")
 from vllm import SamplingParams
+from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.replicas.engine.lane_build import get_hash_fn_by_name, get_request_block_hasher
 from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
 from pengserve.replicas.kv.placement import Use
@@ -15,6 +17,14 @@ from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_SEQS = 16, 8, 3
+CAPACITY = KvCapacity(
+    num_blocks=NUM_BLOCKS,
+    block_size=BLOCK_SIZE,
+    bytes_per_block=1,
+    max_model_len=NUM_BLOCKS * BLOCK_SIZE,
+    max_num_seqs=MAX_SEQS,
+    weight_bytes=0,
+)
 CALLED: set[str] = set()
 
 
@@ -28,15 +38,7 @@ class Counted(SchedulerHandle):
 
 @pytest.fixture
 def handle() -> SchedulerHandle:
-    capacity = KvCapacity(
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        bytes_per_block=1,
-        max_model_len=NUM_BLOCKS * BLOCK_SIZE,
-        max_num_seqs=MAX_SEQS,
-        weight_bytes=0,
-    )
-    return Counted(build_vllm_scheduler(capacity, SchedulerOptions(max_num_batched_tokens=64), is_terse=False))
+    return Counted(build_vllm_scheduler(CAPACITY, SchedulerOptions(max_num_batched_tokens=64), is_terse=False))
 
 
 def a_request(name: str, num_tokens: int = 8) -> Request:
@@ -70,6 +72,15 @@ def test_requests_wait_run_and_end_in_vllm_s_order(handle: SchedulerHandle) -> N
     assert not handle.knows("a") and handle.knows("b")
     assert [request.request_id for request in handle.candidates()] == ["first", "b", "c"]
     assert handle.take_finished(["a"]) == {"a"} and handle.schedule().finished_req_ids == set()
+
+
+def test_of_those_that_ended_only_what_is_asked_for_is_taken(handle: SchedulerHandle) -> None:
+    for name in "ab":
+        handle.add(a_request(name))
+    step(handle)
+    handle.end("ab")
+    assert handle.take_finished("a") == {"a"}
+    assert handle.schedule().finished_req_ids == {"b"}, "a step in flight may be about it"
 
 
 def test_a_paused_scheduler_begins_nothing_and_goes_on(handle: SchedulerHandle) -> None:
@@ -123,6 +134,27 @@ def test_a_reserved_request_gets_more_room(handle: SchedulerHandle) -> None:
     assert handle.grow(request, 40) and handle.block_ids("a")[:2] == first and len(handle.block_ids("a")) == 3
     assert handle.reserve(arrived("b", 60), 60) is not None
     assert not handle.grow(request, 5 * BLOCK_SIZE) and len(handle.block_ids("a")) == 3
+    handle.end("ab")
+    assert handle.num_free() == NUM_BLOCKS
+
+
+def test_a_request_that_comes_shares_what_the_prefix_cache_has() -> None:
+    options = SchedulerOptions(max_num_batched_tokens=64, prefix_caching=True)
+    init_none_hash(get_hash_fn_by_name("sha256"))
+    handle = Counted(build_vllm_scheduler(CAPACITY, options, is_terse=False))
+
+    def hashed(request: Request) -> Request:
+        request._block_hasher = get_request_block_hasher(BLOCK_SIZE, get_hash_fn_by_name("sha256"))
+        request.update_block_hashes()
+        return request
+
+    handle.add(hashed(a_request("a", 40)))
+    step(handle)
+    assert handle.reserve_cached(hashed(arrived("b", 40)), 45, 20) == BLOCK_SIZE, "no more than it has computed"
+    assert handle.block_ids("b")[0] == handle.block_ids("a")[0]
+    assert not set(handle.block_ids("b")[1:]) & set(handle.block_ids("a")) and len(handle.block_ids("b")) == 3
+    assert handle.grow(handle.request("b"), 49) and len(handle.block_ids("b")) == 4
+    assert handle.reserve_cached(hashed(arrived("c", 200)), 200, 190) is None
     handle.end("ab")
     assert handle.num_free() == NUM_BLOCKS
 

@@ -10,6 +10,7 @@ from pengserve.planners.types.errors import FenceError
 from pengserve.replicas.kv import pacing
 from pengserve.replicas.migration import leaving
 from pengserve.replicas.migration.leaving import Phase
+from tests.replicas.migration.sum_lanes import BLOCK
 from tests.replicas.migration.world import World
 
 
@@ -21,16 +22,21 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def begun(world: World) -> World:
-    """Three requests that decode at the first instance."""
-    world.send(3, max_tokens=150)
+KINDS = ("dp", "tp2", "pp2")
+PAIRS = [(source, target) for source in KINDS for target in KINDS]
+
+
+def begun(world: World, max_tokens: int = 150) -> World:
+    """Three requests that decode at the first instance, or group."""
+    world.send(3, max_tokens=max_tokens)
     world.run(lambda: all(record.tokens for record in world.ingress.records.values()))
     return world
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_requests_move_with_their_kv(seed: int) -> None:
-    world = begun(World(seed))
+@pytest.mark.parametrize("shapes", [*PAIRS, ("tp4", "pp2"), ("pp4", "tp2"), ("tp2", "tp4"), ("pp2", "pp4")])
+@pytest.mark.parametrize("seed", range(3))
+def test_requests_move_with_their_kv(seed: int, shapes: tuple[str, str]) -> None:
+    world = begun(World(seed, shapes=shapes), 300)
     world.order(0, 1)
     world.run_to_the_end()
     assert world.num_migrated() == 3
@@ -38,8 +44,11 @@ def test_requests_move_with_their_kv(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_requests_move_to_and_fro(seed: int) -> None:
-    world = begun(World(seed, (80, 80, 80)))
+@pytest.mark.parametrize(
+    "shapes", [("dp", "dp", "dp"), ("dp", "tp2", "pp2"), ("tp2", "tp2", "pp2"), ("pp2", "tp4", "pp2")]
+)
+def test_requests_move_to_and_fro(seed: int, shapes: tuple[str, ...]) -> None:
+    world = begun(World(seed, (80, 80, 80), shapes), 300)
     for _ in range(6):
         for source in range(3):
             world.order(source, (source + 1) % 3)
@@ -88,20 +97,65 @@ def test_either_side_may_die_in_each_phase(phase: Phase, victim: int, more: int)
     world.run_to_the_end()
 
 
+@pytest.mark.parametrize("victim", ((0, 0), (0, 1), (1, 0), (1, 1)))
+@pytest.mark.parametrize("phase", [p for p in PHASES if p is not Phase.COPIED])
+@pytest.mark.parametrize("shapes", [("tp2", "pp2"), ("pp2", "tp2"), ("tp2", "tp2"), ("pp2", "pp2")])
+def test_any_member_may_die_in_each_phase(shapes: tuple[str, str], phase: Phase, victim: tuple[int, int]) -> None:
+    for more in (0, 4, 11, 25):
+        world = begun(World(more, (80, 80, 80), (*shapes, "dp")), 60)
+        until_phase(world, phase)
+        for _ in range(more):
+            world.act()
+        world.kill(*victim)
+        world.run_to_the_end()
+
+
 @pytest.mark.parametrize("side", (0, 1))
 @pytest.mark.parametrize("phase", [p for p in PHASES if p is not Phase.COPIED])
-def test_a_switch_wins(phase: Phase, side: int) -> None:
-    world = begun(World(1))
-    until_phase(world, phase)
-    instance = world.at(side)
-    instance.migrations.give_way()
-    instance.is_switching = True
-    assert instance.migrations._departures.current is None and not len(instance.migrations._arrivals)
-    for _ in range(50):
-        world.act()
-    assert not len(instance.migrations._arrivals)
-    instance.is_switching = False
+@pytest.mark.parametrize("shapes", [("dp", "dp"), ("tp2", "pp2"), ("pp2", "tp2")])
+def test_a_switch_wins(shapes: tuple[str, str], phase: Phase, side: int) -> None:
+    """It is prepared at one member after the other, in any order."""
+    for order in (1, -1):
+        world = begun(World(1, shapes=shapes))
+        until_phase(world, phase)
+        members = [world.instances[key] for key in world.sides[side]]
+        for instance in members[::order]:
+            instance.migrations.give_way()
+            instance.is_switching = True
+            for _ in range(order % 4):
+                world.act()
+        for _ in range(50):
+            world.act()
+        for instance in members:
+            assert instance.migrations._departures.current is None and not len(instance.migrations._arrivals)
+            assert not instance.transfers._under_way and not instance.migrations._members.senders.names
+            instance.is_switching = False
+        world.order(0, 1)
+        world.run_to_the_end()
+
+
+def test_requests_that_share_a_prefix_share_it_where_they_come() -> None:
+    for shapes in PAIRS:
+        world = World(4, shapes=shapes)
+        world.send(3, num_prompt=140, max_tokens=100, family="one")
+        world.run(lambda world=world: all(r.tokens for r in world.ingress.records.values()))  # type: ignore[misc]
+        world.order(0, 1)
+        world.run(lambda world=world: world.num_migrated() == 3)  # type: ignore[misc]
+        lane = world.at(1).lane
+        shared = set.intersection(*(set(lane.block_ids(name)) for name in world.ingress.records))
+        assert len(shared) >= 128 // lane.capacity.block_size, f"{shapes}: the prefix was copied again"
+        world.run_to_the_end()
+
+
+def test_what_the_target_has_already_is_not_sent() -> None:
+    world = World(4)
+    world.send(1, at=0, num_prompt=300, max_tokens=60, family="one")
+    world.send(1, at=1, num_prompt=300, max_tokens=60, family="one")
+    world.run(lambda: all(r.tokens for r in world.ingress.records.values()))
     world.order(0, 1)
+    world.run(lambda: world.num_migrated() == 1)
+    pieces = world.num_sent.get("migrate-kv", 0)
+    assert pieces <= 6, f"{pieces} of {300 // BLOCK} blocks were sent again"
     world.run_to_the_end()
 
 
@@ -196,8 +250,8 @@ def test_an_instance_that_is_emptied_sends_on_what_waits_and_takes_nothing() -> 
 
 def test_what_cannot_be_carried_stays_until_it_must_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     world = begun(World(0))
-    monkeypatch.setattr(leaving, "can_carry", lambda request: False)
-    monkeypatch.setattr("pengserve.replicas.migration.migrations.can_carry", lambda request: False)
+    monkeypatch.setattr(leaving, "can_migrate", lambda request: False)
+    monkeypatch.setattr("pengserve.replicas.migration.migrations.can_migrate", lambda request: False)
     world.order(0, 1)
     for _ in range(100):
         world.act()
