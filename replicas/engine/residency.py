@@ -128,7 +128,7 @@ class ResidentRequests:
     def _wanted(self, request: Request, *, is_new: bool) -> Wanting:
         num_computed = request.num_computed_tokens
         if is_new:
-            num_computed = self._scheduler.num_cached_blocks(request) * self._block_size
+            num_computed = self._scheduler.cached_tokens(request)
         num_tokens = max(1, request.num_tokens - num_computed)
         return Wanting(
             request_id=request.request_id,

@@ -214,13 +214,6 @@ class SchedulerHandle:
         """Blocks of a request, in the order of its tokens."""
         return list(blocks_of(self._manager.get_block_ids(request_id)))
 
-    def num_cached_blocks(self, request: Request) -> int:
-        """Blocks of a request that holds none which it would find in the prefix cache now."""
-        if request.skip_reading_prefix_cache:
-            return 0
-        found = itertools.takewhile(lambda block: self._pool.get_cached_block(block, [0]), request.block_hashes)
-        return sum(1 for _ in found)
-
     def num_free(self) -> int:
         """Blocks that are free now, cached prefixes among them."""
         return int(self._pool.get_num_free_blocks())

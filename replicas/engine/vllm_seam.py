@@ -155,7 +155,7 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "shutdown",
     ),
     Executor: ("get_class", "collective_rpc", "shutdown"),
-    BlockPool: ("get_new_blocks", "free_blocks", "get_num_free_blocks", "evict_blocks", "get_cached_block"),
+    BlockPool: ("get_new_blocks", "free_blocks", "get_num_free_blocks", "evict_blocks"),
     KVCacheManager: ("allocate_slots", "cache_blocks", "get_block_ids", "get_blocks", "free"),
     Scheduler: (
         "has_requests",
