@@ -119,6 +119,9 @@ bench-comm: setup ## What groups and peer messages cost; writes benchmarks/resul
 bench-switch: setup ## What merges and splits cost, and what running streams notice; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.switch
 
+bench-migrate: setup ## What streams notice of a migration, and how long drains take; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.migrate
+
 bench-fly: setup ## Bursts and priorities on static dp, static tp and PengServe; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.fly
 

@@ -121,9 +121,11 @@ def operation(state: ClusterState, instance_id: int) -> DrainOperation:
 
 
 def orders(state: ClusterState, name: str, now_s: float) -> dict[InstanceId, tuple[Migrate, ...]]:
-    """What the instances that are being drained are told to do with their requests. Ids begin with `name`."""
+    """What instances that are drained, or leave, are told to do with their requests. Ids begin with `name`."""
     found: dict[InstanceId, tuple[Migrate, ...]] = {}
-    for slot in [slot for slot in state.slots if slot.is_held and slot.state is InstanceState.DRAINING]:
+    if state.closing:
+        return found
+    for slot in [slot for slot in state.slots if slot.state is InstanceState.DRAINING]:
         answer = state.answers[slot.key.instance_id]
         if answer is not None and _num_left(answer):
             must_leave = now_s >= slot.deadline_s - LEAVE_S

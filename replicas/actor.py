@@ -16,7 +16,7 @@ from pengserve.planners.types.names import NAMESPACE, fingerprint_name
 from pengserve.planners.types.orders import RequestOrder
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot
-from pengserve.replicas.ending import LeaseWatch, answer_within
+from pengserve.replicas.ending import GentleEnd, LeaseWatch, answer_within
 from pengserve.replicas.instance import Instance
 from pengserve.replicas.lease import Lease
 
@@ -43,7 +43,9 @@ class InstanceActor:
             is_used=self._instance.is_used,
         )
         self._instance.start()
-        LeaseWatch(self._lease, self._instance, drain_timeout_s=config.drain_timeout_s, release=_release).start()
+        end = GentleEnd(self._instance, drain_timeout_s=config.drain_timeout_s, release=_release)
+        LeaseWatch(self._lease, end).start()
+        end.on_sigterm()  # in place of Ray's, which ends the process at once
 
     # Each call carries the term of its controller (`controller/terms.py`); orders of an older one raise FenceError.
 

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETIRE_POLL_S = 0.2
+SEND_AGAIN_S = 5.0  # before an instance that leaves has to be empty: what is still here is sent again elsewhere
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -141,6 +142,34 @@ class Instance:
         self._idle.clear()
         self._loop.submit(self._note_idle)
         return self._idle.wait(timeout_s)
+
+    def leave(self, timeout_s: float) -> bool:
+        """Empties this instance, because its process must end; waits until nothing is here, or for `timeout_s`.
+
+        The controller sees that it is DRAINING, takes its route away, and says where its requests may go with their
+        KV. What has not moved or ended shortly before the end is sent again elsewhere, from its tokens.
+        """
+        if self._state in (InstanceState.STARTING, InstanceState.DEAD):
+            return True
+        if self._migrations is not None:
+            self._loop.submit(self._migrations.begin_leaving)
+        grace_s = min(SEND_AGAIN_S, timeout_s / 2)
+        if self.drain(timeout_s - grace_s):
+            return True
+        logger.warning("instance %s: what is here is sent again elsewhere", self.key)
+        self._loop.submit(self._send_all_again)
+        return self._idle.wait(grace_s)
+
+    def _send_all_again(self) -> None:
+        """In the step thread."""
+        assert self._lanes is not None
+        if self._migrations is not None:
+            self._migrations.give_way()
+        ids = self._requests.ids()
+        self._lanes.abort(ids)
+        self._gate.forget(ids)
+        self._requests.moved(ids, None, carried=False)
+        self._shape_changed()
 
     def retire(self, timeout_s: float) -> bool:
         """Waits until every ingress has left and nothing runs here; True when nothing runs, also at the time-out.

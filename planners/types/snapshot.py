@@ -61,7 +61,8 @@ class InstanceStats:
     total_prefix_queries: int = 0  # tokens looked up in the prefix cache
     total_prefix_hits: int = 0  # tokens found there
     total_resumed: int = 0  # requests taken over from a lost instance
-    total_migrated: int = 0  # requests that left for another instance with their KV, while both served
+    total_migrated: int = 0  # requests that left for another instance with their KV, while both served,
+    total_migrated_bytes: int = 0  # ... and that KV
     last_step_s: float = 0.0
     shape: str = "dp"  # what it runs now: "dp", "tp2", ...; the fields below and all block counts are of this shape
     is_follower: bool = False  # executes the steps of another instance's lane, and takes no requests
@@ -233,6 +234,7 @@ class ClusterSnapshot:
     layout_since_s: float = 0.0  # seconds since the Unix epoch; when the layout last changed
     last_switch: SwitchRecord | None = None  # that has begun, gone on or ended most recently
     switching: tuple[SwitchPlan, ...] = ()  # under way; no two have a member in common
+    resting: tuple[SwitchPlan, ...] = ()  # that were aborted a moment ago: their members wait for the next try
 
     @property
     def epoch(self) -> Epoch:
@@ -241,8 +243,13 @@ class ClusterSnapshot:
 
     @property
     def busy(self) -> frozenset[InstanceId]:
-        """Members of the switches under way: no other switch may have them."""
-        return frozenset(member for plan in self.switching for member in plan.group.members)
+        """Members of the switches under way, and of those that rest: no other switch may have them now."""
+        return frozenset(self.claims)
+
+    @property
+    def claims(self) -> dict[InstanceId, Group]:
+        """The group of each of these switches, by member."""
+        return {member: plan.group for plan in (*self.resting, *self.switching) for member in plan.group.members}
 
     def instance(self, instance_id: InstanceId) -> InstanceSnapshot | None:
         """The instance that fills the slot now, or None."""

@@ -30,7 +30,7 @@ import msgspec
 
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.handoff import Handoff
-from pengserve.replicas.engine.peer_codec import PeerCodec
+from pengserve.replicas.engine.peer_codec import Cancel, PeerCodec, PeerWord
 
 
 class Side(msgspec.Struct, array_like=True, frozen=True):
@@ -45,11 +45,7 @@ class Side(msgspec.Struct, array_like=True, frozen=True):
         return self.members[0]
 
 
-class _Word(msgspec.Struct, kw_only=True, tag=True, tag_field="word"):
-    """A word of the conversation."""
-
-
-class Offer(_Word):
+class Offer(PeerWord):
     """A request comes."""
 
     handoff: Handoff
@@ -57,14 +53,14 @@ class Offer(_Word):
     source: Side
 
 
-class Ready(_Word):
+class Ready(PeerWord):
     """Its blocks are reserved."""
 
     num_tiles: int  # of the request's first ones, which are here already
     target: Side
 
 
-class Copy(_Word):
+class Copy(PeerWord):
     """Tiles `[first, first + count)` of the request, in the order of its tokens, follow in pieces."""
 
     number: int  # of the copies of this request, from 0
@@ -72,24 +68,18 @@ class Copy(_Word):
     count: int
 
 
-class Tail(_Word):
+class Tail(PeerWord):
     """All KV has been sent: the target goes on with the request."""
 
     output_token_ids: list[int]  # all of them
     num_computed_tokens: int
 
 
-class Taken(_Word):
+class Taken(PeerWord):
     """The request goes on at the target."""
 
 
-class Cancel(_Word):
-    """The migration is over. The request stays at the source."""
-
-    why: str
-
-
-class Send(_Word):
+class Send(PeerWord):
     """Member of the source: send your share of this copy."""
 
     copy: Copy
@@ -98,7 +88,7 @@ class Send(_Word):
     is_last: bool  # the request stands still: send all of it now
 
 
-class Expect(_Word):
+class Expect(PeerWord):
     """Member of the target: your share of this copy comes."""
 
     copy: Copy
@@ -107,25 +97,25 @@ class Expect(_Word):
     lease: list[int]  # blocks that join the lane before
 
 
-class Over(_Word):
+class Over(PeerWord):
     """The migration has ended for this member, however it has ended."""
 
     lease: list[int]  # blocks that have joined the lane
 
 
-class Sent(_Word):
+class Sent(PeerWord):
     """This member's share of a copy has left."""
 
     number: int
 
 
-class Written(_Word):
+class Written(PeerWord):
     """This member's share of a copy is written."""
 
     number: int
 
 
-class Failed(_Word):
+class Failed(PeerWord):
     """This member cannot go on."""
 
     why: str

@@ -1,16 +1,16 @@
 """All migrations of one instance: orders of the controller, requests that leave, and requests that come.
 
 The leader of a group decides for its group; its other members send and get their shares of the KV. Orders wait while
-the shape changes, and for each other: one request leaves a group at a time. Switches win: one that is prepared ends
-every migration of its members, which leaves the requests where they are.
+the shape changes. As many requests leave a group at once as its connections have bytes for in a few steps. Switches
+win: one that is prepared ends every migration of its members, which leaves the requests where they are.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from pengserve.planners.types.errors import FenceError, LinkLostError, PengServeError, one_line
+from pengserve.planners.types.errors import FenceError, PengServeError, one_line
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.orders import Migrate
 from pengserve.replicas.engine.handoff import can_migrate
@@ -48,6 +48,12 @@ class _Open:
     order: Migrate
     tried: set[str] = field(default_factory=set)
     num_tokens: int = 0  # of what was offered
+    num_leaving: int = 0  # requests that are under way
+
+    def gives_way_to(self, newer: Migrate) -> bool:
+        """Whether it need not be carried out any more, since `newer` has come."""
+        is_named = self.order.request_ids or newer.request_ids
+        return not self.tried and not is_named and self.order.target == newer.target
 
 
 class Migrations:
@@ -63,7 +69,7 @@ class Migrations:
         self._members = members = Members(member, submit, self._hear, self._lost)
         self._departures = Departures(member, members.say, members.senders, self._ended)
         self._arrivals = Arrivals(member, submit, members.say, members.receivers, self._why_none_comes)
-        self._orders: deque[_Open] = deque()
+        self._orders: list[_Open] = []
         self._known: dict[str, None] = {}  # ids of orders, the newest last
         self._is_emptied = False
         self._is_watched = False
@@ -71,7 +77,7 @@ class Migrations:
     @property
     def is_moving(self) -> bool:
         """Whether a request is on its way."""
-        return self._departures.current is not None or len(self._arrivals) > 0
+        return len(self._departures) > 0 or len(self._arrivals) > 0
 
     @property
     def is_busy(self) -> bool:
@@ -104,16 +110,21 @@ class Migrations:
             self._known[order.order_id] = None
             while len(self._known) > MAX_REMEMBERED_ORDERS:
                 del self._known[next(iter(self._known))]
+            # The newest knows best where there is room: it stands for those to its target that have not begun.
+            self._orders = [found for found in self._orders if not found.gives_way_to(order)]
             self._orders.append(_Open(order))
             if order.empties:
-                self._is_emptied = True
-                self._arrivals.give_up_all("the instance is being emptied")
-        self._empty()
+                self.begin_leaving()
         self._go_on()
         self._on_changed()  # where nothing runs here, no step tells that a drain is over
 
+    def begin_leaving(self) -> None:
+        """The instance is being emptied: nothing comes any more, and what waits without KV is sent again elsewhere."""
+        self._is_emptied = True
+        self._arrivals.give_up_all("the instance is being emptied")
+        self._empty()
+
     def _empty(self) -> None:
-        """What waits without KV is sent again elsewhere, where an order says so."""
         if self._is_emptied and (lane := self._lane) is not None:
             self._redirect(lane, [r for r in lane.requests() if not r.num_computed_tokens])
 
@@ -125,40 +136,54 @@ class Migrations:
             self._on_changed()
 
     def _go_on(self) -> None:
-        """Begins the next migration, where none is under way."""
-        while self._orders and self._departures.current is None and not self._why_not():
-            found = self._orders[0]
-            request = self._next_request(found)
-            if request is None:
-                self._orders.popleft()
-                self._close(found)
-                continue
-            found.tried.add(request.request_id)
-            found.num_tokens += request.num_computed_tokens
-            try:
-                self._departures.begin(found.order, request)
-            except LinkLostError as error:
-                self._departures.stay(str(error))
+        """Begins the next migrations, as far as there is room on the link, and closes orders that have no more."""
+        if self._orders and not self._why_not():
+            for found in self._orders.copy():
+                while self._departures.has_room() and (request := self._next_request(found)) is not None:
+                    self._begin(found, request)
+                if not self._departures.has_room():
+                    break
+                if not found.num_leaving and not self._able(found):
+                    self._orders.remove(found)
+                    self._close(found)
         self._watch()
 
+    def _begin(self, found: _Open, request: Request) -> None:
+        found.tried.add(request.request_id)
+        found.num_tokens += request.num_computed_tokens
+        found.num_leaving += 1
+        if self._departures.begin(found.order, request) is None:
+            found.num_leaving -= 1
+
     def _next_request(self, found: _Open) -> Request | None:
-        """The shortest running request that the order is about: it is copied soonest."""
-        order, lane = found.order, self._member.lanes.current
-        able = [r for r in lane.scheduler.running if can_migrate(r) and r.request_id not in found.tried]
-        if order.request_ids:
-            able = [r for r in able if r.request_id in order.request_ids]
-        else:
-            able = [r for r in able if found.num_tokens + r.num_computed_tokens <= order.max_tokens]
+        """The shortest running request that the order is about: it is copied soonest.
+
+        One that shares a prefix with a request under way comes after that: the target has the prefix then.
+        """
+        lane, busy = self._member.lanes.current, self._departures.first_blocks()
+        able = [r for r in self._able(found) if busy.isdisjoint(lane.block_ids(r.request_id)[:1])]
         return min(able, key=lambda r: (r.num_computed_tokens, r.request_id), default=None)
 
+    def _able(self, found: _Open) -> list[Request]:
+        """Running requests that the order is about, and that it has not tried."""
+        order, lane = found.order, self._member.lanes.current
+        passed = found.tried | self._departures.request_ids()
+        able = [r for r in lane.scheduler.running if can_migrate(r) and r.request_id not in passed]
+        if order.request_ids:
+            return [r for r in able if r.request_id in order.request_ids]
+        return [r for r in able if found.num_tokens + r.num_computed_tokens <= order.max_tokens]
+
     def _close(self, found: _Open) -> None:
-        """All that could move has moved, or has stayed."""
+        """All that could move has moved, or has stayed. What moves by another order is left to that."""
         order, lane = found.order, self._lane
         if order.must_leave and lane is not None:
-            ids = order.request_ids
-            self._redirect(lane, [r for r in lane.requests() if not ids or r.request_id in ids])
+            ids, moving = order.request_ids, self._departures.request_ids()
+            left = [r for r in lane.requests() if not ids or r.request_id in ids]
+            self._redirect(lane, [request for request in left if request.request_id not in moving])
 
     def _ended(self, leaving: Leaving, has_left: bool) -> None:
+        for found in self._orders:
+            found.num_leaving -= found.order is leaving.order
         self._submit(lambda: self._guarded(self._go_on))
         if has_left:
             self._on_changed()
@@ -167,9 +192,8 @@ class Migrations:
 
     def boundary(self) -> None:
         """After each step."""
-        if self._departures.current is not None:
-            self._guarded(self._departures.boundary)
-        elif self._orders:
+        self._departures.boundary()
+        if self._orders:
             self._guarded(self._go_on)
         if self._is_emptied:
             self._guarded(self._empty)
@@ -177,7 +201,7 @@ class Migrations:
     def give_way(self) -> None:
         """A switch begins: all requests stay where they are."""
         why = f"instance {self._member.key} changes its shape"
-        self._departures.give_up(why)
+        self._departures.give_up_all(why)
         self._arrivals.give_up_all(why)
         self._members.fail_all(why)
 
@@ -189,13 +213,13 @@ class Migrations:
         self._members.end_all()
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """A fault of a migration ends that migration, never the instance."""
+        """A fault in what concerns all migrations ends those that leave, never the instance."""
         try:
             work()
         except Exception as error:
             if not isinstance(error, PengServeError):
-                logger.exception("a migration failed")
-            self._departures.give_up(one_line(error))
+                logger.exception("migrations failed")
+            self._departures.give_up_all(one_line(error))
 
     def _why_not(self) -> str:
         """Why no request can move now; empty where it can."""
@@ -222,6 +246,7 @@ class Migrations:
 
         def look() -> None:
             self._is_watched = False
+            self._departures.boundary()  # where no step is made, no step shows that the request has ended
             self._departures.check_time(self._member.timeout_s)
             self._arrivals.check_time(4 * self._member.timeout_s)
             self._go_on()
@@ -233,7 +258,8 @@ class Migrations:
     def _hear(self, key: InstanceKey, name: Name, word: Word) -> None:
         """A word to a leader, from the other one or from a member of the own group."""
         if name[0] == self._member.key:
-            self._guarded(lambda: self._hear_of_departure(key, name, word))
+            if (leaving := self._departures.find(name)) is not None:
+                self._departures.guarded(leaving, partial(self._hear_of_departure, key, leaving, word))
             return
         try:
             self._hear_of_arrival(key, name, word)
@@ -242,10 +268,7 @@ class Migrations:
                 logger.exception("a request that comes from instance %s could not be taken", name[0])
             self._arrivals.give_up(name, one_line(error))
 
-    def _hear_of_departure(self, key: InstanceKey, name: Name, word: Word) -> None:
-        leaving = self._departures.current
-        if leaving is None or leaving.name != name:
-            return  # of a migration that has ended here
+    def _hear_of_departure(self, key: InstanceKey, leaving: Leaving, word: Word) -> None:
         is_target = key == leaving.order.target
         match word:
             case Ready() if is_target:
@@ -253,11 +276,11 @@ class Migrations:
             case Taken() if is_target:
                 self._departures.on_taken(leaving)
             case Cancel() if is_target:
-                self._departures.stay(word.why)
+                self._departures.stay(leaving, word.why)
             case Sent():
                 self._departures.on_sent(leaving, key, word.number)
             case Failed():
-                self._departures.give_up(f"instance {key}: {word.why}")
+                self._departures.give_up(leaving, f"instance {key}: {word.why}")
 
     def _hear_of_arrival(self, key: InstanceKey, name: Name, word: Word) -> None:
         match word:
@@ -278,8 +301,4 @@ class Migrations:
     def _lost(self, key: InstanceKey) -> None:
         """A peer is gone."""
         self._guarded(lambda: self._arrivals.lost(key))
-        leaving = self._departures.current
-        if leaving is not None and leaving.order.target == key:
-            # Tokens of a target that is gone count for nothing: its ingresses wait for MOVED. Where another member of
-            # its group is gone, the target says what has become of the request.
-            self._guarded(lambda: self._departures.stay(f"instance {key} was lost"))
+        self._guarded(lambda: self._departures.lost(key))

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.kv.channel import PeerChannel
+from pengserve.replicas.kv.pacing import Pace
 from pengserve.replicas.kv.transfer import Segment, Transfer, TransferPlan
 from pengserve.replicas.migration.messages import Name, Send
 from pengserve.replicas.migration.sides import flows, lane_kv, lane_name, side_of
@@ -19,6 +20,7 @@ class Senders:
         """`send_piece(to, name, parts)` sends a piece to a member of the target's group."""
         self._member, self._send_piece = member, send_piece
         self._transfers: dict[Name, Transfer | None] = {}
+        self.pace = Pace()  # of all copies: one piece a step leaves
 
     @property
     def names(self) -> list[Name]:
@@ -55,7 +57,7 @@ class Senders:
             on_failed=lambda error: on_failed(str(error)),
         )
         channel = PeerChannel(lambda peer, parts: self._send_piece(everyone[peer], name, list(parts)))
-        transfer = self._transfers[name] = member.lanes.transfers.submit(plan, channel)
+        transfer = self._transfers[name] = member.lanes.transfers.submit(plan, channel, self.pace)
         if word.is_last:
             member.lanes.transfers.run(transfer)
 

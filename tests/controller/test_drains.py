@@ -92,6 +92,26 @@ async def test_peers_stay_connected_to_an_instance_that_is_being_drained() -> No
         assert life(1) in {peer.key for peer in port.instances[life(0)].directories[-1].peers}
 
 
+async def test_one_that_leaves_by_itself_is_told_where_its_requests_may_go_and_its_slot_is_filled_again() -> None:
+    port = FakePort(degrees=(2,))
+    async with running(port, ELASTIC) as controller:
+        await routed(controller, routes(life(0), life(1), life(2)))
+        for instance_id in range(3):
+            load(port, instance_id, num_running=4, used=20)
+        await until(lambda: controller.snapshot().instances[1].stats.num_running == 4)
+        source = port.instances[life(1)]
+        source.waits_to_drain = True
+        source.said = replace(source.said, state=InstanceState.DRAINING)  # it has had a SIGTERM
+        await routed(controller, routes(life(0), life(2)))
+        await until(lambda: {order.target for order in source.orders} == {life(0), life(2)})
+        assert life(1) in {peer.key for peer in port.instances[life(0)].directories[-1].peers}
+        load(port, 1, num_running=0, used=0)
+        source.drained.set()
+        await routed(controller, routes(life(0), life(1, 2), life(2)))
+        kinds = [e.kind for e in controller.events(limit=1000) if e.span == "instance:1.1"]
+        assert kinds[-2:] == [EventKind.INSTANCE_DRAIN_START, EventKind.INSTANCE_DRAIN_END]
+
+
 async def test_what_cannot_be_drained_says_why() -> None:
     port = FakePort(degrees=(2,))
     async with running(port, replace(ELASTIC, num_instances=2)) as controller:

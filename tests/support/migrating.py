@@ -73,10 +73,14 @@ class Pair:
         return self.cluster.snapshot().instances[instance_id].stats.num_running
 
     def require_equal(self, streams: list[TimedStream], expected: list[TimedStream]) -> None:
+        """As `require_streams`, and memory is conserved on all instances."""
+        self.require_streams(streams, expected)
+        self.cluster.require_memory()
+
+    def require_streams(self, streams: list[TimedStream], expected: list[TimedStream]) -> None:
         """Tokens, logprobs and ends are the same."""
         assert [stream.error for stream in streams] == [""] * len(streams)
         for i, (stream, other) in enumerate(zip(streams, expected, strict=True)):
             assert stream.by_choice == other.by_choice, f"stream {i}"
             assert stream.finish_reason == other.finish_reason
             assert stream.logprobs == pytest.approx(other.logprobs, abs=1e-4), f"stream {i}"
-        self.cluster.require_memory()

@@ -4,8 +4,10 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
+from pengserve.planners.types.events import EventKind
 from tests.support.elastic import elastic_cluster
 from tests.support.migrating import ENDS_WITHIN_S, KINDS, Pair
 from tests.support.traffic import TimedStream, Traffic
@@ -64,3 +66,21 @@ def test_all_that_runs_in_a_group_moves_to_another(groups: Groups) -> None:
     groups.order(0, 2)
     until(lambda: groups.num_running(0) == 0, timeout_s=120.0)
     groups.require_equal([future.result(ENDS_WITHIN_S) for future in futures], groups.expected)
+
+
+@pytest.mark.parametrize("instance_id", [1, pytest.param(2, marks=pytest.mark.faults)])
+def test_a_member_of_a_group_drains_and_no_request_loses_anything(groups: Groups, instance_id: int) -> None:
+    """A follower of a tensor-parallel group, and the leader of a pipeline."""
+    cluster = groups.cluster
+    cluster.set_layout("tp2@(0,1) pp2@(2,3)")
+    num_ends = len(cluster.events(EventKind.TRANSITION_END))
+    futures, _ = groups.start(groups.requests(KINDS))
+    url = f"{groups.traffic.url}/cluster/instances/{instance_id}"
+    assert httpx.post(f"{url}/drain", json={"timeout_s": 120}).json()["phase"] == "leaving"
+    until(lambda: httpx.get(f"{url}/drain").json()["safe_to_delete"], timeout_s=240.0)
+    groups.require_streams([future.result(ENDS_WITHIN_S) for future in futures], groups.expected)
+    (end,) = cluster.events(EventKind.TRANSITION_END)[num_ends:]
+    assert "being drained" in end.why
+    assert not cluster.events(EventKind.INSTANCE_DRAIN_ERROR)
+    assert httpx.post(f"{url}/undrain", json={}).status_code == 200
+    cluster.wait_formable()

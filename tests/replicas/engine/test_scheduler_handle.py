@@ -5,7 +5,6 @@ import inspect
 import pytest
 
 pytest.importorskip("vllm")
-from vllm import SamplingParams
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from pengserve.planners.types.snapshot import KvCapacity
@@ -15,6 +14,7 @@ from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput, Request, Requ
 from pengserve.replicas.kv.placement import Use
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
+from tests.support.vllm_requests import scheduled_request
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_SEQS = 16, 8, 3
 CAPACITY = KvCapacity(
@@ -41,11 +41,6 @@ def handle() -> SchedulerHandle:
     return Counted(build_vllm_scheduler(CAPACITY, SchedulerOptions(max_num_batched_tokens=64), is_terse=False))
 
 
-def a_request(name: str, num_tokens: int = 8) -> Request:
-    params = SamplingParams(max_tokens=50, ignore_eos=True)
-    return Request(name, [1] * num_tokens, params, None)
-
-
 def step(handle: SchedulerHandle, output: SchedulerOutput | None = None) -> SchedulerOutput:
     """One step, whose requests each get a token."""
     output = output or handle.schedule()
@@ -57,8 +52,8 @@ def step(handle: SchedulerHandle, output: SchedulerOutput | None = None) -> Sche
 
 def test_requests_wait_run_and_end_in_vllm_s_order(handle: SchedulerHandle) -> None:
     for name in "abcd":
-        handle.add(a_request(name))
-    handle.add(first := a_request("first"), first=True)
+        handle.add(scheduled_request(name))
+    handle.add(first := scheduled_request("first"), first=True)
     assert [request.request_id for request in handle.waiting] == ["first", "a", "b", "c", "d"]
     assert handle.queued_tokens() == 5 * 8
     assert handle.counts() == (0, 5) and handle.has_requests and handle.has_unfinished
@@ -76,7 +71,7 @@ def test_requests_wait_run_and_end_in_vllm_s_order(handle: SchedulerHandle) -> N
 
 def test_of_those_that_ended_only_what_is_asked_for_is_taken(handle: SchedulerHandle) -> None:
     for name in "ab":
-        handle.add(a_request(name))
+        handle.add(scheduled_request(name))
     step(handle)
     handle.end("ab")
     assert handle.take_finished("a") == {"a"}
@@ -84,10 +79,10 @@ def test_of_those_that_ended_only_what_is_asked_for_is_taken(handle: SchedulerHa
 
 
 def test_a_paused_scheduler_begins_nothing_and_goes_on(handle: SchedulerHandle) -> None:
-    handle.add(a_request("a"))
+    handle.add(scheduled_request("a"))
     step(handle)
     handle.pause_new(True)
-    handle.add(a_request("b"))
+    handle.add(scheduled_request("b"))
     assert set(step(handle).num_scheduled_tokens) == {"a"}
     handle.pause_new(False)
     assert set(step(handle).num_scheduled_tokens) == {"a", "b"}
@@ -95,7 +90,7 @@ def test_a_paused_scheduler_begins_nothing_and_goes_on(handle: SchedulerHandle) 
 
 def test_a_step_takes_only_the_requests_that_are_chosen(handle: SchedulerHandle) -> None:
     for name in "abc":
-        handle.add(a_request(name))
+        handle.add(scheduled_request(name))
     step(handle)
     output = handle.schedule_only({"c": 1, "a": 1})
     assert list(output.num_scheduled_tokens) == ["c", "a"]
@@ -107,7 +102,7 @@ def test_a_step_takes_only_the_requests_that_are_chosen(handle: SchedulerHandle)
 
 def arrived(name: str, num_tokens: int) -> Request:
     """A request that ran elsewhere."""
-    request = a_request(name, num_tokens)
+    request = scheduled_request(name, num_tokens)
     request.append_output_token_ids([5])
     request.status, request.num_preemptions = RequestStatus.PREEMPTED, 1
     return request
@@ -148,7 +143,7 @@ def test_a_request_that_comes_shares_what_the_prefix_cache_has() -> None:
         request.update_block_hashes()
         return request
 
-    handle.add(hashed(a_request("a", 40)))
+    handle.add(hashed(scheduled_request("a", 40)))
     step(handle)
     assert handle.reserve_cached(hashed(arrived("b", 40)), 45, 20) == BLOCK_SIZE, "no more than it has computed"
     assert handle.block_ids("b")[0] == handle.block_ids("a")[0]
@@ -161,7 +156,7 @@ def test_a_request_that_comes_shares_what_the_prefix_cache_has() -> None:
 
 def test_a_request_is_held_and_goes_on(handle: SchedulerHandle) -> None:
     for name in "ab":
-        handle.add(a_request(name))
+        handle.add(scheduled_request(name))
     step(handle)
     block_ids = handle.block_ids("a")
     handle.hold(request := handle.request("a"))
@@ -239,7 +234,7 @@ def test_blocks_are_withheld_offered_and_made(handle: SchedulerHandle) -> None:
 
 
 def test_no_grammar_no_mask(handle: SchedulerHandle) -> None:
-    handle.add(a_request("a"))
+    handle.add(scheduled_request("a"))
     assert handle.grammar_bitmask(handle.schedule()) is None
 
 

@@ -39,8 +39,10 @@ from pengserve.replicas.memory.kv_views import BlockLayout, KvView
 from pengserve.replicas.memory.weight_views import Shard
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
+from tests.support.vllm_requests import sent_request
 
 BLOCK, LAYERS, HEADS, VOCABULARY = 16, 4, 4, 997
+BLOCK_BYTES = 2 * BLOCK * LAYERS * HEADS * 8
 STEP_TOKENS = 64
 HASH = get_hash_fn_by_name("sha256")
 init_none_hash(HASH)
@@ -51,17 +53,8 @@ def a_request(name: str, num_prompt: int, max_tokens: int, *, family: str = "") 
     source, own = random.Random(family or name), random.Random(name)
     num_shared = num_prompt - 3 if family else num_prompt
     prompt = [source.randrange(VOCABULARY) for _ in range(num_shared)]
-    return EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=prompt + [own.randrange(VOCABULARY) for _ in range(num_prompt - num_shared)],
-        mm_features=None,
-        sampling_params=SamplingParams(max_tokens=max_tokens, ignore_eos=True),
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
+    prompt += [own.randrange(VOCABULARY) for _ in range(num_prompt - num_shared)]
+    return sent_request(name, prompt, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
 
 
 def value_of(token: int, position: int) -> int:
@@ -191,7 +184,7 @@ def capacity_of(num_blocks: int, degree: int = 1) -> KvCapacity:
     return KvCapacity(
         num_blocks=num_blocks,
         block_size=BLOCK * degree,
-        bytes_per_block=1,
+        bytes_per_block=BLOCK_BYTES,
         max_model_len=num_blocks * BLOCK * degree,
         max_num_seqs=8,
         weight_bytes=0,

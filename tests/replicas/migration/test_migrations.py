@@ -9,8 +9,8 @@ pytest.importorskip("vllm")
 from pengserve.planners.types.errors import FenceError
 from pengserve.replicas.kv import pacing
 from pengserve.replicas.migration import leaving
-from pengserve.replicas.migration.leaving import Phase
-from tests.replicas.migration.sum_lanes import BLOCK
+from pengserve.replicas.migration.leaving import Leaving, Phase
+from tests.replicas.migration.sum_lanes import BLOCK, BLOCK_BYTES
 from tests.replicas.migration.world import World
 
 
@@ -63,20 +63,86 @@ def test_it_decodes_while_it_is_copied() -> None:
     world.send(1, num_prompt=300, max_tokens=150)
     world.run(lambda: bool(world.ingress.records["r0"].tokens))
     world.order(0, 1)
-    departures = world.at(0).migrations._departures
-    world.run(lambda: departures.current is not None and departures.current.phase is Phase.COPYING)
+    world.run(lambda: in_phase(world, Phase.COPYING))
     before = len(world.ingress.records["r0"].tokens)
-    world.run(lambda: departures.current is None)
+    world.run(lambda: not under_way(world))
     assert len(world.ingress.records["r0"].tokens) > before + 3
     world.run_to_the_end()
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that takes five blocks a step."""
+    monkeypatch.setattr(pacing, "LEAST_BYTES", 5 * BLOCK_BYTES)
+    monkeypatch.setattr(pacing, "MOST_BYTES", 5 * BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_several_leave_at_once_as_far_as_the_link_has_bytes_for_a_few_steps(wide: None, seed: int) -> None:
+    world = World(seed, (120, 120))
+    world.send(8, max_tokens=150)
+    world.run(lambda: all(record.tokens for record in world.ingress.records.values()))
+    world.order(0, 1)
+    most = 0
+    while world.at(0).lane.num_requests():
+        world.act()
+        copied = [x for x in under_way(world) if x.phase is not Phase.HELD]
+        most = max(most, len(copied))
+        # Five blocks or more each: four steps of five blocks are full with at most four, and one that began before.
+        assert len(copied) <= 5
+    assert most >= 2
+    world.run_to_the_end()
+    assert world.num_migrated() >= 6, "few had ended where they were"
+    assert all(record.num_sent == 1 for record in world.ingress.records.values()), "something was recomputed"
+
+
+def test_between_two_steps_requests_stand_still_for_the_bytes_of_one_piece(wide: None) -> None:
+    """Four requests whose last two blocks are due together: a piece has five blocks."""
+    world = World(0, (80, 80))
+    world.send(4, num_prompt=17, max_tokens=150)
+    source, target = world.at(0), world.at(1)
+    source.run_commands()
+    source.step()
+    source.step()
+    world.order(0, 1)
+    source.run_commands()
+    assert len(under_way(world)) == 4
+    world.deliver(0, 1)
+    target.run_commands()
+    world.deliver(1, 0)
+    source.run_commands()
+    assert num_held(world) == 2
+    source.step()
+    assert num_held(world) == 4
+    world.run_to_the_end()
+    assert world.num_migrated() == 4
+
+
+def test_what_moves_by_one_order_is_left_alone_by_another_that_ends(wide: None) -> None:
+    world = World(0, (80, 80, 80))
+    world.send(4, max_tokens=150)
+    world.run(lambda: all(record.tokens for record in world.ingress.records.values()))
+    world.order(0, 1, max_tokens=150, empties=True)
+    world.order(0, 2, empties=True, must_leave=True)
+    world.run_to_the_end()
+    assert world.num_migrated() == 4
+    assert all(record.num_sent == 1 for record in world.ingress.records.values()), "something was recomputed"
 
 
 PHASES = (Phase.OFFERED, Phase.COPYING, Phase.COPIED, Phase.HELD)
 
 
+def under_way(world: World) -> list[Leaving]:
+    """What leaves the first instance."""
+    return list(world.at(0).migrations._departures._leaving.values())
+
+
+def num_held(world: World) -> int:
+    return sum(leaving.phase is Phase.HELD for leaving in under_way(world))
+
+
 def in_phase(world: World, phase: Phase) -> bool:
-    current = world.at(0).migrations._departures.current
-    return current is not None and current.phase is phase
+    return any(leaving.phase is phase for leaving in under_way(world))
 
 
 def until_phase(world: World, phase: Phase) -> None:
@@ -127,7 +193,7 @@ def test_a_switch_wins(shapes: tuple[str, str], phase: Phase, side: int) -> None
         for _ in range(50):
             world.act()
         for instance in members:
-            assert instance.migrations._departures.current is None and not len(instance.migrations._arrivals)
+            assert not instance.migrations.is_moving
             assert not instance.transfers._under_way and not instance.migrations._members.senders.names
             instance.is_switching = False
         world.order(0, 1)
@@ -147,6 +213,20 @@ def test_requests_that_share_a_prefix_share_it_where_they_come() -> None:
         world.run_to_the_end()
 
 
+def test_requests_that_share_a_prefix_share_it_also_where_several_leave_at_once(wide: None) -> None:
+    world = World(4)
+    world.send(3, num_prompt=140, max_tokens=100, family="one")
+    world.send(3, num_prompt=17, max_tokens=100)
+    world.run(lambda: all(record.tokens for record in world.ingress.records.values()))
+    world.order(0, 1)
+    world.run(lambda: len(under_way(world)) == 4)  # one of the family, and the others
+    world.run(lambda: world.num_migrated() == 6)
+    lane = world.at(1).lane
+    family = [set(lane.block_ids(f"r{index}")) for index in range(3)]
+    assert len(set.intersection(*family)) >= 128 // BLOCK, "the prefix was copied again"
+    world.run_to_the_end()
+
+
 def test_what_the_target_has_already_is_not_sent() -> None:
     world = World(4)
     world.send(1, at=0, num_prompt=300, max_tokens=60, family="one")
@@ -163,9 +243,7 @@ def test_what_the_target_has_already_is_not_sent() -> None:
 def test_a_client_may_leave(phase: Phase) -> None:
     world = begun(World(2))
     until_phase(world, phase)
-    current = world.at(0).migrations._departures.current
-    assert current is not None
-    wire_id = current.request.request_id
+    wire_id = next(leaving for leaving in under_way(world) if leaving.phase is phase).request.request_id
     world.ingress.records[wire_id].is_over = True
     world.at(0).submit(lambda: world.at(0).abort(wire_id))
     del world.ingress.records[wire_id]
@@ -208,7 +286,7 @@ def test_a_target_that_says_nothing_costs_no_request(monkeypatch: pytest.MonkeyP
     world.wires.clear()  # what was sent is never heard
     departures = world.at(0).migrations._departures
     departures.check_time(60.0)
-    assert departures.current is not None, "it waits for its answer"
+    assert in_phase(world, Phase.HELD), "it waits for its answer"
     departures.check_time(0.0)
     world.at(1).migrations._arrivals.check_time(0.0)
     world.run_to_the_end()
@@ -225,6 +303,17 @@ def test_an_order_counts_once_and_for_one_life() -> None:
         world.at(1).migrations.order([order])
     world.run_to_the_end()
     assert world.num_migrated() == 6
+
+
+def test_a_newer_order_stands_for_those_to_the_same_target_that_have_not_begun() -> None:
+    world = begun(World(0, (80, 80, 80)))
+    for _ in range(5):
+        world.order(0, 1)
+        world.order(0, 2)
+    migrations = world.at(0).migrations
+    world.run(lambda: bool(migrations._known))
+    assert len(migrations._orders) == 3, "one has begun, and one waits for each target"
+    world.run_to_the_end()
 
 
 def test_orders_name_requests_or_so_many_tokens() -> None:

@@ -121,6 +121,7 @@ class SumInstance:
             transfers=self.transfers,
             dp_view=lambda: self.dp.view,
             num_migrated=0,
+            migrated_bytes=0,
         )
         self.handlers: dict[str, Any] = {STEP: lambda key, kind, parts: self.submit(lambda: self.follow(parts))}
         self.lost_handlers: list[Any] = [lambda key: self.submit(lambda: self.lost(key))]
@@ -336,6 +337,13 @@ class World:
             instance.run_commands()
             instance.step()
         instance.require_laws()
+
+    def deliver(self, source: int, target: int) -> None:
+        """All messages on the way between two instances arrive."""
+        pair = self.keys[source], self.keys[target]
+        while self.wires.get(pair):
+            kind, message = self.wires[pair].popleft()
+            self.instances[pair[1]].handlers[kind](pair[0], kind, message)
 
     def run(self, until: Callable[[], bool], limit: int = 200_000) -> None:
         """Acts until the condition holds."""
