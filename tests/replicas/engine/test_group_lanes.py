@@ -135,13 +135,13 @@ def test_a_request_that_finds_no_room_changes_nothing() -> None:
 def test_a_token_in_flight_is_not_written_yet() -> None:
     """Of a pipeline's leader: its own stage runs a microbatch when the others have."""
     lane = pp_lane()
-    request = a_request("a")
+    request = scheduled_request("a")
     request.num_computed_tokens = 32
     assert lane.num_written(request) == 32 and lane.is_between_steps(request)
     microbatch = SimpleNamespace(output=SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 7}))
     lane._in_flight.append(microbatch)  # type: ignore[arg-type]
     assert lane.num_written(request) == 31 and not lane.is_between_steps(request)
-    assert lane.is_between_steps(a_request("c"))
+    assert lane.is_between_steps(scheduled_request("c"))
 
 
 @pytest.mark.parametrize("make", [tp_lane, pp_lane])
@@ -150,13 +150,13 @@ def test_members_hear_of_requests_that_left_before_those_that_came(make: Any) ->
     lane.adopt, lane.forget = lambda request: None, forgotten.extend  # type: ignore[method-assign]
     if isinstance(lane, TpLane):
         lane.grow(8)
-    request = a_request("a", 40)
+    request = scheduled_request("a", 40)
     assert lane.reserve(request, 41, 40) == 0
     lane.take_over(request)
     assert [known.req_id for known in lane._known] == ["a"]
     lane.release(["a"])
     assert (lane._known, lane._forgotten, forgotten) == ([], ["a"], ["a"])
-    lane.take_over(a_request("a", 40))
+    lane.take_over(scheduled_request("a", 40))
     assert [known.req_id for known in lane._known] == ["a"] and lane._forgotten == ["a"]
 
 
