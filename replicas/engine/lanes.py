@@ -134,6 +134,8 @@ class Lanes:
         wrong = [*self.leases.check(list(self.registry), self.running), *self.transfers.check()]
         if self.dp.memory is not None:
             wrong += (self.running or self.dp).check_memory(self.dp.memory.layers)
+        if self.dp.tiers is not None:
+            wrong += self.dp.tiers.check()
         return tuple(wrong)
 
     # Requests ---------------------------------------------------------------------------------------------------------
