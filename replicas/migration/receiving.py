@@ -17,6 +17,8 @@ from pengserve.replicas.migration.messages import Expect, Name
 from pengserve.replicas.migration.sides import flows, lane_kv, lane_name, side_of
 from pengserve.replicas.switching.member import Member
 
+MAX_REMEMBERED = 1024  # migrations of one source that have ended: what still comes of them is on its way since then
+
 
 @dataclass(eq=False)
 class _Reception:
@@ -36,7 +38,8 @@ class Receivers:
     def __init__(self, member: Member, on_written: Callable[[Name, int], None]) -> None:
         self._member, self._on_written = member, on_written
         self._receptions: dict[Name, _Reception] = {}
-        self._ended: dict[InstanceKey, int] = {}  # the newest migration of each source's leader that has ended here
+        # By source's leader, the newest numbers that have ended here, as keys: several are under way, in any order.
+        self._ended: dict[InstanceKey, dict[int, None]] = {}
 
     @property
     def names(self) -> list[Name]:
@@ -62,10 +65,6 @@ class Receivers:
         """
         if self._has_ended(name):
             return
-        if name not in self._receptions:
-            # One request leaves a group at a time: what waits here of those before it has been called off.
-            for old in [o for o, r in self._receptions.items() if o[0] == name[0] and r.now is None and not r.words]:
-                self.end(old)
         reception = self._receptions.setdefault(name, _Reception())
         reception.early.append((key, parts))
         self._go_on(name, reception)
@@ -106,7 +105,10 @@ class Receivers:
 
     def end(self, name: Name) -> None:
         """Writes no more for a migration: what still comes of it is dropped. Idempotent."""
-        self._ended[name[0]] = max(name[1], self._ended.get(name[0], -1))
+        ended = self._ended.setdefault(name[0], {})
+        ended[name[1]] = None
+        while len(ended) > MAX_REMEMBERED:
+            del ended[next(iter(ended))]
         reception = self._receptions.pop(name, None)
         if reception is not None and reception.transfer is not None:
             self._member.lanes.transfers.cancel(reception.transfer)
@@ -120,7 +122,7 @@ class Receivers:
         return found
 
     def _has_ended(self, name: Name) -> bool:
-        return name[1] <= self._ended.get(name[0], -1)
+        return name[1] in self._ended.get(name[0], ())
 
 
 def _needs(reception: _Reception, key: InstanceKey) -> bool:

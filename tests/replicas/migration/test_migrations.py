@@ -118,6 +118,18 @@ def test_between_two_steps_requests_stand_still_for_the_bytes_of_one_piece(wide:
     assert world.num_migrated() == 4
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_a_short_request_may_overtake_a_long_one(wide: None, seed: int) -> None:
+    world = World(seed)
+    world.send(1, num_prompt=270, max_tokens=100)
+    world.send(1, num_prompt=17, max_tokens=100)
+    world.run(lambda: all(record.tokens for record in world.ingress.records.values()))
+    for name in ("r0", "r1"):
+        world.order(0, 1, request_ids=(name,))
+    world.run(lambda: world.num_migrated() == 2, limit=20_000)
+    world.run_to_the_end()
+
+
 def test_what_moves_by_one_order_is_left_alone_by_another_that_ends(wide: None) -> None:
     world = World(0, (80, 80, 80))
     world.send(4, max_tokens=150)
