@@ -289,6 +289,8 @@ def test_a_piece_takes_about_the_time_it_may() -> None:
     pace.took(1 << 20, seconds=0.5, budget_s=2.0)
     assert pace.num_bytes == 4 << 20
     pace.took(4 << 20, seconds=0.0, budget_s=2.0)
+    assert pace.num_bytes == 16 << 20
+    pace.took(60 << 20, seconds=0.0, budget_s=2.0)
     assert pace.num_bytes == pacing.MOST_BYTES
     pace.took(4 << 20, seconds=9.0, budget_s=1e-6)
     assert pace.num_bytes == pacing.LEAST_BYTES
