@@ -120,28 +120,30 @@ class _Bench:
             self._cluster.call(self._cluster.controller.drain_instance(SOURCE, TIMEOUT_S))
             return lambda answer: answer.stats.total_migrated - before.total_migrated >= before.num_running
 
-        sample = self._run(DRAIN, repetition, move)
-        self._cluster.call(self._cluster.controller.undrain(SOURCE))
-        self._cluster.wait_formable()
-        return sample
+        return self._run(DRAIN, repetition, move)
 
     def _run(self, what: str, repetition: int, move: Callable[[], Callable[[InstanceSnapshot], bool]]) -> Sample:
         requests = self._plan.requests(what, repetition)
         self._cluster.wait_formable()
-        quiet, begun_s = self._begin(requests)
-        undisturbed = quiet.result()
         stolen = Stolen()
-        load, load_begun_s = self._begin(requests)
+        load, begun_s = self._begin(requests)
         before = self._source()
         asked_s = time.perf_counter()
         is_moved = move()
         last, moved_s = self._follow(is_moved, asked_s)
         done_s = self._await_end(asked_s) if what == DRAIN else 0.0
         answers = load.result()
+        steal = stolen.share()
+        if what == DRAIN:
+            self._cluster.call(self._cluster.controller.undrain(SOURCE))
+            self._cluster.wait_formable()
+        # Not before: the target would have their prompts in its prefix cache.
+        quiet, quiet_begun_s = self._begin(requests)
+        undisturbed = quiet.result()
         num_moved = last.stats.total_migrated - before.stats.total_migrated
         moved_bytes = last.stats.total_migrated_bytes - before.stats.total_migrated_bytes
         start_s, stop_s = asked_s, moved_s + SETTLE_S
-        shift_s = begun_s - load_begun_s  # the same time of the streams' lives
+        shift_s = quiet_begun_s - begun_s  # the same time of the streams' lives
         quiet_gaps = gaps(complete(undisturbed), start_s + shift_s, stop_s + shift_s)
         return Sample(
             what=what,
@@ -155,7 +157,7 @@ class _Bench:
             gap_s=max(gaps(complete(answers), start_s, stop_s), default=None),
             quiet_gap_s=max(quiet_gaps, default=None),
             step_s=statistics.median(quiet_gaps) if quiet_gaps else None,
-            steal=stolen.share(),
+            steal=steal,
             errors=tuple(_errors(answers, undisturbed)),
         )
 
