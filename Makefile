@@ -149,8 +149,14 @@ bench-validation: setup ## Simulations beside what was measured; writes benchmar
 bench-tick: setup ## What a tick of the controller costs with up to 1,000 instances; writes benchmarks/results/tick.md
 	@$(BIN)/python -m benchmarks.tick
 
+bench-regret: setup ## PengServe against the best static layout on all traces, in virtual time (REGRET="--only azure"); writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.regret $(REGRET)
+
 bench-papers: setup ## The papers' scenarios in virtual time: their ratios beside ours; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.papers
+
+bench-tiers: setup ## KV on device and host: bursts, churn and second turns against plain vLLM; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.tiers
 
 clean: ## Remove what make wrote: .venv, the demo model, caches
 	rm -rf .venv .pengserve build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -192,6 +192,7 @@ def ingress_config(settings: Settings, instance: InstanceConfig) -> IngressConfi
             max_queued_requests=limits.max_queued_requests,
             request_timeout_s=limits.request_timeout_s,
             parallelism_wait_s=limits.parallelism_wait_s,
+            max_prefix_entries=limits.max_prefix_entries if instance.engine.get("enable_prefix_caching", True) else 0,
             no_instance_timeout_s=min(settings.controller.start_timeout_s, MAX_WAIT_FOR_INSTANCE_S),
         ),
         openai=OpenAIConfig(

@@ -54,6 +54,11 @@ def _rates(counter: str, by: str) -> Query:
     return Query(promql=f"sum by ({by}) (rate({counter}{{$app}}[$__rate_interval]))", legend=f"{{{{{by}}}}}")
 
 
+def _rate_of_all(counter: str, legend: str) -> Query:
+    """How fast a counter of instances grows, over all of them."""
+    return Query(promql=f"sum(max by (instance_id) (rate({counter}{{$where}}[$__rate_interval])))", legend=legend)
+
+
 def _per_instance(expression: str) -> tuple[Query, ...]:
     """Every ingress reports each instance; one of them is enough."""
     return (Query(promql=f"max by (instance_id) ({expression})", legend="instance {{instance_id}}"),)
@@ -138,9 +143,19 @@ _MEMORY = Row(
         Panel(
             title="Prefix cache hit ratio",
             unit="percentunit",
+            help="Prompt tokens found in the prefix cache, over all that were looked up.",
             queries=_per_instance(
                 "rate(pengserve_instance_prefix_hit_tokens_total{$where}[$__rate_interval])"
                 " / (rate(pengserve_instance_prefix_query_tokens_total{$where}[$__rate_interval]) > 0)"
+            ),
+        ),
+        Panel(
+            title="Prefix tokens found and predicted",
+            unit="short",
+            help="Prompt tokens found in the prefix caches each second, and those that dispatch expected there.",
+            queries=(
+                _rate_of_all("pengserve_instance_prefix_hit_tokens_total", "found"),
+                _rate_of_all("pengserve_instance_prefix_predicted_tokens_total", "predicted"),
             ),
         ),
         Panel(
@@ -156,6 +171,57 @@ _MEMORY = Row(
             title="Preemptions",
             unit="ops",
             queries=_per_instance("rate(pengserve_instance_preemptions_total{$where}[$__rate_interval])"),
+        ),
+        Panel(
+            title="KV on device and host",
+            unit="percentunit",
+            help="Instances with a host tier: memory that holds KV, over all of it.",
+            queries=(
+                Query(
+                    promql="max by (instance_id) (pengserve_instance_device_blocks_used{$where}"
+                    " / (pengserve_instance_device_blocks{$where} > 0))",
+                    legend="device {{instance_id}}",
+                ),
+                Query(
+                    promql="max by (instance_id) (pengserve_instance_host_blocks_used{$where}"
+                    " / (pengserve_instance_host_blocks{$where} > 0))",
+                    legend="host {{instance_id}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="KV copied between device and host",
+            unit="Bps",
+            help="none/reuse: KV that left the device without a copy, because the host had one.",
+            queries=(
+                Query(
+                    promql="sum by (direction, reason) (max by (instance_id, direction, reason)"
+                    " (rate(pengserve_instance_tier_bytes_total{$where}[$__rate_interval])))",
+                    legend="{{direction}} {{reason}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Waiting for copies",
+            unit="percentunit",
+            help="Share of the time in which layers of a step waited for their KV from the host.",
+            queries=_per_instance("rate(pengserve_instance_copy_wait_seconds_total{$where}[$__rate_interval])"),
+        ),
+        Panel(
+            title="Parked requests",
+            help="They wait with their KV kept until the device has room.",
+            queries=(
+                *_per_instance("pengserve_instance_requests_parked{$where}"),
+                Query(
+                    promql="sum(max by (instance_id) (rate(pengserve_instance_parks_total{$where}[$__rate_interval])))",
+                    legend="parked per second",
+                ),
+            ),
+        ),
+        Panel(
+            title="Prefix hits on the host",
+            unit="ops",
+            queries=_per_instance("rate(pengserve_instance_host_hit_tokens_total{$where}[$__rate_interval])"),
         ),
         Panel(
             title="KV usage as vLLM reports it",

@@ -1,6 +1,17 @@
-"""Which route gets the next request: of those where it fits and that have the wished shape, the least loaded."""
+"""Which route gets the next request: of those where it fits and that have the wished shape, the soonest to answer.
 
-from collections.abc import Iterable, Sequence
+How long a request waits for its first token grows with the prompt tokens that must be computed before it and for it,
+and a little with the KV that is resident: it makes steps slower, and where memory is full nothing begins. A route's
+pressure is both, as a share of what it holds:
+
+    pressure = (resident + weight * pending) / capacity          pending: queued + unseen + prefilling tokens
+    credit   = weight * hit / capacity                           hit: tokens of the prompt whose KV is there
+
+The least pressure less credit wins. So a small hit is worth a short queue and no more, and without hits requests spread
+by load. Capacity stands for speed too: a tensor-parallel group has that of its members, and more.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pengserve.planners.types.ids import InstanceKey
@@ -8,6 +19,9 @@ from pengserve.planners.types.layout import tensor_degree_of
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 
 FULL = 1.0  # virtual load from which requests wait
+PREFILL_WEIGHT = 8.0  # tokens of resident KV that delay a request as much as one token that is to be computed
+SESSION_SHARE = 0.5  # of its prompt that a session's last instance is taken to hold, where nothing more is known
+NO_HITS: Mapping[InstanceKey, int] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +67,8 @@ class Candidate:
     shape: str = "dp"  # what it runs now
     max_tokens: int | None = None  # most tokens that one request may ever have there; None: the capacity
     num_priority: int = 0  # priority requests of this dispatcher that are there
+    prefilling_tokens: int = 0  # of running requests, that are not computed yet
+    weight: float = PREFILL_WEIGHT  # tokens of resident KV that delay a request as much as one that is to be computed
 
     @classmethod
     def of(
@@ -76,7 +92,18 @@ class Candidate:
             shape=stats.shape,
             max_tokens=stats.max_model_len or capacity.max_model_len,
             num_priority=num_priority,
+            prefilling_tokens=stats.prefilling_tokens,
         )
+
+    @property
+    def pressure(self) -> float:
+        """How long a request waits there before its own prompt's turn, as a share of the capacity."""
+        pending = self.queued_tokens + self.unseen_tokens + self.prefilling_tokens
+        return (self.resident_tokens + self.weight * pending) / max(1, self.capacity_tokens)
+
+    def credit(self, hit_tokens: int) -> float:
+        """What so many tokens of a prompt whose KV is there take from the pressure."""
+        return self.weight * hit_tokens / max(1, self.capacity_tokens)
 
     @property
     def virtual_load(self) -> float:
@@ -105,21 +132,51 @@ def kv_tokens(stats: InstanceStats, capacity: KvCapacity) -> int:
     return stats.kv_blocks_total * (stats.block_size or capacity.block_size)
 
 
-def choose(candidates: Sequence[Candidate], num_tokens: int, options: DispatchOptions = ANY) -> InstanceKey | None:
+def choose(
+    candidates: Sequence[Candidate],
+    num_tokens: int,
+    options: DispatchOptions = ANY,
+    hits: Mapping[InstanceKey, int] = NO_HITS,
+) -> InstanceKey | None:
     """The best candidate that can ever hold the request, with `num_tokens` now (prompt and what it generated).
 
     A wished degree is kept exactly. A priority request goes to the widest shape that is not full. Any other goes where
-    the virtual load is least, and leaves groups that serve priority requests alone while the others' queues are short.
-    Ties go to the fewest requests, then to the lowest key, so that the same view gives the same answer.
-    None where no candidate holds it, or none has the wished degree.
+    the pressure is least, less the credit for `hits` (tokens of its prompt whose KV is probably there), and leaves
+    groups that serve priority requests alone while the others' queues are short. Ties go to the fewest requests, then
+    to the lowest key, so that the same view gives the same answer. None where no candidate holds it, or none has the
+    wished degree.
     """
     needed = max(num_tokens, options.total_tokens)
     able = [c for c in candidates if c.holds(needed) and (options.degree is None or c.degree == options.degree)]
     if not able:
         return None
-    if options.is_priority:
-        return min(able, key=lambda c: (c.virtual_load >= FULL, -c.degree, c.virtual_load, c.num_requests, c.key)).key
-    return min(able, key=lambda c: (c.virtual_load + reserve(c), c.num_requests, c.key)).key
+    return min(able, key=lambda c: rank(c, hits.get(c.key, 0), is_priority=options.is_priority)).key
+
+
+def rank(candidate: Candidate, hit_tokens: int, *, is_priority: bool) -> tuple[float | int | InstanceKey, ...]:
+    """What candidates are compared by: the least is chosen."""
+    c, cost = candidate, candidate.pressure - candidate.credit(hit_tokens)
+    if is_priority:
+        return (c.virtual_load >= FULL, -c.degree, cost, c.num_requests, c.key)
+    return (cost + reserve(c), c.num_requests, c.key)
+
+
+def expected_hits(
+    hits: Mapping[InstanceKey, int],
+    session_at: InstanceKey | None,
+    num_tokens: int,
+    home_tokens: Mapping[InstanceKey, int] = NO_HITS,
+) -> Mapping[InstanceKey, int]:
+    """`hits` of a prompt of `num_tokens`, and what else may be there.
+
+    The instance that served its session last is taken to hold a share of it, and homes what `home_tokens` says, as far
+    as no instance is known to hold more.
+    """
+    most = max(hits.values(), default=0)
+    found = {**hits, **{key: count for key, count in home_tokens.items() if count > most}}
+    if session_at is not None:
+        found[session_at] = max(found.get(session_at, 0), int(SESSION_SHARE * num_tokens))
+    return found
 
 
 def reserve(candidate: Candidate) -> float:

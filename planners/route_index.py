@@ -6,16 +6,19 @@ request's own falls into are routes looked at one after the other until one hold
 all of them: no worse than `choose`.
 
     class   degree and bit length of the most tokens that one request may have there, e.g. (1, 14) for 8,192 to 16,383
-    order   (load, requests, key), as `choose` compares them
+    order   (full, pressure, requests, key), as `choose` compares them; only priority requests look at the first
+
+Routes that hold a part of the request's prompt are compared with the best of all by themselves.
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from pengserve.planners.dispatch import ANY, FULL, Candidate, DispatchOptions, reserve
+from pengserve.planners.dispatch import ANY, FULL, NO_HITS, Candidate, DispatchOptions, rank, reserve
 from pengserve.planners.types.ids import InstanceKey
 
-_Entry = tuple[float, int, int, int, int, InstanceKey]  # load, requests, instance id, incarnation, most tokens, key
+# full, pressure, requests, instance id, incarnation, most tokens, key
+_Entry = tuple[bool, float, int, int, int, int, InstanceKey]
 _ClassId = tuple[int, int]
 
 
@@ -30,9 +33,10 @@ class RouteIndex:
     """
 
     def __init__(self) -> None:
+        self._candidates: dict[InstanceKey, Candidate] = {}
         self._where: dict[InstanceKey, tuple[_ClassId, _Entry, _Entry]] = {}
-        self._by_load: dict[_ClassId, list[_Entry]] = {}  # for priority requests
-        self._by_rank: dict[_ClassId, list[_Entry]] = {}  # for all others: load with what is kept for priority requests
+        self._urgent: dict[_ClassId, list[_Entry]] = {}  # for priority requests
+        self._normal: dict[_ClassId, list[_Entry]] = {}  # for all others: with what is kept for priority requests
 
     def __len__(self) -> int:
         return len(self._where)
@@ -42,44 +46,69 @@ class RouteIndex:
 
     def update(self, candidate: Candidate) -> None:
         """Takes in `candidate` in place of what was known of its key."""
-        key, most_tokens, load = candidate.key, candidate.most_tokens, candidate.virtual_load
+        key, most_tokens, pressure = candidate.key, candidate.most_tokens, candidate.pressure
+        self._candidates[key] = candidate
         rest = (candidate.num_requests, key.instance_id, key.incarnation, most_tokens, key)
-        by_load: _Entry = (load, *rest)
-        kept = reserve(candidate)
-        by_rank: _Entry = (load + kept, *rest) if kept else by_load
+        urgent: _Entry = (candidate.virtual_load >= FULL, pressure, *rest)
+        normal: _Entry = (False, pressure + reserve(candidate), *rest)
         class_id = candidate.degree, _size(most_tokens)
-        place = class_id, by_load, by_rank
+        place = class_id, urgent, normal
         if self._where.get(key) == place:
             return
-        self.forget(key)
+        self._leave(key)
         self._where[key] = place
-        insort(self._by_load.setdefault(class_id, []), by_load)
-        insort(self._by_rank.setdefault(class_id, []), by_rank)
+        insort(self._urgent.setdefault(class_id, []), urgent)
+        insort(self._normal.setdefault(class_id, []), normal)
 
     def forget(self, key: InstanceKey) -> None:
         """That route is gone. Harmless where it is not known."""
-        place = self._where.pop(key, None)
-        if place is not None:
-            class_id, by_load, by_rank = place
-            _remove(self._by_load, class_id, by_load)
-            _remove(self._by_rank, class_id, by_rank)
+        self._candidates.pop(key, None)
+        self._leave(key)
 
-    def choose(self, num_tokens: int, options: DispatchOptions = ANY) -> InstanceKey | None:
+    def shape(self, key: InstanceKey) -> str | None:
+        """What that route runs, as it was last updated; None where it is not known."""
+        candidate = self._candidates.get(key)
+        return None if candidate is None else candidate.shape
+
+    def holds(self, key: InstanceKey, num_tokens: int, degree: int | None) -> bool:
+        """Whether that route is known, could ever have so many tokens of one request, and has the wished degree."""
+        candidate = self._candidates.get(key)
+        return candidate is not None and candidate.holds(num_tokens) and degree in (None, candidate.degree)
+
+    def choose(
+        self, num_tokens: int, options: DispatchOptions = ANY, hits: Mapping[InstanceKey, int] = NO_HITS
+    ) -> InstanceKey | None:
         """What `dispatch.choose` answers for all candidates."""
         needed = max(num_tokens, options.total_tokens)
-        if options.is_priority:
-            return self._choose_urgent(needed, options.degree)
-        best = min(_firsts(self._by_rank, needed, options.degree), key=lambda found: found[1], default=None)
+        best = (
+            self._choose_urgent(needed, options.degree) if options.is_priority else self._first(needed, options.degree)
+        )
+        if best is None or not hits:
+            return best
+        able = [self._candidates[key] for key in hits if self.holds(key, needed, options.degree)]
+        able.append(self._candidates[best])
+        return min(able, key=lambda c: rank(c, hits.get(c.key, 0), is_priority=options.is_priority)).key
+
+    def _first(self, needed: int, degree: int | None) -> InstanceKey | None:
+        """The least pressure of all."""
+        best = min(_firsts(self._normal, needed, degree), key=lambda found: found[1], default=None)
         return None if best is None else best[1][-1]
 
     def _choose_urgent(self, needed: int, degree: int | None) -> InstanceKey | None:
-        """The least loaded of the widest shape that has one that is not full; else of the widest shape."""
+        """The least pressure of the widest shape that has a route that is not full; else of the widest shape."""
         best = min(
-            _firsts(self._by_load, needed, degree),
-            key=lambda found: (found[1][0] >= FULL, -found[0], found[1]),
+            _firsts(self._urgent, needed, degree),
+            key=lambda found: (found[1][0], -found[0], found[1]),
             default=None,
         )
         return None if best is None else best[1][-1]
+
+    def _leave(self, key: InstanceKey) -> None:
+        place = self._where.pop(key, None)
+        if place is not None:
+            class_id, urgent, normal = place
+            _remove(self._urgent, class_id, urgent)
+            _remove(self._normal, class_id, normal)
 
 
 def _firsts(classes: dict[_ClassId, list[_Entry]], needed: int, degree: int | None) -> Iterator[tuple[int, _Entry]]:
@@ -89,7 +118,7 @@ def _firsts(classes: dict[_ClassId, list[_Entry]], needed: int, degree: int | No
         if class_size < size or (degree is not None and class_degree != degree):
             continue
         for entry in entries:
-            if needed <= entry[4]:
+            if needed <= entry[5]:
                 yield class_degree, entry
                 break
 

@@ -13,7 +13,7 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.names import NAMESPACE, fingerprint_name
-from pengserve.planners.types.orders import Migrate
+from pengserve.planners.types.orders import RequestOrder
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot
 from pengserve.replicas.ending import GentleEnd, LeaseWatch, answer_within
@@ -89,7 +89,7 @@ class InstanceActor:
         self._obey(term)
         self._instance.abort(plan_id)
 
-    def order(self, orders: Sequence[Migrate], term: int = 0) -> None:
+    def order(self, orders: Sequence[RequestOrder], term: int = 0) -> None:
         """Takes orders about requests; returns at once."""
         self._obey(term)
         self._instance.order(orders)

@@ -17,13 +17,14 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, LinkLostError, PengServeError, StepError, one_line
 from pengserve.planners.types.ids import Epoch, InstanceKey
-from pengserve.planners.types.orders import Migrate
+from pengserve.planners.types.orders import Migrate, Park, RequestOrder, Resume
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, InstanceStats
 from pengserve.replicas.channel.frames import Buffer, Frame, FrameKind
 from pengserve.replicas.channel.server import ChannelServer
 from pengserve.replicas.failures import describe_failure
 from pengserve.replicas.open_requests import OpenRequests
+from pengserve.replicas.parking import ParkOrders
 from pengserve.replicas.revisions import Revisions
 from pengserve.replicas.step_loop import StepLoop
 from pengserve.replicas.step_watch import StepWatch
@@ -68,6 +69,7 @@ class Instance:
         self._failure = ""
         self._stats = InstanceStats()
         self._revisions = Revisions()
+        self._park_orders = ParkOrders(key)
         self.terms = TermFence()  # of the controllers that call
         self._lanes: Lanes | None = None
         self._agent: Agent | None = None  # where elasticity is on
@@ -218,16 +220,28 @@ class Instance:
         if self._agent is not None:
             self._agent.abort(plan_id)
 
-    def order(self, orders: Sequence[Migrate]) -> None:
+    def order(self, orders: Sequence[RequestOrder]) -> None:
         """Takes orders about requests; returns at once. One that was taken before is left alone.
 
         Raises:
             FenceError: one is for another life.
-            StepError: this instance has no connections to others.
+            StepError: this instance has no connections to others, or no host tier, and an order needs it.
         """
-        if self._migrations is None:
+        moves = [order for order in orders if isinstance(order, Migrate)]
+        parks = [order for order in orders if not isinstance(order, Migrate)]
+        if moves and self._migrations is None:
             raise StepError(f"instance {self.key} has no peers to send requests to; set shape.degrees to connect them")
-        self._migrations.order(orders)
+        if parks:
+            self._park(parks)
+        if moves and self._migrations is not None:
+            self._migrations.order(moves)
+
+    def _park(self, orders: Sequence[Park | Resume]) -> None:
+        residency = self._lanes.dp.residency if self._lanes is not None else None
+        if residency is None:
+            raise StepError(f"instance {self.key} has no host tier to park requests in; set memory.host_bytes")
+        self._park_orders.require_own(orders)
+        self._loop.submit(lambda: self._park_orders.take(orders, residency))
 
     def check(self, timeout_s: float = 10.0) -> tuple[str, ...]:
         """Laws of memory that are broken here, as sentences; empty when all hold. Taken between two steps."""
@@ -395,6 +409,7 @@ class Instance:
         add.request.client_index = client_index
         request_id, is_tried_alone = add.request.request_id, add.is_tried_alone
         self._requests.add(add.request)
+        lanes.num_predicted += add.predicted_hit_tokens
         self._idle.clear()
 
         def admit(request: "Request") -> None:

@@ -47,6 +47,7 @@ class ClusterConfig(_Section):
     prefix_caching: bool = False  # vLLM's scheduler alone finds prefixes
     async_scheduling: bool = False  # the host's part of a step runs under the device's, as vLLM's option
     links: dict[str, float] = {}  # bytes per second in place of the GPU's own: nvlink, nic, pcie
+    ingresses: int = Field(default=1, ge=1)  # that share the requests; each knows of prefixes what it sent itself
     request_s: float = Field(default=0.0, ge=0)  # before an instance has a request: HTTP, chat template, tokenizer
     processors: float = Field(default=1.0, gt=0, le=1)  # of an instance; below 1 steps were timed while all were busy
     start_s: float | None = Field(default=None, ge=0)  # of an instance that replaces a dead one; None: as costs.yaml

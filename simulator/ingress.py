@@ -13,7 +13,7 @@ from pengserve.planners.admission import IngressLoad, admit
 from pengserve.planners.dispatch import DispatchOptions
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import Demand, RoutingTable
-from pengserve.simulator.dispatcher import SimDispatcher
+from pengserve.simulator.dispatcher import Dispatch, SimDispatcher
 from pengserve.simulator.engine.cluster import SimCluster
 from pengserve.simulator.engine.instance import SimInstance
 from pengserve.simulator.requests import Arrival, LiveRequest
@@ -64,9 +64,12 @@ class SimIngress:
         self._wanted: Counter[int] = Counter()
         self._tending: asyncio.TimerHandle | asyncio.Handle | None = None
 
-    def serve(self, cluster: SimCluster) -> None:
+    def serve(
+        self, cluster: SimCluster, dispatch: Dispatch = "load", *, num_ingresses: int = 1, finds_prefixes: bool = False
+    ) -> None:
         """Sends requests to `cluster` from now on. Each of the two needs the other, so that this comes second."""
-        self._cluster, self._dispatcher = cluster, SimDispatcher(cluster)
+        self._cluster = cluster
+        self._dispatcher = SimDispatcher(cluster, dispatch, num_ingresses=num_ingresses, finds_prefixes=finds_prefixes)
 
     def __len__(self) -> int:
         return len(self._records)
@@ -223,6 +226,7 @@ class SimIngress:
         if instance is None:
             return False
         self._put(record.request, instance.key)
+        self._dispatcher.sent(record.request, instance.key)
         instance.add(record.request)
         self._dispatcher.touch(instance.key)
         return True
@@ -236,11 +240,11 @@ class SimIngress:
         options = DispatchOptions(
             degree=request.arrival.degree, total_tokens=total_tokens, is_priority=request.arrival.priority < 0
         )
-        key = self._dispatcher.choose(request.num_tokens, options, avoid)
+        key = self._dispatcher.choose(request, options, avoid)
         # A wish is worth a wait, for the controller to form the group; but it never fails a request.
         is_patient = _now_s() - record.created_s < self._limits.parallelism_wait_s
         if key is None and options.degree is not None and not is_patient:
-            key = self._dispatcher.choose(request.num_tokens, replace(options, degree=None), avoid)
+            key = self._dispatcher.choose(request, replace(options, degree=None), avoid)
         return self._cluster.instances[key] if key is not None else None
 
     def _total_tokens(self, request: LiveRequest) -> int:

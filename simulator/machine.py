@@ -39,6 +39,11 @@ class Machine:
     lookahead: CostModel | None = None  # of the whole model, for the microbatches of pipelines
     assumptions: tuple[str, ...] = ()
 
+    @property
+    def finds_prefixes(self) -> bool:
+        """Whether schedulers cache prefixes: vLLM's alone does."""
+        return self.options.prefix_caching and self.scheduler == "vllm"
+
     def cluster(self, owner: Owner, gaps: GapCounter) -> SimCluster:
         """A cluster without instances, in the running loop."""
         network = self.network()

@@ -39,6 +39,7 @@ class Outcomes:
             num_preemptions=request.num_preemptions,
             num_moves=request.num_moves,
             priority=arrival.priority,
+            cached_tokens=request.cached_tokens,
             refused=refused,
         )
         if len(self._found) == self._num_requests:

@@ -32,6 +32,7 @@ class LiveRequest:
     longest_gap_s: float = 0.0  # between two of its tokens
     num_preemptions: int = 0
     num_moves: int = 0  # from shape to shape, or instance to instance
+    cached_tokens: int = 0  # of its prompt, that its first instance found in its prefix cache
     stalls_s: float = field(default=0.0)  # that switches and swaps kept it from running
 
     @property
@@ -65,6 +66,7 @@ class Outcome:
     num_preemptions: int
     num_moves: int
     priority: int = 0
+    cached_tokens: int = 0  # of the prompt, found in a prefix cache
     refused: str = ""  # why it was not served; one sentence
 
     @property

@@ -95,7 +95,12 @@ class Simulation:
         self.outcomes = Outcomes(on_all=self._over.set, num_requests=len(self._arrivals))
         self.ingress = SimIngress(IngressLimits(**self.config.limits.model_dump()), self.outcomes.end)
         self.cluster = self.machine.cluster(self.ingress, self.outcomes.gaps)
-        self.ingress.serve(self.cluster)
+        self.ingress.serve(
+            self.cluster,
+            self.setup.dispatch,
+            num_ingresses=self.config.cluster.ingresses,
+            finds_prefixes=self.machine.finds_prefixes,
+        )
         controller = Controller(
             self._controller_config(), SimPort(self.cluster), log, clock=loop.time, wall_clock=loop.time
         )

@@ -20,7 +20,7 @@ from pengserve.cluster.cli.shape_views import (
     role,
     switch_line,
 )
-from pengserve.cluster.memory_parts import leader_of, memory_parts
+from pengserve.cluster.memory_parts import host_parts, leader_of, memory_parts
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState
@@ -59,6 +59,12 @@ def hit_rate(instances: Sequence[InstanceSnapshot]) -> float | None:
     """Share of looked-up prompt tokens that were in the prefix cache, since the start; None before the first lookup."""
     queries = sum(i.stats.total_prefix_queries for i in instances)
     return sum(i.stats.total_prefix_hits for i in instances) / queries if queries else None
+
+
+def predicted_rate(instances: Sequence[InstanceSnapshot]) -> float | None:
+    """Share of looked-up prompt tokens that ingresses expected in the prefix cache; None before the first lookup."""
+    queries = sum(i.stats.total_prefix_queries for i in instances)
+    return sum(i.stats.total_prefix_predicted for i in instances) / queries if queries else None
 
 
 def bar(parts: Sequence[tuple[float, str, str]], width: int = BAR_WIDTH) -> Text:
@@ -185,14 +191,16 @@ def _switch(snapshot: ClusterSnapshot) -> Text:
 
 def _totals(snapshot: ClusterSnapshot, rates: Sequence[Rates]) -> Text:
     stats = [i.stats for i in snapshot.instances]
-    hits = hit_rate(snapshot.instances)
+    hits, predicted = hit_rate(snapshot.instances), predicted_rate(snapshot.instances)
     return Text(
         f"running {sum(s.num_running for s in stats)}   waiting {sum(s.num_waiting for s in stats)}"
         f"   prompt {sum(r.prompt_tokens_per_s for r in rates):,.0f} tok/s"
         f"   output {sum(r.generated_tokens_per_s for r in rates):,.0f} tok/s"
         f"   prefix hits {f'{hits:.0%}' if hits is not None else '-'}"
+        f"{f' (predicted {predicted:.0%})' if predicted else ''}"
         f"   preempted {sum(s.total_preemptions for s in stats)}   resumed {sum(s.total_resumed for s in stats)}"
         + (f"   paused {paused}" if (paused := sum(s.num_paused for s in stats)) else "")
+        + (f"   parked {parked}" if (parked := sum(s.num_parked for s in stats)) else "")
     )
 
 
@@ -226,4 +234,9 @@ def _memory_bar(instance: InstanceSnapshot, leader: InstanceSnapshot) -> Text:
     weight_bytes, kv_bytes, used_bytes = memory_parts(instance, leader)
     whole = max(weight_bytes + kv_bytes, 1)
     text = bar([(weight_bytes / whole, "█", "blue"), (used_bytes / whole, "▓", "green")])
-    return text.append(f" {format_bytes(weight_bytes)} + {format_bytes(kv_bytes)}")
+    text.append(f" {format_bytes(weight_bytes)} + {format_bytes(kv_bytes)}")
+    host_bytes, host_used, host_tokens = host_parts(instance)
+    if host_bytes:
+        text.append_text(bar([(host_used / host_bytes, "▓", "green")]))
+        text.append(f" host {format_bytes(host_bytes)}, {host_tokens:,} tokens")
+    return text

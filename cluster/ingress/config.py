@@ -18,6 +18,9 @@ class LimitConfig:
     request_timeout_s: float = 0.0  # 0: no limit
     no_instance_timeout_s: float = 300.0  # a request waits so long for an instance to become ready
     parallelism_wait_s: float = 2.0  # ... and so long for a group of the parallelism it wishes; then any will do
+    max_prefix_entries: int = (
+        1 << 18
+    )  # granules of 64 tokens that an ingress remembers, to find cached prefixes; 0: none
     max_losses: int = 32  # instances that may die under one request before it is given up
     max_losses_in_place: int = 8  # the same, in a row without one new token
     max_deaths_alone: int = 2  # instances that may die of one request and, for all we know, of nothing else

@@ -1,10 +1,11 @@
-"""Which instance gets the next request: newest stats plus what was sent since, handed to the planner."""
+"""Which instance gets the next request: newest stats, what was sent since and where its prompt is, for the planner."""
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import monotonic
 
+from pengserve.cluster.ingress.prefixes import Prefixes
+from pengserve.cluster.ingress.record import RequestRecord
 from pengserve.planners.dispatch import Candidate, DispatchOptions, choose, kv_tokens
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.link import InstanceLink
@@ -33,18 +34,19 @@ class _Unseen:
 class Dispatcher:
     """Picks the link for a request by what the instances are and hold."""
 
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, clock: Callable[[], float], prefixes: Prefixes) -> None:
         self._clock = clock
         self._unseen: dict[InstanceKey, _Unseen] = {}
+        self._prefixes = prefixes
 
     def choose(
         self,
         links: Sequence[InstanceLink],
-        num_tokens: int,
+        record: RequestRecord,
         options: DispatchOptions,
         num_priority: Mapping[InstanceKey, int],
     ) -> InstanceLink | None:
-        """The link for a request that holds `num_tokens` already; None where none can ever hold it as wished.
+        """The link for a request; None where none can ever hold it as wished.
 
         `num_priority` counts this ingress's urgent requests by instance.
         """
@@ -52,7 +54,8 @@ class Dispatcher:
         candidates = [
             self._candidate(link, now_s, num_priority.get(link.key, 0)) for link in links if not link.stats.is_follower
         ]
-        key = choose(candidates, num_tokens, options)
+        expected = self._prefixes.expected(record, [candidate.key for candidate in candidates])
+        key = choose(candidates, record.num_tokens, options, expected)
         return next((link for link in links if link.key == key), None)
 
     def max_tokens(self, link: InstanceLink) -> int:
@@ -62,19 +65,33 @@ class Dispatcher:
             return 0
         return min(stats.max_model_len or capacity.max_model_len, kv_tokens(stats, capacity))
 
-    def sent(self, link: InstanceLink, num_tokens: int) -> None:
-        """A request of `num_tokens` went out over `link`."""
+    def hit_tokens(self, link: InstanceLink, record: RequestRecord) -> int:
+        """Tokens of the request's prompt that are probably in the prefix cache of the link's instance."""
+        return self._prefixes.hits(record).get(link.key, 0)
+
+    def sent(self, link: InstanceLink, record: RequestRecord, hit_tokens: int) -> None:
+        """A request went out over `link`, to where so many tokens of it probably are."""
+        num_tokens = max(0, record.num_tokens - hit_tokens)
         unseen = self._unseen.setdefault(link.key, _Unseen())
         unseen.entries.append((link.stats.step, self._clock(), num_tokens))
         unseen.num_tokens += num_tokens
+        self._prefixes.sent(record, link.key, kv_tokens(link.stats, link.capacity))
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request ended where it is now."""
+        link = record.link
+        if link is not None:
+            self._prefixes.ended(record, link.key, kv_tokens(link.stats, link.capacity))
 
     def forget(self, key: InstanceKey) -> None:
         """That incarnation is gone."""
         self._unseen.pop(key, None)
+        self._prefixes.forget(key)
 
     def _candidate(self, link: InstanceLink, now_s: float, num_priority: int) -> Candidate:
         unseen = self._unseen.setdefault(link.key, _Unseen())
         unseen.prune(link.stats.step, now_s)
+        self._prefixes.follow(link.key, link.stats.shape)
         return Candidate.of(
             link.key,
             link.stats,

@@ -22,7 +22,6 @@ from pengserve.cluster.ingress.errors import OverloadedError, RequestRefused, re
 from pengserve.cluster.ingress.keys import KeyRing, key_id
 from pengserve.cluster.ingress.own_machine import refuse_foreign
 from pengserve.cluster.ingress.request_options import (
-    PARALLELISM_HEADER,
     current_deadline_s,
     current_options,
     read_options,
@@ -154,7 +153,7 @@ class Guard:
                     await self._app(scope, replayed, send)
             return
         num_sequences = check_generation(data, self._config.limits, self._vocab_size)
-        options = read_options(exchange.headers.get(PARALLELISM_HEADER), data, self._config.degrees)
+        options = read_options(exchange.headers, data, self._config.degrees)
         if self._keys.api:
             options = replace(options, key_id=key_id(_bearer(exchange.headers)))
         with self._traffic.ticket(num_sequences) as ticket:

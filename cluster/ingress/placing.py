@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.dispatcher import Dispatcher
+from pengserve.cluster.ingress.prefixes import Prefixes
 from pengserve.cluster.ingress.record import Links, RequestRecord
 from pengserve.cluster.ingress.trials import Trials
 from pengserve.planners.dispatch import DispatchOptions
@@ -24,11 +25,12 @@ class Placing:
         trials: Trials,
         max_model_len: Callable[[], int],
         clock: Callable[[], float],
+        prefixes: Prefixes,
     ) -> None:
         """`max_model_len`: tokens that the widest group this cluster can form holds for one request."""
         self._limits, self._links, self._trials = limits, links, trials
         self._max_model_len, self._clock = max_model_len, clock
-        self._dispatcher = Dispatcher(clock)
+        self._dispatcher = Dispatcher(clock, prefixes)
         self.urgent: set[RequestRecord] = set()  # of all records
 
     def choose(
@@ -45,17 +47,25 @@ class Placing:
         links = self._trials.open_links(record, [link for link in self._links.ready() if link is not avoid])
         options = DispatchOptions(degree=record.options.degree, total_tokens=total_tokens, is_priority=record.is_urgent)
         num_priority = Counter(urgent.link.key for urgent in self.urgent if urgent.link is not None)
-        link = self._dispatcher.choose(links, record.num_tokens, options, num_priority)
+        link = self._dispatcher.choose(links, record, options, num_priority)
         # A wish is worth a wait, for the controller to form the group; but it never fails a request.
         is_patient = self._clock() - record.created_s < self._limits.parallelism_wait_s
         if link is None and options.degree is not None and not is_patient:
             options = replace(options, degree=None)
-            link = self._dispatcher.choose(links, record.num_tokens, options, num_priority)
+            link = self._dispatcher.choose(links, record, options, num_priority)
         return link
 
-    def sent(self, record: RequestRecord, link: InstanceLink) -> None:
-        """A copy went out over `link`."""
-        self._dispatcher.sent(link, record.num_tokens)
+    def hit_tokens(self, link: InstanceLink, record: RequestRecord) -> int:
+        """Tokens of the request's prompt that are probably in the prefix cache of the link's instance."""
+        return self._dispatcher.hit_tokens(link, record)
+
+    def sent(self, record: RequestRecord, link: InstanceLink, hit_tokens: int) -> None:
+        """A copy went out over `link`, to where so many tokens of it probably are."""
+        self._dispatcher.sent(link, record, hit_tokens)
+
+    def ended(self, record: RequestRecord) -> None:
+        """A request ended where it is now."""
+        self._dispatcher.ended(record)
 
     def forget(self, key: InstanceKey) -> None:
         """That life of an instance is gone."""

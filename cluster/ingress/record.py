@@ -42,6 +42,7 @@ class RequestRecord:
     is_unsettled: bool = False  # was moved, redirected or lost, and has had no token since
     is_resumed: bool = False  # its next copy replaces a lost one
     lost_since_s: float | None = None  # until the first token after a loss
+    chain: tuple[int, ...] | None = None  # hashes of its prompt, for dispatch; None: not made yet
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

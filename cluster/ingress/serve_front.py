@@ -28,9 +28,10 @@ DROPPED = frozenset(
         "x-request-disconnect-disabled",  # "?1": the request runs on when its client has left
         "x-request-timeout-seconds",  # ends the answer in the middle
         "serve-multiplexed-model-id",  # chooses a replica
-        "x-session-id",  # the same
+        "x-session-id",  # the same; the application gets it under another name
     }
 )
+SESSION_HEADER = b"x-pengserve-session"  # what `request_options` reads in place of Serve's x-session-id
 DROPPED_PREFIX = "x-serve-router-"
 DECODED = frozenset({"traceparent", "tracestate"})  # read as UTF-8 where tracing is on
 
@@ -54,7 +55,7 @@ class ServeFront:
         if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
             return
-        headers = MutableHeaders(raw=[(name, value) for name, value in scope["headers"] if _is_kept(name, value)])
+        headers = MutableHeaders(raw=[_renamed(pair) for pair in scope["headers"] if _is_kept(*_renamed(pair))])
         request_id = request_ids.accept_or_make(headers.get(request_ids.HEADER, ""))
         headers[request_ids.HEADER] = request_id
         started = False
@@ -74,6 +75,11 @@ class ServeFront:
                 raise
             logger.exception("Ray Serve failed on request %s", request_id)
             await _send_internal_error(send_with_id)
+
+
+def _renamed(header: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
+    is_session = header[0].lower() == b"x-session-id" and header[1].isascii()
+    return (SESSION_HEADER, header[1]) if is_session else header
 
 
 def _is_kept(raw_name: bytes, value: bytes) -> bool:

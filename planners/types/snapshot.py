@@ -73,9 +73,25 @@ class InstanceStats:
     num_paused: int = 0  # requests that wait in a lane that is not stepped (hard preemption)
     total_stage_busy_s: float = 0.0  # that its stages of pipelines computed
     total_stage_idle_s: float = 0.0  # ... and stood idle between microbatches while the pipeline had work
+    # A host tier of KV: zeros where the instance has none.
+    num_parked: int = 0  # of `num_waiting`: they have left the batch with their KV kept, until the device has room
+    device_blocks: int = 0  # blocks that the device holds in all layers; `kv_blocks_total` is of both tiers
+    device_blocks_used: int = 0
+    host_blocks: int = 0
+    host_blocks_used: int = 0
+    total_parked: int = 0
+    total_host_hits: int = 0  # of `total_prefix_hits`, tokens whose KV was on the host
+    total_staged_bytes: int = 0  # copied to the device for a step that waited for them
+    total_brought_bytes: int = 0  # ... beside the steps, for requests that came back
+    total_evicted_bytes: int = 0  # copied to the host because their place was needed
+    total_behind_bytes: int = 0  # ... before it was
+    total_reused_bytes: int = 0  # left the device without a copy, as the host had one
+    total_copy_wait_s: float = 0.0  # that layers waited for their copies
     # Of the step or command under way, in heartbeats and answers alone; 0 while the step loop comes on.
     step_age_s: float = 0.0
     step_limit_s: float = 0.0  # the age beyond which the instance gives up
+    prefilling_tokens: int = 0  # of running requests: those that are not computed yet
+    total_prefix_predicted: int = 0  # tokens that ingresses expected in the prefix cache
 
     @property
     def hang(self) -> str:

@@ -229,6 +229,7 @@ class Lane(ABC):
             "num_waiting": waiting,
             "kv_blocks_used": self.num_held - self.num_free(),
             "queued_tokens": self._queued_tokens(waiting),
+            "prefilling_tokens": self.scheduler.prefilling_tokens(),
             "last_step_s": last_step_s,
             "shape": self.shape,
             "block_size": self.capacity.block_size,

@@ -49,6 +49,7 @@ class Lanes:
         self.stepper = Stepper(self.dp, self.transfers, lambda error: self.on_broken(error))
         self.num_migrated = 0  # requests that went on elsewhere with their KV, one by one,
         self.migrated_bytes = 0  # ... and that KV
+        self.num_predicted = 0  # prompt tokens that ingresses expected in the prefix cache
         self._idle_totals: dict[str, int] = {}
         self._dp_view: KvView | None = None
         self._profile = IdleProfile(self.dp) if config.max_stages > 1 else None
@@ -133,6 +134,8 @@ class Lanes:
         wrong = [*self.leases.check(list(self.registry), self.running), *self.transfers.check()]
         if self.dp.memory is not None:
             wrong += (self.running or self.dp).check_memory(self.dp.memory.layers)
+        if self.dp.tiers is not None:
+            wrong += self.dp.tiers.check()
         return tuple(wrong)
 
     # Requests ---------------------------------------------------------------------------------------------------------
@@ -177,6 +180,7 @@ class Lanes:
         clock, running = self.registry.clock, self.running
         totals = {"total_stage_busy_s": clock.busy_s, "total_stage_idle_s": clock.idle_s}
         totals |= {"total_migrated": self.num_migrated, "total_migrated_bytes": self.migrated_bytes}
+        totals["total_prefix_predicted"] = self.num_predicted
         if running is None:
             return self.dp.stats(last_step_s, self._idle_totals, **totals)
         return self.current.stats(

@@ -14,7 +14,7 @@ from pengserve.replicas.channel.frames import Frame, FrameKind, encode, read
 from pengserve.replicas.channel.server import HEARTBEAT_S, SILENT_BEATS, credentials
 from pengserve.replicas.channel.tcp import notice_silence, send_at_once
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
-from pengserve.replicas.engine.wire import Codec, Moved, StepBatch, Trial, Welcome
+from pengserve.replicas.engine.wire import AddRequest, Codec, Moved, StepBatch, Trial, Welcome
 
 __all__ = ["InstanceLink", "Moved", "StepBatch", "Trial"]
 
@@ -57,16 +57,23 @@ class InstanceLink:
             raise LinkLostError(f"cannot connect to the instance at {endpoint}: {error or 'no answer'}") from error
 
     def add(
-        self, request: EngineCoreRequest, output_token_ids: Sequence[int] = (), *, is_tried_alone: bool = False
+        self,
+        request: EngineCoreRequest,
+        output_token_ids: Sequence[int] = (),
+        *,
+        is_tried_alone: bool = False,
+        predicted_hit_tokens: int = 0,
     ) -> None:
         """Sends a request; with output tokens the instance resumes it after them, as if it had made them itself.
 
         One that is to be tried alone starts when all that runs there is proven harmless; a `Trial` tells when.
+        `predicted_hit_tokens` of its prompt are expected in the instance's prefix cache: the instance only counts them.
 
         Raises:
             LinkLostError: the instance is gone.
         """
-        self._send(FrameKind.ADD, self._codec.encode_add(request, output_token_ids, is_tried_alone=is_tried_alone))
+        add = AddRequest(request, list(output_token_ids), is_tried_alone, predicted_hit_tokens)
+        self._send(FrameKind.ADD, self._codec.encode_add(add))
 
     def abort(self, request_ids: Sequence[str]) -> None:
         """Asks the instance to forget these requests. Nothing to do where it is gone already."""

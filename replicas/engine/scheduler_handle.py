@@ -11,13 +11,17 @@ Requests of a scheduler are in one of these queues:
     waiting              hold none
 """
 
+import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from pengserve.replicas.engine.block_groups import blocks_of
 from pengserve.replicas.engine.vllm_seam import (
+    EngineCoreEventType,
     EngineCoreOutputs,
     GrammarOutput,
     KVCacheBlock,
@@ -26,6 +30,7 @@ from pengserve.replicas.engine.vllm_seam import (
     RequestStatus,
     SchedulerOutput,
 )
+from pengserve.replicas.kv.placement import Use
 
 
 class SchedulerHandle:
@@ -99,6 +104,16 @@ class SchedulerHandle:
         """Tokens of all requests that hold no KV."""
         return sum(request.num_tokens for request in self._scheduler.waiting)
 
+    def cached_tokens(self, request: Request) -> int:
+        """Tokens of a request that is not here whose KV is in the prefix cache now; none of it is touched."""
+        _, num_tokens = self._manager.get_computed_blocks(request)[:2]
+        return int(num_tokens)
+
+    def prefilling_tokens(self) -> int:
+        """Tokens of running requests that no step has taken yet. The one token of a decode does not count."""
+        left = [request.num_tokens - request.num_computed_tokens for request in self._scheduler.running]
+        return sum([count for count in left if count > 1])
+
     @property
     def has_requests(self) -> bool:
         """Whether a request is here, or has ended and the runner does not know yet."""
@@ -164,9 +179,21 @@ class SchedulerHandle:
         self._scheduler.running.remove(request)
         request.status = RequestStatus.PREEMPTED
 
+    def withdraw(self, request: Request) -> None:
+        """A request that waits with its KV for a slot is held again; see `hold`."""
+        self.holding.remove_requests([request])
+
     def cache(self, request: Request) -> None:
         """Its full blocks join the prefix cache: their KV is there."""
         self._manager.cache_blocks(request, request.num_computed_tokens)
+
+    def preempt(self, request: Request) -> None:
+        """A held request gives up its KV and waits for all of it to be computed again, before all others that wait."""
+        self._manager.free(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.record_event(EngineCoreEventType.PREEMPTED)
+        self._scheduler.waiting.prepend_request(request)
 
     def give_up_one(self) -> Request | None:
         """Where requests that came with their KV leave no block for any of them, one gives up its own and waits.
@@ -202,6 +229,19 @@ class SchedulerHandle:
     def offer(self, block_ids: Sequence[int]) -> None:
         """Gives blocks back that were withheld, as free ones without content."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks of the pool, vLLM's null block among them."""
+        return len(self._pool.blocks)
+
+    def uses(self) -> np.ndarray:
+        """What each block is used for: a `Use` each, uint8 `[num_blocks]`."""
+        codes = [
+            Use.HELD if block.ref_cnt else (Use.DEAD if block.block_hash is None else Use.CACHED)
+            for block in self._pool.blocks
+        ]
+        return np.array(codes, dtype=np.uint8)
 
     def extend(self, count: int) -> list[int]:
         """Makes `count` new blocks, which are withheld; their ids."""
@@ -276,6 +316,21 @@ class SchedulerHandle:
             for request in passed:
                 request.next_decode_eligible_step = 0
             scheduler.running.sort(key=lambda request: order.get(request.request_id, len(order)))
+
+    @contextlib.contextmanager
+    def limited(self, *, num_new: int, max_tokens: int) -> Iterator[None]:
+        """Within it, a step takes so many tokens at most, and so many of the requests that hold no KV.
+
+        Requests that hold KV and wait for a slot ("holding") are not counted.
+        """
+        scheduler = self._scheduler
+        active, tokens = scheduler.max_num_active_reqs, scheduler.max_num_scheduled_tokens
+        scheduler.max_num_active_reqs = min(active, len(scheduler.running) + len(self.holding) + num_new)
+        scheduler.max_num_scheduled_tokens = min(tokens, max_tokens)
+        try:
+            yield
+        finally:
+            scheduler.max_num_active_reqs, scheduler.max_num_scheduled_tokens = active, tokens
 
     def grammar_bitmask(self, output: SchedulerOutput) -> GrammarOutput | None:
         """Which tokens the grammars of a step's requests allow; None where no request has one."""

@@ -27,6 +27,7 @@ from pengserve.replicas.engine.vllm_seam import (
     SchedulerOutput,
     set_current_vllm_config,
 )
+from pengserve.replicas.memory.kv_layout import kv_blocks, kv_memory
 from pengserve.replicas.memory.kv_views import KvView, block_layout
 from pengserve.replicas.memory.weight_views import Shard
 
@@ -53,7 +54,8 @@ class TpLane(GroupLane):
             UnsupportedShapeError: this model, or this device's attention backend, cannot run in this shape.
         """
         self.shard, self.on_lease = shard, on_lease
-        group = LaneGroup("tp", name, shard.rank, shard.degree)
+        is_compiled = not base.pristine_config.model_config.enforce_eager
+        group = LaneGroup("tp", name, shard.rank, shard.degree, is_compiled=is_compiled)
         num_blocks, block_size = base.capacity.num_blocks, kv_factor(base, shard.degree) * base.capacity.block_size
         config = group_config(
             base, tp=shard.degree, rank=shard.rank, block_size=block_size, num_blocks=num_blocks
@@ -173,7 +175,9 @@ class TpLane(GroupLane):
     def _execute(self, output: SchedulerOutput, grammar: GrammarOutput | None) -> Any:
         with set_current_vllm_config(self.config), torch.inference_mode():
             result = self.runner.execute_model(self._placed(output))
-            return self.runner.sample_tokens(grammar) if result is None else result
+            result = self.runner.sample_tokens(grammar) if result is None else result
+        self.group.require_whole()
+        return result
 
     def _lease_ahead(self) -> None:
         """Leases what the next step may need at most, while the members have it."""
@@ -206,11 +210,11 @@ def kv_view(runner: Any) -> KvView:
     layers = runner.compilation_config.static_forward_context
     names = [name for group in runner.kv_cache_config.kv_cache_groups for name in group.layer_names]
     spec = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    layer = layers[names[0]]
+    layer, order = layers[names[0]], runner.cache_config.kv_cache_layout
 
     def write(keys: torch.Tensor, values: torch.Tensor, block: torch.Tensor) -> None:
         slots = torch.arange(spec.block_size, device=block.device)
-        cache = block.view(1, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+        cache = kv_blocks(block, order, num_heads=spec.num_kv_heads, num_tokens=spec.block_size)
         layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), cache, slots)
 
     layout = block_layout(
@@ -221,4 +225,4 @@ def kv_view(runner: Any) -> KvView:
         dtype=spec.dtype,
         device=runner.device,
     )
-    return KvView([layers[name].kv_cache.flatten(1) for name in names], layout)
+    return KvView([kv_memory(layers[name].kv_cache) for name in names], layout)

@@ -16,6 +16,7 @@ class AddRequest(msgspec.Struct, array_like=True):
     request: EngineCoreRequest
     output_token_ids: list[int]
     is_tried_alone: bool = False  # it may kill instances: see `replicas.trial_gate`
+    predicted_hit_tokens: int = 0  # of its prompt, that the ingress expects in the instance's prefix cache
 
 
 class Welcome(msgspec.Struct):
@@ -65,11 +66,9 @@ class Codec:
         self._outputs_decoder = MsgpackDecoder(EngineCoreOutputs)
         self._stats_decoder = msgspec.msgpack.Decoder(InstanceStats)
 
-    def encode_add(
-        self, request: EngineCoreRequest, output_token_ids: Sequence[int], *, is_tried_alone: bool = False
-    ) -> Sequence[Buffer]:
+    def encode_add(self, add: AddRequest) -> Sequence[Buffer]:
         """Parts of an ADD frame."""
-        return self._encoder.encode(AddRequest(request, list(output_token_ids), is_tried_alone))
+        return self._encoder.encode(add)
 
     def decode_add(self, parts: Sequence[Buffer]) -> AddRequest:
         """Inverse of `encode_add`. Raises msgspec.MsgspecError on what is no request."""

@@ -216,6 +216,7 @@ class Agent:
         if key in self._running_group.members:
             self._running_group.pipeline.interrupt()
         self._member.inbox.put((key, None))
+        self._wiring.lost(key)  # here, and not in the step thread: that may wait for the peer on a device
         self._submit(lambda: self._lost(key))
 
     def _lost(self, key: InstanceKey) -> None:
@@ -225,7 +226,6 @@ class Agent:
         self._following.lost(key)
         if key in self._running_group.members:
             self._broken(EngineError(f"instance {key} was lost"))
-        self._wiring.lost(key)
 
     def _require_group(self) -> None:
         """Leaves a group whose communicators the controller has ended. An idle group runs no step that would notice."""

@@ -85,6 +85,14 @@ class FastScheduler:
         return self._state.waiting.num_tokens
 
     @property
+    def prefilling_tokens(self) -> int:
+        """Tokens of running requests that no step has taken yet, without decodes."""
+        state = self._state
+        if not state.num_prefilling:
+            return 0
+        return sum(entry.tokens - entry.computed for entry in state.running if not entry.is_decoding)
+
+    @property
     def totals(self) -> dict[str, int]:
         """Counts that only grow, by their names in `InstanceStats`; those of prefix caching are 0."""
         return {

@@ -138,6 +138,7 @@ class SimInstance:
             "num_waiting": len(scheduler.waiting) + len(held),
             "kv_blocks_used": scheduler.num_blocks - scheduler.num_free + reserved,
             "queued_tokens": scheduler.queued_tokens + sum(request.num_tokens for request in held),
+            "prefilling_tokens": scheduler.prefilling_tokens,
             "shape": "dp" if run is None else run.group.shape,
             "is_follower": self.is_follower,
             "block_size": capacity.block_size,

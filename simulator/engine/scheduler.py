@@ -69,6 +69,11 @@ class LaneScheduler(Protocol):
         ...
 
     @property
+    def prefilling_tokens(self) -> int:
+        """Tokens of running requests' prompts that are not computed yet, nor in a step that is under way."""
+        ...
+
+    @property
     def totals(self) -> dict[str, int]:
         """Counts that only grow, by their names in `InstanceStats`."""
         ...

@@ -97,6 +97,11 @@ class VllmScheduler:
         return self._scheduler.queued_tokens()
 
     @property
+    def prefilling_tokens(self) -> int:
+        """Tokens of running requests that no step has taken yet, without decodes."""
+        return self._scheduler.prefilling_tokens()
+
+    @property
     def totals(self) -> dict[str, int]:
         """Counts that only grow, by their names in `InstanceStats`."""
         return {
@@ -113,6 +118,10 @@ class VllmScheduler:
         """Tokens of a running request whose KV is there, without those of unfinished steps."""
         found = self._scheduler.request(request.request_id)
         return int(found.num_computed_tokens - found.num_in_flight_tokens)
+
+    def cached_tokens(self, request: LiveRequest) -> int:
+        """Tokens of a request that is not here whose KV is in the prefix cache now."""
+        return self._scheduler.cached_tokens(self._request(request))
 
     def blocks_freed(self, requests: Sequence[LiveRequest]) -> list[tuple[int, list[int]]]:
         """Per request: how many blocks it alone holds, and the ids that are free once all `requests` are gone."""
@@ -213,6 +222,7 @@ class VllmScheduler:
             if self.options.prefix_caching and not find(new.req_id).num_preemptions:
                 self._prefix_queries += lives[new.req_id].num_tokens
                 self._prefix_hits += new.num_computed_tokens
+                lives[new.req_id].cached_tokens = new.num_computed_tokens
         return SimStep(
             batch=Batch(num_decodes, context, tuple(chunks)),
             requests=tuple(everyone),

@@ -5,6 +5,7 @@ from typing import Any
 from pydantic import Field
 
 from pengserve.planners.types.config import DropConfig, MergeConfig
+from pengserve.simulator.dispatcher import Dispatch
 from pengserve.simulator.policies.policy import Facts, Policy, Setup, planner_config
 
 
@@ -16,6 +17,7 @@ class PengServePolicy(Policy):
 
     merge: dict[str, Any] = Field(default_factory=dict)
     drop: dict[str, Any] = Field(default_factory=dict)
+    dispatch: Dispatch = "ttft"
 
     def setup(self, facts: Facts) -> Setup:
         """The production planners with these options. Raises ConfigError, which names a wrong option."""
@@ -25,4 +27,5 @@ class PengServePolicy(Policy):
             max_stages=facts.max_stages,
             merge=planner_config(MergeConfig, self.merge, "policy.options.merge"),
             drop=drop,
+            dispatch=self.dispatch,
         )

@@ -12,6 +12,7 @@ from pengserve.planners.types.config import DropConfig, MergeConfig
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.simulator.dispatcher import Dispatch
 from pengserve.simulator.engine.cluster import SimCluster
 
 Companion = Callable[[SimCluster], Coroutine[Any, Any, None]]
@@ -41,6 +42,7 @@ class Setup:
     layout: tuple[Group, ...] = ()  # that is formed before the first request comes, and kept; empty: nothing is pinned
     is_static: bool = False  # members of tp groups hold their share of the weights alone
     preemption: Literal["recompute", "swap"] = "recompute"
+    dispatch: Dispatch = "load"
     companion: Companion | None = None
 
 

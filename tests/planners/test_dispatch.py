@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pengserve.planners.admission import MAX_RETRY_S, MIN_RETRY_S, IngressLoad, Refusal, admit
-from pengserve.planners.dispatch import Candidate, DispatchOptions, choose
+from pengserve.planners.dispatch import SESSION_SHARE, Candidate, DispatchOptions, choose, expected_hits
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 
 tokens = st.integers(0, 100_000)
@@ -30,14 +30,14 @@ def candidates(draw: st.DrawFn) -> list[Candidate]:
 
 
 @given(candidates(), tokens)
-def test_the_choice_fits_and_nothing_that_fits_is_less_loaded(given_: list[Candidate], num_tokens: int) -> None:
+def test_the_choice_fits_and_nothing_that_fits_has_less_pressure(given_: list[Candidate], num_tokens: int) -> None:
     key = choose(given_, num_tokens)
     able = [c for c in given_ if c.capacity_tokens >= num_tokens]
     if key is None:
         assert not able
         return
     (chosen,) = [c for c in able if c.key == key]
-    assert all(chosen.virtual_load <= other.virtual_load for other in able)
+    assert all(chosen.pressure <= other.pressure for other in able)
 
 
 @given(candidates(), tokens, st.randoms())
@@ -117,7 +117,7 @@ def test_a_priority_request_gets_the_widest_shape_that_is_not_full(
         able = [c for c in given_ if options.degree in (None, c.degree) and c.holds(options.total_tokens)]
         free = [c for c in able if c.virtual_load < 1] or able
         assert chosen.degree == max(c.degree for c in free)
-        assert chosen.virtual_load == min(c.virtual_load for c in free if c.degree == chosen.degree)
+        assert chosen.pressure == min(c.pressure for c in free if c.degree == chosen.degree)
 
 
 @given(routes)
@@ -127,6 +127,52 @@ def test_best_effort_leaves_a_priority_group_alone_while_others_have_room(given_
     has_room = [not r and c.virtual_load < 1 for r, c in zip(is_reserved, given_, strict=True)]
     if chosen is not None and any(has_room):
         assert not (chosen.num_priority and chosen.degree > 1)
+
+
+def two(first_queue: int, second_queue: int) -> list[Candidate]:
+    """Two instances that differ in their queues alone."""
+    return [
+        Candidate(
+            key=InstanceKey(instance_id=InstanceId(i), incarnation=0),
+            resident_tokens=20_000,
+            queued_tokens=queue,
+            unseen_tokens=0,
+            capacity_tokens=100_000,
+            num_requests=4,
+        )
+        for i, queue in enumerate((first_queue, second_queue))
+    ]
+
+
+@given(st.integers(0, 20_000), st.integers(0, 20_000), st.integers(0, 20_000))
+def test_a_hit_is_worth_a_queue_of_as_many_tokens_and_no_more(first: int, second: int, hit: int) -> None:
+    one, other = two(first, second)
+    key = choose([one, other], 20_000, hits={other.key: hit})
+    assert key == (other.key if second - hit < first else one.key)
+
+
+@given(st.integers(0, 20_000), st.integers(0, 20_000))
+def test_a_token_to_be_computed_delays_more_than_one_that_is_there(pending: int, resident: int) -> None:
+    one, other = two(pending, 0)
+    other = replace(other, resident_tokens=one.resident_tokens + resident)
+    expected = one.key if one.weight * pending <= resident else other.key
+    assert choose([one, other], 0) == expected
+
+
+def test_homes_count_as_far_as_no_instance_is_known_to_hold_more() -> None:
+    at, other = (InstanceKey(instance_id=InstanceId(i), incarnation=0) for i in range(2))
+    assert expected_hits({at: 100}, None, 1000, {other: 128}) == {at: 100, other: 128}
+    assert expected_hits({at: 200}, None, 1000, {other: 128, at: 64}) == {at: 200}
+
+
+@given(st.integers(0, 5000), st.integers(0, 5000), st.booleans())
+def test_a_session_counts_as_a_part_of_the_prompt_where_no_more_is_known(
+    tokens: int, known: int, is_known: bool
+) -> None:
+    at = InstanceKey(instance_id=InstanceId(1), incarnation=0)
+    hits = {at: known} if is_known else {}
+    assert expected_hits(hits, None, tokens) == hits
+    assert expected_hits(hits, at, tokens).get(at, 0) == max(hits.get(at, 0), int(SESSION_SHARE * tokens))
 
 
 def test_parallelism_is_read_by_name() -> None:

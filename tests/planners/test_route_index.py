@@ -21,6 +21,7 @@ CANDIDATES = st.builds(
     unseen_tokens=st.sampled_from([0, 0, 1, 300]),
     capacity_tokens=st.sampled_from([0, 1, 1000, 1023, 1024, 4000, 1 << 60]),
     num_requests=st.integers(0, 3),
+    prefilling_tokens=st.sampled_from([0, 0, 0, 300]),
     shape=st.sampled_from(["dp", "dp", "tp2", "tp4", "pp2"]),
     max_tokens=st.sampled_from([None, None, 0, -1, 512, 1000, 1024, 4096]),
     num_priority=st.sampled_from([0, 0, 1]),
@@ -35,10 +36,13 @@ WISHES = st.builds(
 )
 
 
+HITS = st.one_of(st.just({}), st.dictionaries(KEYS, st.sampled_from([0, 64, 300, 1024]), max_size=4))
+
+
 @settings(max_examples=examples(1000))
-@given(CALLS, st.lists(st.tuples(TOKENS, WISHES), min_size=1, max_size=6))
+@given(CALLS, st.lists(st.tuples(TOKENS, WISHES, HITS), min_size=1, max_size=6))
 def test_it_answers_as_choose_does(
-    calls: list[Candidate | InstanceKey], asked: list[tuple[int, DispatchOptions]]
+    calls: list[Candidate | InstanceKey], asked: list[tuple[int, DispatchOptions, dict[InstanceKey, int]]]
 ) -> None:
     index, known = RouteIndex(), {}
     for call in calls:
@@ -49,8 +53,8 @@ def test_it_answers_as_choose_does(
             index.forget(call)
             known.pop(call, None)
         assert len(index) == len(known) and (call in index) == (call in known)
-        for num_tokens, options in asked:
-            assert index.choose(num_tokens, options) == choose(tuple(known.values()), num_tokens, options)
+        for num_tokens, options, hits in asked:
+            assert index.choose(num_tokens, options, hits) == choose(tuple(known.values()), num_tokens, options, hits)
 
 
 def test_an_empty_index_has_no_choice() -> None:

@@ -65,7 +65,12 @@ class FakeLink:
         self.aborts: list[list[str]] = []
 
     def add(
-        self, request: EngineCoreRequest, output_token_ids: Sequence[int] = (), *, is_tried_alone: bool = False
+        self,
+        request: EngineCoreRequest,
+        output_token_ids: Sequence[int] = (),
+        *,
+        is_tried_alone: bool = False,
+        predicted_hit_tokens: int = 0,
     ) -> None:
         """See `InstanceLink`."""
         if self.refuses:

@@ -20,12 +20,17 @@ def stats(shape: str = "dp", *, max_model_len: int = 0, **more: Any) -> Instance
     return InstanceStats(shape=shape, block_size=32, kv_blocks_total=1 << 12, max_model_len=max_model_len, **more)
 
 
+def wish(header: str | None) -> dict[str, str]:
+    """Headers of a request that wishes for a shape."""
+    return {} if header is None else {PARALLELISM_HEADER: header}
+
+
 @pytest.mark.parametrize(
     ("header", "degree"),
     [(None, None), ("auto", None), ("dp", 1), (" TP2 ", 2), ("tp4", 4), ("tp", 4)],
 )
 def test_a_header_names_a_degree(header: str | None, degree: int | None) -> None:
-    assert read_options(header, {}, (2, 4)).degree == degree
+    assert read_options(wish(header), {}, (2, 4)).degree == degree
 
 
 @pytest.mark.parametrize(
@@ -33,7 +38,7 @@ def test_a_header_names_a_degree(header: str | None, degree: int | None) -> None
 )
 def test_what_cannot_be_formed_is_refused_by_name(header: str, degrees: tuple[int, ...]) -> None:
     with pytest.raises(RequestRefused) as caught:
-        read_options(header, {}, degrees)
+        read_options(wish(header), {}, degrees)
     assert (caught.value.status, caught.value.param) == (400, PARALLELISM_HEADER)
     assert "dp" in caught.value.message and len(caught.value.message) < 300
 
@@ -44,7 +49,42 @@ def test_what_cannot_be_formed_is_refused_by_name(header: str, degrees: tuple[in
      ({"max_output_tokens": 5}, True)],
 )  # fmt: skip
 def test_a_length_is_one_that_the_client_gave(body: dict[str, Any], has_length: bool) -> None:
-    assert read_options("dp", body, ()).has_length is has_length
+    assert read_options(wish("dp"), body, ()).has_length is has_length
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "session"),
+    [
+        ({}, {}, ""),
+        ({}, {"session_id": "a"}, "a"),
+        ({"x-session-id": " b "}, {}, "b"),
+        ({"x-pengserve-session": "b"}, {}, "b"),
+        ({"x-dynamo-session-id": "c", "x-correlation-id": "d"}, {}, "c"),
+        ({"x-correlation-id": "d"}, {}, "d"),
+        ({"x-session-id": "a", "x-correlation-id": "d"}, {"session_id": "a"}, "a"),
+        ({"x-correlation-id": "d" * 999}, {}, "d" * 128),
+    ],
+)
+def test_a_session_is_the_bodys_or_a_headers(headers: dict[str, str], body: dict[str, Any], session: str) -> None:
+    assert read_options(headers, body, ()).session == session
+
+
+@pytest.mark.parametrize(
+    ("headers", "body", "names"),
+    [
+        ({"x-session-id": "b"}, {"session_id": "a"}, ("session_id", "x-session-id")),
+        ({"x-session-id": "b", "x-dynamo-session-id": "c"}, {}, ("x-session-id", "x-dynamo-session-id")),
+        ({"x-session-id": "b" * 129}, {}, ("x-session-id",)),
+        ({}, {"session_id": 7}, ("session_id",)),
+    ],
+)
+def test_two_sessions_or_a_bad_one_are_refused_by_name(
+    headers: dict[str, str], body: dict[str, Any], names: tuple[str, ...]
+) -> None:
+    with pytest.raises(RequestRefused) as caught:
+        read_options(headers, body, ())
+    assert caught.value.status == 400
+    assert all(name in caught.value.message for name in names)
 
 
 def two_shapes() -> tuple[Cluster, FakeLink, FakeLink]:

@@ -53,6 +53,12 @@ async def test_no_header_steers_serve(name: str, value: bytes) -> None:
     assert stub.seen["authorization"] == "Bearer k"
 
 
+async def test_a_session_comes_through_under_a_name_that_serve_does_not_read() -> None:
+    stub = ServeStub()
+    await ask(stub, [(b"X-Session-ID", b"s-1")])
+    assert stub.seen["x-pengserve-session"] == "s-1" and "x-session-id" not in stub.seen
+
+
 @pytest.mark.parametrize("name", ["traceparent", "tracestate"])
 async def test_traces_come_through_where_they_can_be_read(name: str) -> None:
     stub = ServeStub()

@@ -5,12 +5,14 @@ import inspect
 import pytest
 
 pytest.importorskip("vllm")
+from vllm import SamplingParams
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.engine.lane_build import get_hash_fn_by_name, get_request_block_hasher
 from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
+from pengserve.replicas.kv.placement import Use
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
 from tests.support.vllm_requests import scheduled_request
@@ -47,6 +49,44 @@ def step(handle: SchedulerHandle, output: SchedulerOutput | None = None) -> Sche
     result = ModelRunnerOutput(ids, {name: index for index, name in enumerate(ids)}, [[7] for _ in ids])
     handle.update(output, result)
     return output
+
+
+def test_a_prompt_in_chunks_shows_what_no_step_has_taken(handle: SchedulerHandle) -> None:
+    handle.add(scheduled_request("long", 100))
+    assert handle.prefilling_tokens() == 0, "it only waits"
+    output = handle.schedule()
+    assert handle.prefilling_tokens() == 100 - 64
+    step(handle, output)
+    step(handle)
+    step(handle)
+    assert handle.prefilling_tokens() == 0, "it decodes"
+
+
+def test_the_full_blocks_of_a_prompt_are_found_in_the_cache() -> None:
+    options = SchedulerOptions(max_num_batched_tokens=64, prefix_caching=True)
+    capacity = KvCapacity(
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        bytes_per_block=1,
+        max_model_len=128,
+        max_num_seqs=3,
+        weight_bytes=0,
+    )
+    handle = Counted(build_vllm_scheduler(capacity, options, is_terse=False))
+
+    def hashed(name: str) -> Request:
+        params = SamplingParams(max_tokens=50, ignore_eos=True)
+        return Request(
+            name, [1] * 40, params, None,
+            block_hasher=lambda request: [
+                str(i).encode() for i in range(len(request.block_hashes), request.num_tokens // BLOCK_SIZE)
+            ],
+        )  # fmt: skip
+
+    assert handle.cached_tokens(hashed("second")) == 0
+    handle.add(hashed("first"))
+    step(handle)
+    assert handle.cached_tokens(hashed("second")) == 2 * BLOCK_SIZE
 
 
 def test_requests_wait_run_and_end_in_vllm_s_order(handle: SchedulerHandle) -> None:
@@ -184,6 +224,36 @@ def test_one_gives_up_its_blocks_where_none_can_go_on(handle: SchedulerHandle) -
     assert [request.request_id for request in handle.waiting] == [given_up.request_id]
     assert step(handle).num_scheduled_tokens
     assert handle.give_up_one() is None, "a request runs"
+
+
+def test_a_held_request_waits_again_or_gives_up_its_blocks(handle: SchedulerHandle) -> None:
+    handle.add(scheduled_request("a"))
+    step(handle)
+    handle.hold(request := handle.request("a"))
+    handle.enqueue(request)
+    handle.withdraw(request)
+    assert not handle.holding and not handle.schedule().num_scheduled_tokens
+    handle.preempt(request)
+    assert handle.num_free() == NUM_BLOCKS and request.num_computed_tokens == 0 and request.num_preemptions == 1
+    assert step(handle).num_scheduled_tokens == {"a": 9}, "all of it is computed again"
+
+
+def test_a_limited_step_takes_few_tokens_and_few_new_requests(handle: SchedulerHandle) -> None:
+    for name in "ab":
+        handle.add(scheduled_request(name))
+    with handle.limited(num_new=1, max_tokens=12):
+        assert step(handle).num_scheduled_tokens == {"a": 8}
+    assert step(handle).num_scheduled_tokens == {"a": 1, "b": 8}, "the limits are vLLM's again"
+
+
+def test_the_pool_says_what_each_block_is_used_for(handle: SchedulerHandle) -> None:
+    assert handle.num_blocks == NUM_BLOCKS + 1
+    handle.add(scheduled_request("a", 20))
+    step(handle)
+    blocks = handle.block_ids("a")
+    assert [handle.uses()[block] for block in blocks] == [Use.HELD, Use.HELD]
+    handle.end("a")
+    assert [handle.uses()[block] for block in blocks] == [Use.DEAD, Use.DEAD]
 
 
 def test_blocks_are_withheld_offered_and_made(handle: SchedulerHandle) -> None:

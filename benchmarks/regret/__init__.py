@@ -1,0 +1,1 @@
+"""How much PengServe loses, or gains, against the best static layout: `make bench-regret`."""
