@@ -106,6 +106,22 @@ def test_several_leave_at_once_as_far_as_the_link_has_bytes_for_a_few_steps(
     assert all(record.num_sent == 1 for record in world.ingress.records.values()), "something was recomputed"
 
 
+@pytest.mark.parametrize("shapes", PAIRS)
+def test_of_several_that_leave_a_later_one_may_end_first(wide: None, shapes: tuple[str, str]) -> None:
+    for seed in range(4):
+        world = World(seed, (120, 120), shapes)
+        world.send(4, max_tokens=200)
+        world.run(lambda world=world: all(r.tokens for r in world.ingress.records.values()))  # type: ignore[misc]
+        world.order(0, 1)
+        world.run(lambda world=world: len(under_way(world)) >= 2)  # type: ignore[misc]
+        for _ in range(seed * 10):
+            world.act()
+        if len(found := under_way(world)) >= 2:
+            world.at(0).migrations._departures.give_up(found[-1], "a test calls it off")
+        world.run_to_the_end()
+        assert world.num_migrated() >= 2, "one that ended has taken others with it"
+
+
 def test_between_two_steps_requests_stand_still_for_the_bytes_of_one_piece(wide: None) -> None:
     """Four requests whose last two blocks are due together: a piece has five blocks."""
     world = World(0, (80, 80))
