@@ -129,7 +129,7 @@ class Transfer:
             count = min(flow.num_left, most)
             self._send(flow, count)
             took_s = time.perf_counter() - started_s
-            if count == most or took_s > budget_s:  # a smaller piece that fits into the link's buffer says little
+            if 4 * count >= most or took_s > budget_s:  # a small piece that fits into the link's buffer says little
                 self._pace.took(count * rows.row_bytes, took_s, budget_s)
             if not flow.num_left:
                 self._outgoing.popleft()
