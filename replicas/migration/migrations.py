@@ -137,6 +137,8 @@ class Migrations:
 
     def _go_on(self) -> None:
         """Begins the next migrations, as far as there is room on the link, and closes orders that have no more."""
+        if self._lane is None:
+            self._orders.clear()  # they are about what this instance ran alone, or led: its leader gets its own
         if self._orders and not self._why_not():
             for found in self._orders.copy():
                 while self._departures.has_room() and (request := self._next_request(found)) is not None:

@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from pengserve.planners.types.errors import FenceError
+from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.kv import pacing
 from pengserve.replicas.migration import leaving
 from pengserve.replicas.migration.leaving import Leaving, Phase
@@ -387,3 +388,35 @@ def test_what_cannot_be_carried_stays_until_it_must_leave(monkeypatch: pytest.Mo
     world.run(lambda: world.at(0).lane.num_requests() == 0)
     world.run_to_the_end()
     assert all(record.num_sent == 2 for record in world.ingress.records.values())
+
+
+def piece(name: tuple[InstanceKey, int], copy: int) -> list[memoryview]:
+    """A message with one row of a copy."""
+    key, number = name
+    parts = (b"%d %d %d" % (key.instance_id, key.incarnation, number), b"%d 0 0" % copy, bytes(BLOCK_BYTES))
+    return [memoryview(bytearray(part)) for part in parts]
+
+
+@pytest.mark.parametrize("shapes", [("dp", "dp", "dp"), ("tp2", "tp2", "dp"), ("pp2", "dp", "dp")])
+def test_what_belongs_to_no_migration_is_dropped(shapes: tuple[str, ...]) -> None:
+    world = begun(World(3, (80, 80, 80), shapes))
+    world.order(0, 1)
+    world.run(lambda: world.num_migrated() == 1)
+    for key in world.sides[1]:
+        for number in (1, 99):  # one that has ended, and one that has never been
+            message = piece((world.keys[0], number), 0)
+            world.instances[key].handlers["migrate-kv"](world.keys[0], "migrate-kv", message)
+    world.run_to_the_end()
+    assert world.num_migrated() == 3
+
+
+@pytest.mark.parametrize("shape", KINDS)
+def test_kv_of_one_who_is_not_in_the_source_ends_the_migration_and_no_request(shape: str) -> None:
+    world = begun(World(3, (80, 80, 80), ("dp", shape, "dp")))
+    until_phase(world, Phase.COPYING)
+    (leaving, *_) = (found for found in under_way(world) if found.phase is Phase.COPYING)
+    world.run(lambda: any(i.migrations._members.receivers.names for i in world.instances.values()))
+    target = world.instances[world.sides[1][-1]]
+    target.handlers["migrate-kv"](world.keys[2], "migrate-kv", piece(leaving.name, leaving.num_copies - 1))
+    world.run_to_the_end()
+    assert all(record.num_sent == 1 for record in world.ingress.records.values()), "something was recomputed"
