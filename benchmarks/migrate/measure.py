@@ -1,5 +1,6 @@
 """Has streams migrate, one alone and sixteen in the drain of an instance, and takes the times."""
 
+import contextlib
 import random
 import statistics
 import time
@@ -18,6 +19,7 @@ from benchmarks.sse import Answer
 from benchmarks.switch.measure import SETTLE_S, gaps
 from pengserve.planners.types.drains import DrainOperation
 from pengserve.planners.types.errors import EngineError
+from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.snapshot import InstanceSnapshot
 from tests.support.elastic import ElasticCluster, elastic_cluster
@@ -99,6 +101,15 @@ class _Bench:
 
     def __init__(self, plan: Plan, cluster: ElasticCluster, client: Client, rate: float) -> None:
         self._plan, self._cluster, self._client, self._rate = plan, cluster, client, rate
+        self._last: tuple[InstanceSnapshot, float] | None = None  # what the source said before it was killed, and when
+        kill = cluster.port.kill
+
+        async def noted(key: InstanceKey) -> None:
+            with contextlib.suppress(EngineError):
+                self._last = await cluster.port.status(key), time.perf_counter()
+            await kill(key)
+
+        cluster.port.kill = noted  # type: ignore[method-assign]
 
     def one(self, repetition: int) -> Sample:
         """One of two streams goes to the instance of the other."""
@@ -177,14 +188,15 @@ class _Bench:
     def _follow(self, is_moved: Callable[[InstanceSnapshot], bool], asked_s: float) -> tuple[InstanceSnapshot, float]:
         """The last that the source said, and when. It may be killed as soon as nothing is there."""
         key = self._cluster.key(SOURCE)
-        answer, has_ended = self._source(), False
+        self._last = None
+        answer = self._source()
         while True:
-            try:
+            with contextlib.suppress(EngineError):
                 answer = self._cluster.call(self._cluster.port.status(key))
-            except EngineError:  # what it said last counts
-                has_ended = True
             now_s = time.perf_counter()
-            if has_ended or is_moved(answer):
+            if self._last is not None:
+                return self._last
+            if is_moved(answer):
                 return answer, now_s
             if now_s - asked_s > TIMEOUT_S:
                 raise TimeoutError(f"the streams had not moved after {TIMEOUT_S:g} s: {answer.stats}")
