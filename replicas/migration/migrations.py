@@ -69,6 +69,7 @@ class Migrations:
         self._members = members = Members(member, submit, self._hear, self._lost)
         self._departures = Departures(member, members.say, members.senders, self._ended)
         self._arrivals = Arrivals(member, submit, members.say, members.receivers, self._why_none_comes)
+        members.on_piece = self._arrivals.heard
         self._orders: list[_Open] = []
         self._known: dict[str, None] = {}  # ids of orders, the newest last
         self._is_emptied = False

@@ -331,6 +331,25 @@ def test_a_target_that_says_nothing_costs_no_request(monkeypatch: pytest.MonkeyP
     world.run_to_the_end()
 
 
+@pytest.mark.parametrize("shape", KINDS)
+def test_a_long_copy_is_no_silence(shape: str) -> None:
+    world = World(3, shapes=("dp", shape))
+    world.send(1, num_prompt=400, max_tokens=100)
+    world.run(lambda: bool(world.ingress.records["r0"].tokens))
+    world.order(0, 1)
+    arrivals = world.at(1).migrations._arrivals
+    world.run(lambda: any(coming.num_copies for coming in arrivals._coming.values()))
+    (coming,) = arrivals._coming.values()
+    coming.heard_s -= 1000.0
+    before = coming.heard_s
+    world.run(lambda: coming.heard_s > before)
+    assert coming.num_copies == 1 and not coming.written, "a piece of the first copy is a sign of life"
+    arrivals.check_time(60.0)
+    assert len(arrivals) == 1
+    world.run_to_the_end()
+    assert world.num_migrated() == 1
+
+
 def test_an_order_counts_once_and_for_one_life() -> None:
     world = begun(World(0))
     order = world.order(0, 1)
