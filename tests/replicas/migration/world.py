@@ -247,7 +247,7 @@ class SumInstance:
                     if output.finish_reason is not None:
                         self.open.pop(output.request_id, None)
         if self.transfers.is_busy:
-            self.transfers.advance(0.005)
+            self.transfers.advance(0.0)
         if self.migrations.is_busy:
             self.migrations.boundary()
 
