@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 from pengserve.planners.types.ids import InstanceKey
 
 MAX_ENTRIES = 1 << 18  # of one index: about 40 MB
-HOME_DEPTHS = (4, 16, 64)  # granules of the parts of prompts that have a home
+HOME_DEPTHS = (1, 4, 16, 64)  # granules of the parts of prompts that have a home
 
 
 class PrefixIndex:
@@ -74,14 +74,14 @@ def home_of(entry: int, keys: Collection[InstanceKey]) -> InstanceKey | None:
 def homes(chain: Sequence[int], keys: Collection[InstanceKey]) -> dict[InstanceKey, int]:
     """Granules of a prompt that each route may hold as the home of a part of it, sent there by other ingresses.
 
-    A home counts as holding half of that part. Prompts that share much have the same deep home and gather there; what
-    only begins with the same words has a shallow one, which is worth no queue.
+    A home counts as holding that part. Prompts that share much have the same deep home and gather there; what only
+    begins with the same words has a shallow one, which is worth no queue.
     """
     found: dict[InstanceKey, int] = {}
     for depth in HOME_DEPTHS:
         home = home_of(chain[depth - 1], keys) if len(chain) >= depth else None
         if home is not None:
-            found[home] = depth // 2
+            found[home] = depth
     return found
 
 
