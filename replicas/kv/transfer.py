@@ -70,7 +70,12 @@ class Transfer:
     """A plan under way, on one member. `Transfers` makes it."""
 
     def __init__(
-        self, plan: TransferPlan, channel: Channel, ledger: CellLedger, on_end: Callable[["Transfer"], None]
+        self,
+        plan: TransferPlan,
+        channel: Channel,
+        ledger: CellLedger,
+        on_end: Callable[["Transfer"], None],
+        pace: Pace | None = None,
     ) -> None:
         self.plan = plan
         self.is_done = False
@@ -87,7 +92,7 @@ class Transfer:
         self._unsent = Counter(segment.layer for segment in plan.outgoing)  # segments by layer
         self._unwritten = Counter(segment.layer for segment in coming)
         self._waiting: list[_Waiting] = []
-        self._pace = Pace()
+        self._pace = pace or Pace()
 
     def begin(self) -> None:
         """All its cells are in flight. Raises ValueError, and nothing has changed, where others are in the way."""

@@ -11,6 +11,7 @@ A transfer that is cancelled leaves nothing behind but undefined bytes in the ce
 
 from pengserve.replicas.kv.channel import Channel
 from pengserve.replicas.kv.ledger import CellLedger, Cells
+from pengserve.replicas.kv.pacing import Pace
 from pengserve.replicas.kv.transfer import Transfer, TransferPlan
 
 
@@ -22,12 +23,12 @@ class Transfers:
         self._ledger = ledger
         self._under_way: list[Transfer] = []
 
-    def submit(self, plan: TransferPlan, channel: Channel) -> Transfer:
-        """Begins a transfer that `advance` goes on with.
+    def submit(self, plan: TransferPlan, channel: Channel, pace: Pace | None = None) -> Transfer:
+        """Begins a transfer that `advance` goes on with, at the pace of those before it where they share one.
 
         Raises ValueError, and changes nothing, where another copy is in the way: ask `conflicts` first.
         """
-        transfer = Transfer(plan, channel, self._ledger, self._under_way.remove)
+        transfer = Transfer(plan, channel, self._ledger, self._under_way.remove, pace)
         transfer.begin()
         self._under_way.append(transfer)
         self.is_busy = True

@@ -1,0 +1,468 @@
+"""KV of more logical blocks than the device holds: what a step needs of it comes in time, what is not needed leaves.
+
+vLLM's scheduler hands out logical blocks. Before each step `begin_step` says where the blocks are that the step reads
+and writes:
+
+    all at home          None: vLLM's own tables are right
+    all uniform          one table for all layers
+    some on the host     a table for each layer; their KV is staged layer by layer, ahead of the computation
+
+Blocks that are written are on the device in all layers; so only full blocks, which never change, are ever staged, and
+a copy on the host stays valid as long as its block lives (FastSwitch section 3.3: a second swap-out copies nothing).
+What was staged stays on the device where there is room. What must leave to make room are blocks that no request of the
+step has, the least recently used first; then, if need be, blocks of the step itself, equally many in each layer
+(LayerKV section 3.1).
+"""
+
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pengserve.planners.types.errors import EngineError
+from pengserve.replicas.kv.copies import Copy, CopyEngine, Priority
+from pengserve.replicas.kv.host_tier import HostTier
+from pengserve.replicas.kv.placement import NO_ROW, Placement, Use, Uses
+from pengserve.replicas.kv.pool import DevicePool
+from pengserve.replicas.kv.staging import levels, turns
+from pengserve.replicas.kv.traffic import Traffic
+
+SPARE_SHARE = 32  # one of so many cells is freed beyond need: to look for cells costs more than to free them
+
+
+@dataclass(slots=True)
+class TierCounts:
+    """Totals, in cells (a block of one layer) unless said otherwise."""
+
+    staged: int = 0  # copied to the device for a step that waited for them
+    kept: int = 0  # ... of those that stayed there afterwards
+    evicted: int = 0  # left the device
+    reused: int = 0  # ... of those whose copy on the host was there already
+    staged_steps: int = 0  # steps with a staged layer
+    mapped_steps: int = 0  # steps with tables of their own
+    stall_s: float = 0.0  # that layers waited for their copies
+    hit_blocks: int = 0  # blocks of cached prefixes that a request found on the host
+
+
+@dataclass(slots=True)
+class StepTables:
+    """Where the blocks of one step are: `index[0 or layer, logical block]`."""
+
+    index: np.ndarray  # int32 [1 or layers, logical]
+    waits: dict[int, Copy] = field(default_factory=dict)  # by layer
+    ring: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    staged: list[tuple[int, np.ndarray, np.ndarray]] = field(default_factory=list)  # (layer, blocks, cells)
+    is_read: list[bool] = field(default_factory=list)  # by layer
+    keeps: bool = True  # no cell of the ring was used twice
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether layers have tables of their own."""
+        return len(self.index) > 1
+
+
+class TieredKv:
+    """Mechanism alone: it knows blocks, and no request. Belongs to the step thread."""
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        host: HostTier,
+        *,
+        num_blocks: int,
+        block_size: int,
+        link_bytes_per_s: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            num_blocks: logical ones, the null block included.
+            block_size: tokens of a block.
+        """
+        self.pool, self.host, self.block_size = pool, host, block_size
+        self.engine = CopyEngine(pool, host, link_bytes_per_s)
+        self.placement = Placement(pool, host, num_blocks)
+        self.traffic = Traffic(self.engine, pool, host, num_blocks)
+        self.uses: Uses = lambda: np.full(num_blocks, Use.HELD, dtype=np.uint8)
+        self.counts = TierCounts()
+        self.step = 0
+        self._keep = np.zeros(num_blocks, dtype=bool)
+        self._current: StepTables | None = None
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, tables: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> StepTables | None:
+        """Makes all that a step needs be on the device, or on its way there; None where vLLM's own tables are right.
+
+        Args:
+            tables: logical blocks of each request in order, int `[requests, at least counts.max()]`.
+            counts: blocks of each request that the step reads or writes, `[requests]`.
+            starts: tokens of each request that were computed before, `[requests]`.
+
+        Raises:
+            EngineError: a copy failed, or the device does not hold what the step needs at once.
+        """
+        self.step += 1
+        if self.placement.is_plain and not (counts > -(-starts // self.block_size)).any():
+            return None  # no block begins, and all that there are are at home
+        tables = tables[:, : int(counts.max())]
+        places = np.arange(tables.shape[1])
+        reads = tables[places < counts[:, None]]
+        first_new = -(-starts // self.block_size)
+        is_new = (places >= first_new[:, None]) & (places < counts[:, None])
+        fresh = tables[is_new]
+        is_open = starts % self.block_size != 0
+        tails = tables[is_open, starts[is_open] // self.block_size]
+        placement = self.placement
+        placement.used[reads] = self.step
+        if len(fresh):
+            self._begin(fresh)
+        if (placement.row[tails] != NO_ROW).any():
+            self._reopen(tails, reads, fresh)
+        if placement.is_home[reads].all():
+            return None
+        self.counts.mapped_steps += 1
+        if placement.is_uniform[reads].all():
+            return StepTables(placement.index[:1])
+        return self._map(np.unique(reads), np.unique(np.concatenate([fresh, tails])))
+
+    def wait_layer(self, layer: int) -> None:
+        """Waits until what is staged of `layer` is there."""
+        assert self._current is not None
+        copy = self._current.waits.get(layer)
+        if copy is not None and not copy.done.is_set():
+            started_s = time.perf_counter()
+            self.engine.wait(copy)
+            self.counts.stall_s += time.perf_counter() - started_s
+
+    def read_layer(self, layer: int) -> None:
+        """The step has read `layer`: its staged cells may take KV of another."""
+        assert self._current is not None
+        self._current.is_read[layer] = True
+        if not self._current.keeps:
+            self.engine.poke()
+
+    def end_step(self) -> None:
+        """What was staged stays on the device where its cells were not used again."""
+        step, self._current = self._current, None
+        if step is None or not len(step.ring):
+            return
+        self.traffic.wait(step.waits.values())
+        if step.keeps:
+            for layer, blocks, cells in step.staged:
+                self.placement.put(layer, blocks, cells)
+                self.counts.kept += len(blocks)
+        else:
+            self.placement.give(step.ring)
+
+    # Before a step: blocks that are written ---------------------------------------------------------------------------
+
+    def _begin(self, fresh: np.ndarray) -> None:
+        """Blocks are written from their first token on: what they held is gone."""
+        placement = self.placement
+        self.traffic.wait_for(fresh)
+        placement.free_rows(fresh)
+        here = placement.index[:, fresh] != 0
+        placement.drop_all(fresh[here.any(axis=0) & ~here.all(axis=0)])
+        placement.settle_at_home(fresh[~here.all(axis=0)])
+
+    def _reopen(self, tails: np.ndarray, reads: np.ndarray, fresh: np.ndarray) -> None:
+        """Blocks that are partly full are written on: their copies on the host go stale with that.
+
+        Those that are on the host alone come back now: their next token is written before any layer waits.
+        """
+        placement = self.placement
+        self.traffic.wait_for(tails)
+        saved = np.unique(tails[placement.row[tails] != NO_ROW])
+        away = saved[(placement.index[:, saved] == 0).any(axis=0)]
+        missing = int((placement.index[:, away] == 0).sum())
+        reads = np.unique(reads)
+        if placement.num_free < missing:
+            self._make_room(missing, reads)
+        if placement.num_free < missing:
+            self._thin(missing, reads, np.concatenate([fresh, tails]))
+        self.traffic.wait(self._bring(away, Priority.STAGE))
+        placement.free_rows(saved)
+
+    # Before a step: where everything is -------------------------------------------------------------------------------
+
+    def _map(self, reads: np.ndarray, fixed: np.ndarray) -> StepTables:
+        """Tables of a step that reads `reads`, and writes `fixed` among them. Both are without repetition."""
+        placement = self.placement
+        self.traffic.wait_for(reads, coming=True)
+        absent = fixed[(placement.index[:, fixed] == 0).any(axis=0)]  # begun in this step: they hold nothing yet
+        missing = placement.index[:, reads] == 0
+        if missing.any() and int(missing.sum()) > placement.num_free:
+            self._make_room(int(missing.sum()), reads)
+        if len(absent):
+            absent = placement.settle_at_home(absent)
+            self._scatter(absent, reads, fixed)
+        missing = placement.index[:, reads] == 0
+        if not missing.any():
+            is_uniform = bool(placement.is_uniform[reads].all())
+            self._current = StepTables(placement.index[:1] if is_uniform else placement.index)
+            return self._current
+        if int(missing.sum()) > placement.num_free:
+            self._thin(0, reads, fixed)
+        return self._stage(reads)
+
+    def _scatter(self, absent: np.ndarray, reads: np.ndarray, fixed: np.ndarray) -> None:
+        """Gives blocks that are written cells wherever there are some."""
+        placement, needed = self.placement, len(absent) * self.pool.num_layers
+        if not needed:
+            return
+        if placement.num_free < needed:
+            self._thin(needed, reads, fixed)
+        for layer in range(self.pool.num_layers):
+            placement.put(layer, absent, placement.take(len(absent)))
+
+    def _stage(self, reads: np.ndarray) -> StepTables:
+        """Starts the copies of what the step reads and the device does not hold."""
+        placement = self.placement
+        index = placement.index.copy()
+        away = [reads[placement.index[layer, reads] == 0] for layer in range(self.pool.num_layers)]
+        counts = [len(blocks) for blocks in away]
+        ring = placement.take(min(sum(counts), placement.num_free))
+        step = StepTables(index, ring=ring, is_read=[False] * len(away), keeps=len(ring) == sum(counts))
+        for turn in turns(counts, len(ring)):
+            layer, blocks, cells = turn.layer, away[turn.layer], ring[turn.places]
+            if not placement.on_host[layer, blocks].all():
+                raise EngineError(f"KV of layer {layer} is neither on the device nor on the host")
+            index[layer, blocks] = self.pool.index_of(layer, cells)
+            step.staged.append((layer, blocks, cells))
+            copy = Copy(Priority.STAGE, layer, blocks, cells, placement.row[blocks], to_host=False)
+            if turn.after is not None:
+                copy.is_ready = _Read(step.is_read, turn.after)
+            step.waits[layer] = copy
+        self._current = step
+        for copy in step.waits.values():
+            self.traffic.submit(copy, _nothing, follows=isinstance(copy.is_ready, _Read))
+        self.counts.staged += sum(counts)
+        self.counts.staged_steps += 1
+        return step
+
+    # Room -------------------------------------------------------------------------------------------------------------
+
+    def _make_room(self, needed: int, keep: np.ndarray) -> None:
+        """Frees `needed` cells and some for the next steps, as far as blocks other than `keep` have some."""
+        placement = self.placement
+        self.traffic.settle()
+        if placement.num_free >= needed:
+            return
+        needed += self.pool.num_cells // SPARE_SHARE
+        was_moving = bool(self.traffic.copies())  # what was in flight could not leave
+        self._take_from_others(needed, keep)
+        if placement.num_free < needed and was_moving:
+            self.traffic.cancel([copy for copy in self.traffic.copies() if copy.priority is not Priority.STAGE])
+            self._take_from_others(needed, keep)
+
+    def _take_from_others(self, needed: int, keep: np.ndarray) -> None:
+        placement, uses = self.placement, self.uses()
+        self._keep[:] = False
+        self._keep[keep] = True
+        movable = (placement.index != 0).any(axis=0) & ~self._keep & (self.traffic.in_flight == 0)
+        movable[0] = False
+        dead = np.flatnonzero(movable & (uses == Use.DEAD))
+        placement.drop_all(dead)
+        placement.free_rows(dead)
+        candidates = np.flatnonzero(movable & (uses != Use.DEAD))
+        candidates = candidates[np.argsort(placement.used[candidates], kind="stable")]
+        while len(candidates) and placement.num_free < needed:
+            sizes = (placement.index[:, candidates] != 0).sum(axis=0)
+            count = int(np.searchsorted(np.cumsum(sizes), needed - placement.num_free)) + 1
+            self._evict(candidates[:count])
+            candidates = candidates[count:]
+
+    def _evict(self, blocks: np.ndarray) -> None:
+        """Takes blocks off the device in all layers; those for which the host has no row stay."""
+        placement = self.placement
+        unsaved = ((placement.index[:, blocks] != 0) & ~placement.on_host[:, blocks]).any(axis=0)
+        able = np.concatenate([blocks[~unsaved], self._rows_for(blocks[unsaved], blocks)])
+        self._save([able] * self.pool.num_layers, Priority.EVICT)
+        self.counts.evicted += self.pool.num_layers * len(able) - self.num_away(able)
+        placement.drop_all(able)
+
+    def _rows_for(self, blocks: np.ndarray, keep: np.ndarray) -> np.ndarray:
+        """Gives rows to blocks; those of them that have one now. Blocks of `keep` lose none."""
+        self._free_rows_for(int((self.placement.row[blocks] == NO_ROW).sum()), keep)
+        return self.placement.take_rows(blocks)
+
+    def _free_rows_for(self, count: int, keep: np.ndarray) -> None:
+        """Makes `count` rows free, as far as there are some that are of no use. Blocks of `keep` lose none."""
+        for free in (self._free_dead_rows, self._free_spare_rows, self._cancel_others, self._free_spare_rows):
+            if count <= self.placement.num_free_rows:
+                break
+            free(keep)
+
+    def _free_dead_rows(self, keep: np.ndarray) -> None:
+        dead = (self.placement.row != NO_ROW) & (self.uses() == Use.DEAD) & (self.traffic.in_flight == 0)
+        self.placement.free_rows(np.flatnonzero(dead))
+
+    def _free_spare_rows(self, keep: np.ndarray) -> None:
+        spare = self.placement.redundant()
+        self.placement.free_rows(spare[(self.traffic.in_flight[spare] == 0) & ~np.isin(spare, keep)])
+
+    def _cancel_others(self, keep: np.ndarray) -> None:
+        self.traffic.cancel([copy for copy in self.traffic.copies() if copy.priority is Priority.BEHIND])
+
+    def _save(self, by_layer: list[np.ndarray], priority: Priority, *, wait: bool = True) -> None:
+        """Copies blocks that have rows to the host, layer by layer, where their copies are not there yet."""
+        placement, copies = self.placement, []
+        for layer, wanted in enumerate(by_layer):
+            here = wanted[placement.index[layer, wanted] != 0]
+            new = here[~placement.on_host[layer, here]]
+            self.counts.reused += (len(here) - len(new)) if wait else 0
+            if len(new):
+                copy = Copy(priority, layer, new, placement.cells(layer, new), placement.row[new], to_host=True)
+                copies.append(self.traffic.submit(copy, self._saved))
+        if wait:
+            self.traffic.wait(copies)
+
+    def _saved(self, copy: Copy) -> None:
+        if not copy.is_cancelled:
+            self.placement.on_host[copy.layer, copy.blocks] = True
+
+    def _thin(self, needed: int, reads: np.ndarray, fixed: np.ndarray) -> None:
+        """Takes full blocks of the step itself off the device, equally many in each layer: they will be staged.
+
+        `needed` cells are to be free beside the ring through which these are staged.
+
+        Raises:
+            EngineError: the step needs more at once than the device has.
+        """
+        placement = self.placement
+        self.traffic.wait_for(reads)
+        movable = reads[~np.isin(reads, fixed)]
+        movable = movable[np.argsort(placement.row[movable] == NO_ROW, kind="stable")]  # first those that have a row
+        num_saved = int((placement.row[movable] != NO_ROW).sum())
+        counts = (placement.index[:, movable] == 0).sum(axis=1)
+        num_free = placement.num_free - needed
+        self._free_rows_for(len(movable) - num_saved, movable)
+        able = movable[: num_saved + placement.num_free_rows]
+        here = placement.index[:, able] != 0
+        leaving = levels(counts, here.sum(axis=1), num_free, 2)
+        if leaving is None:
+            leaving = levels(counts, here.sum(axis=1), num_free, 1)
+        if leaving is None:
+            raise EngineError(
+                f"a step needs KV of {len(reads)} blocks, of which it writes {len(fixed)}; the device has"
+                f" {self.pool.num_blocks} in each layer, and that is too few"
+            )
+        victims = [able[here[layer]][: int(leaving[layer])] for layer in range(len(leaving))]
+        placement.take_rows(able[np.isin(able, np.concatenate(victims))])
+        self._save(victims, Priority.EVICT)
+        for layer, blocks in enumerate(victims):
+            self.counts.evicted += len(blocks)
+            placement.drop(layer, blocks)
+
+    def note_hits(self, blocks: np.ndarray) -> None:
+        """A request begins with these blocks, which are cached prefixes."""
+        self.counts.hit_blocks += int((self.placement.index[:, blocks] == 0).any(axis=0).sum())
+
+    # Between steps ----------------------------------------------------------------------------------------------------
+
+    def num_away(self, blocks: np.ndarray) -> int:
+        """Cells of blocks that are not on the device."""
+        return int((self.placement.index[:, blocks] == 0).sum())
+
+    def bring(self, blocks: np.ndarray, keep: np.ndarray) -> bool:
+        """Starts to bring blocks back to the device beside the steps; whether that was needed and there was room.
+
+        Args:
+            keep: blocks that do not leave the device for it.
+        """
+        self.traffic.settle()
+        blocks = np.unique(blocks)
+        still = blocks[self.traffic.in_flight[blocks] == 0]
+        num_away = self.num_away(still)
+        if not num_away:
+            return False
+        self.placement.used[blocks] = self.step  # else they would be the first to leave again
+        self._make_room(num_away, np.concatenate([still, keep]))
+        if num_away > self.placement.num_free:
+            return False
+        self._bring(still, Priority.BRING)
+        return True
+
+    def is_moving(self, blocks: np.ndarray) -> bool:
+        """Whether a copy of these blocks is under way."""
+        self.traffic.settle()
+        return bool(self.traffic.in_flight[blocks].any())
+
+    def _bring(self, blocks: np.ndarray, priority: Priority) -> list[Copy]:
+        placement, copies = self.placement, []
+        for layer in range(self.pool.num_layers):
+            away = blocks[placement.index[layer, blocks] == 0]
+            if len(away):
+                if not placement.on_host[layer, away].all():
+                    raise EngineError(f"KV of layer {layer} is neither on the device nor on the host")
+                cells = placement.take(len(away))
+                copy = Copy(priority, layer, away, cells, placement.row[away], to_host=False)
+                copies.append(self.traffic.submit(copy, self._brought))
+        return copies
+
+    def _brought(self, copy: Copy) -> None:
+        if copy.is_cancelled:
+            self.placement.give(copy.cells)
+        else:
+            self.placement.put(copy.layer, copy.blocks, copy.cells)
+
+    def write_behind(self, blocks: np.ndarray) -> None:
+        """Starts to copy full blocks to the host, so that they can leave the device later without a wait."""
+        placement = self.placement
+        self.traffic.settle()
+        blocks = np.unique(blocks)
+        blocks = blocks[(self.traffic.in_flight[blocks] == 0) & (placement.index[:, blocks] != 0).all(axis=0)]
+        blocks = blocks[~placement.on_host[:, blocks].all(axis=0)]
+        blocks = placement.take_rows(blocks)
+        if len(blocks):
+            self._save([blocks] * self.pool.num_layers, Priority.BEHIND, wait=False)
+
+    def figures(self) -> dict[str, int | float]:
+        """Figures and totals, by their names in `InstanceStats`."""
+        placement, counts, moved = self.placement, self.counts, self.engine.moved_bytes
+        cells = self.pool.num_cells - self.pool.num_layers - placement.num_free
+        return {
+            "device_blocks": self.pool.num_blocks - 1,
+            "device_blocks_used": -(-cells // self.pool.num_layers),
+            "host_blocks": self.host.num_rows,
+            "host_blocks_used": self.host.num_rows - placement.num_free_rows,
+            "total_host_hits": counts.hit_blocks * self.block_size,
+            "total_staged_bytes": moved[False, Priority.STAGE],
+            "total_brought_bytes": moved[False, Priority.BRING],
+            "total_evicted_bytes": moved[True, Priority.EVICT],
+            "total_behind_bytes": moved[True, Priority.BEHIND],
+            "total_reused_bytes": counts.reused * self.pool.block_bytes,
+            "total_copy_wait_s": counts.stall_s,
+        }
+
+    def forget_all(self) -> None:
+        """No block holds anything any more: neither a request nor a cached prefix is left."""
+        self.traffic.cancel(self.traffic.copies())
+        everything = np.arange(1, self.placement.num_blocks)
+        self.placement.drop_all(everything)
+        self.placement.free_rows(everything)
+
+    def check(self) -> tuple[str, ...]:
+        """Laws that are broken, in sentences; between two steps."""
+        self.traffic.settle()
+        moving = [copy.cells for copy in self.traffic.copies() if not copy.to_host]
+        elsewhere = np.concatenate(moving) if moving else np.zeros(0, dtype=np.int64)
+        return (*self.placement.check(elsewhere), *self.traffic.check())
+
+    def close(self) -> None:
+        """Ends the copies. The memory is the caller's to close."""
+        self.engine.close()
+
+
+def _nothing(copy: Copy) -> None:
+    """What is staged goes into no table before the step has ended."""
+
+
+class _Read:
+    """Whether a layer of the step has been read."""
+
+    def __init__(self, is_read: list[bool], layer: int) -> None:
+        self._is_read, self._layer = is_read, layer
+
+    def __call__(self) -> bool:
+        return self._is_read[self._layer]
