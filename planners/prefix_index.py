@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 
 from pengserve.planners.types.ids import InstanceKey
 
-MAX_ENTRIES = 1 << 18  # of one index: about 40 MB
+MAX_ENTRIES = 1 << 18  # of one index: about 50 MB
 HOME_DEPTHS = (1, 4, 16, 64)  # granules of the parts of prompts that have a home
 
 
