@@ -49,6 +49,11 @@ class PrefixIndex:
         first = chain[0]
         return {key: _num_held(held, chain) for key, held in self._held.items() if first in held}
 
+    def hits_at(self, key: InstanceKey, chain: Sequence[int]) -> int:
+        """The same of one route; 0 where it holds none."""
+        held = self._held.get(key)
+        return _num_held(held, chain) if held and chain and chain[0] in held else 0
+
     def forget(self, key: InstanceKey) -> None:
         """That route holds nothing any more: it is gone, or works in another shape."""
         self._held.pop(key, None)

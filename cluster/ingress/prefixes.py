@@ -45,6 +45,10 @@ class Prefixes:
         """Tokens of the request's prompt that are probably in each instance's cache."""
         return {key: GRANULE * count for key, count in self._index.hits(self._chain(record)).items()}
 
+    def hit_tokens(self, record: RequestRecord, key: InstanceKey) -> int:
+        """The same of one instance; 0 where it probably holds none."""
+        return GRANULE * self._index.hits_at(key, self._chain(record))
+
     def expected(self, record: RequestRecord, keys: Collection[InstanceKey]) -> Mapping[InstanceKey, int]:
         """The same, with what else each of `keys` may hold: by the request's session, or as a home."""
         if not self._max_entries:

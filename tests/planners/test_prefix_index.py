@@ -34,6 +34,7 @@ def test_with_room_it_finds_the_longest_prefix_that_was_sent_to_each_route(
         sent.setdefault(key, []).append(noted)
     found = {key: shared(prompt, prompts) for key, prompts in sent.items()}
     assert index.hits(prompt) == {key: count for key, count in found.items() if count}
+    assert all(index.hits_at(key, prompt) == count for key, count in found.items())
 
 
 @settings(max_examples=examples(400))
