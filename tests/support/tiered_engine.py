@@ -16,7 +16,7 @@ from vllm import SamplingParams
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.replicas.engine.dp_lane import DpLane
-from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
+from tests.support.vllm_requests import sent_request
 
 VOCABULARY = 500
 MAX_STEPS = 20_000
@@ -37,23 +37,14 @@ class Driver:
         self.lane, self.rng, self.orders = lane, random.Random(seed), orders
         self.tokens: dict[str, list[int]] = {}
         self.first_s: dict[str, float] = {}
+        self.first_cpu_s: dict[str, float] = {}  # of the process, which other work on the machine does not stretch
         self.steps_s: list[float] = []
         self.num_orders = 0
         self.broken: list[str] = []
 
     def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
         self.tokens[name] = []
-        request = EngineCoreRequest(
-            request_id=name,
-            prompt_token_ids=prompt,
-            mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
+        request = sent_request(name, prompt, params)
         self.lane.prepare(request, [], self.lane.add)
 
     def run(self, work: list[tuple[str, list[int], SamplingParams]], share: float) -> None:
@@ -69,6 +60,7 @@ class Driver:
                     self.tokens[output.request_id] += output.new_token_ids
                     if output.new_token_ids:
                         self.first_s.setdefault(output.request_id, time.perf_counter())
+                        self.first_cpu_s.setdefault(output.request_id, time.process_time())
             self.steps_s.append(time.perf_counter() - started_s)
             if self.checks and self.lane.tiers is not None:
                 self.broken += self.lane.tiers.check()

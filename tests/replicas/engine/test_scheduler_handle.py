@@ -188,7 +188,7 @@ def test_one_gives_up_its_blocks_where_none_can_go_on(handle: SchedulerHandle) -
 
 
 def test_a_held_request_waits_again_or_gives_up_its_blocks(handle: SchedulerHandle) -> None:
-    handle.add(a_request("a"))
+    handle.add(scheduled_request("a"))
     step(handle)
     handle.hold(request := handle.request("a"))
     handle.enqueue(request)
@@ -201,7 +201,7 @@ def test_a_held_request_waits_again_or_gives_up_its_blocks(handle: SchedulerHand
 
 def test_a_limited_step_takes_few_tokens_and_few_new_requests(handle: SchedulerHandle) -> None:
     for name in "ab":
-        handle.add(a_request(name))
+        handle.add(scheduled_request(name))
     with handle.limited(num_new=1, max_tokens=12):
         assert step(handle).num_scheduled_tokens == {"a": 8}
     assert step(handle).num_scheduled_tokens == {"a": 1, "b": 8}, "the limits are vLLM's again"
@@ -209,7 +209,7 @@ def test_a_limited_step_takes_few_tokens_and_few_new_requests(handle: SchedulerH
 
 def test_the_pool_says_what_each_block_is_used_for(handle: SchedulerHandle) -> None:
     assert handle.num_blocks == NUM_BLOCKS + 1
-    handle.add(a_request("a", 20))
+    handle.add(scheduled_request("a", 20))
     step(handle)
     blocks = handle.block_ids("a")
     assert [handle.uses()[block] for block in blocks] == [Use.HELD, Use.HELD]
