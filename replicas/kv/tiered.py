@@ -15,6 +15,7 @@ step has, the least recently used first; then, if need be, blocks of the step it
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -149,8 +150,10 @@ class TieredKv:
         self.traffic.wait(step.waits.values())
         if step.keeps:
             for layer, blocks, cells in step.staged:
-                self.placement.put(layer, blocks, cells)
-                self.counts.kept += len(blocks)
+                stays = ~self.placement.is_away[layer, blocks]
+                self.placement.put(layer, blocks[stays], cells[stays])
+                self.placement.give(cells[~stays])
+                self.counts.kept += int(stays.sum())
         else:
             self.placement.give(step.ring)
 
@@ -416,6 +419,23 @@ class TieredKv:
         blocks = placement.take_rows(blocks)
         if len(blocks):
             self._save([blocks] * self.pool.num_layers, Priority.BEHIND, wait=False)
+
+    def place(self, blocks: np.ndarray, layers: Sequence[int]) -> None:
+        """Says that full blocks are to be on the host alone in these layers, and on the device in all others.
+
+        They leave the device as soon as the host has them, at this call or at a later one with the same blocks. A step
+        that reads them has them staged. What is to be on the device comes back with the next step that reads it.
+        """
+        placement = self.placement
+        self.traffic.settle()
+        blocks = np.unique(blocks)
+        placement.is_away[:, blocks] = False
+        self.write_behind(blocks)
+        for layer in layers:
+            placement.is_away[layer, blocks] = True
+            left = blocks[placement.on_host[layer, blocks] & (self.traffic.in_flight[blocks] == 0)]
+            self.counts.evicted += len(left) - int((placement.index[layer, left] == 0).sum())
+            placement.drop(layer, left)
 
     def figures(self) -> dict[str, int | float]:
         """Figures and totals, by their names in `InstanceStats`."""

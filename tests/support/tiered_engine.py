@@ -74,6 +74,12 @@ class Driver:
         if self.rng.random() < self.orders and self.lane.scheduler.running:
             parked.update(residency.park([self.rng.choice(self.lane.scheduler.running).request_id]))
             self.num_orders += 1
+        if self.rng.random() < self.orders and self.lane.scheduler.running:
+            layers = range(self.lane.tiers.pool.num_layers)
+            every = self.rng.choice([1, 2, 3])
+            residency.place(
+                self.rng.choice(self.lane.scheduler.running).request_id, [x for x in layers if x % every == 0]
+            )
         if parked and (self.rng.random() < self.orders or not self.lane.has_work()):
             chosen = self.rng.choice(sorted(parked))
             parked.discard(chosen)
