@@ -175,16 +175,28 @@ class TieredKv:
         """
         placement = self.placement
         self.traffic.wait_for(tails)
-        saved = np.unique(tails[placement.row[tails] != NO_ROW])
-        away = saved[(placement.index[:, saved] == 0).any(axis=0)]
-        missing = int((placement.index[:, away] == 0).sum())
-        reads = np.unique(reads)
-        if placement.num_free < missing:
-            self._make_room(missing, reads)
-        if placement.num_free < missing:
-            self._thin(missing, reads, np.concatenate([fresh, tails]))
-        self.traffic.wait(self._bring(away, Priority.STAGE))
-        placement.free_rows(saved)
+        saved, reads = np.unique(tails[placement.row[tails] != NO_ROW]), np.unique(reads)
+        fixed = np.concatenate([fresh, tails])
+        if self._room_for(saved, reads):
+            self._come_back(saved)
+            return
+        for index in range(len(saved)):  # the row of each makes room for what has to leave for the next
+            block = saved[index : index + 1]
+            if not self._room_for(block, reads):
+                self._thin(self.num_away(block), reads, fixed, areas=(0,))
+            self._come_back(block)
+
+    def _room_for(self, blocks: np.ndarray, keep: np.ndarray) -> bool:
+        """Frees cells for what is away of `blocks`; whether there are so many now."""
+        needed = self.num_away(blocks)
+        if self.placement.num_free < needed:
+            self._make_room(needed, keep)
+        return self.placement.num_free >= needed
+
+    def _come_back(self, blocks: np.ndarray) -> None:
+        """Brings blocks that are written on back to the device, and gives up their rows."""
+        self.traffic.wait(self._bring(blocks, Priority.STAGE))
+        self.placement.free_rows(blocks)
 
     # Before a step: where everything is -------------------------------------------------------------------------------
 
@@ -324,10 +336,13 @@ class TieredKv:
         if not copy.is_cancelled:
             self.placement.on_host[copy.layer, copy.blocks] = True
 
-    def _thin(self, needed: int, reads: np.ndarray, fixed: np.ndarray) -> None:
+    def _thin(self, needed: int, reads: np.ndarray, fixed: np.ndarray, *, areas: tuple[int, ...] = (2, 1)) -> None:
         """Takes full blocks of the step itself off the device, equally many in each layer: they will be staged.
 
         `needed` cells are to be free beside the ring through which these are staged.
+
+        Args:
+            areas: how many layers' worth the ring is to have, the best first.
 
         Raises:
             EngineError: the step needs more at once than the device has.
@@ -342,9 +357,8 @@ class TieredKv:
         self._free_rows_for(len(movable) - num_saved, movable)
         able = movable[: num_saved + placement.num_free_rows]
         here = placement.index[:, able] != 0
-        leaving = levels(counts, here.sum(axis=1), num_free, 2)
-        if leaving is None:
-            leaving = levels(counts, here.sum(axis=1), num_free, 1)
+        tried = (levels(counts, here.sum(axis=1), num_free, num_areas) for num_areas in areas)
+        leaving = next((found for found in tried if found is not None), None)
         if leaving is None:
             raise EngineError(
                 f"a step needs KV of {len(reads)} blocks, of which it writes {len(fixed)}; the device has"
