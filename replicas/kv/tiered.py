@@ -448,7 +448,9 @@ class TieredKv:
         for layer in layers:
             placement.is_away[layer, blocks] = True
             left = blocks[placement.on_host[layer, blocks] & (self.traffic.in_flight[blocks] == 0)]
-            self.counts.evicted += len(left) - int((placement.index[layer, left] == 0).sum())
+            num_left = int((placement.index[layer, left] != 0).sum())
+            self.counts.evicted += num_left
+            self.counts.reused += num_left
             placement.drop(layer, left)
 
     def figures(self) -> dict[str, int | float]:

@@ -16,6 +16,7 @@ from vllm import SamplingParams
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.replicas.engine.dp_lane import DpLane
+from pengserve.replicas.kv.tiered import TieredKv
 from tests.support.vllm_requests import sent_request
 
 VOCABULARY = 500
@@ -109,10 +110,16 @@ def run(lane: DpLane, given: dict[str, Any]) -> dict[str, Any]:
         "num_blocks": lane.capacity.num_blocks,
         "orders": driver.num_orders,
         "counts": asdict(tiers.counts) if tiers is not None else {},
+        "to_host": _cells_to_host(tiers) if tiers is not None else 0,
         "parks": lane.residency.num_parks if lane.residency is not None else 0,
         "given_up": lane.residency.num_given_up if lane.residency is not None else 0,
         "device_blocks": tiers.pool.num_blocks if tiers is not None else 0,
     }
+
+
+def _cells_to_host(tiers: TieredKv) -> int:
+    moved = sum(num_bytes for (to_host, _), num_bytes in tiers.engine.moved_bytes.items() if to_host)
+    return moved // tiers.pool.block_bytes
 
 
 def main(model: str, given: dict[str, Any]) -> None:
