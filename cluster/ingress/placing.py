@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.dispatcher import Dispatcher
+from pengserve.cluster.ingress.prefixes import Prefixes
 from pengserve.cluster.ingress.record import Links, RequestRecord
 from pengserve.cluster.ingress.trials import Trials
 from pengserve.planners.dispatch import DispatchOptions
@@ -24,11 +25,12 @@ class Placing:
         trials: Trials,
         max_model_len: Callable[[], int],
         clock: Callable[[], float],
+        prefixes: Prefixes,
     ) -> None:
         """`max_model_len`: tokens that the widest group this cluster can form holds for one request."""
         self._limits, self._links, self._trials = limits, links, trials
         self._max_model_len, self._clock = max_model_len, clock
-        self._dispatcher = Dispatcher(clock, limits.max_prefix_entries)
+        self._dispatcher = Dispatcher(clock, prefixes)
         self.urgent: set[RequestRecord] = set()  # of all records
 
     def choose(

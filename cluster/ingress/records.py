@@ -36,6 +36,7 @@ import msgspec
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.moves import Orphans, RequestMove, Stash
 from pengserve.cluster.ingress.placing import Placing
+from pengserve.cluster.ingress.prefixes import Prefixes
 from pengserve.cluster.ingress.quarantine import PoisonousRequestError, Quarantine
 from pengserve.cluster.ingress.record import Links, RecordEvents, RequestRecord
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
@@ -74,12 +75,14 @@ class RequestBook:
         is_superseded: Callable[[], bool] = lambda: False,
         *,
         is_only_ingress: bool = True,
+        secret: str = "",
     ) -> None:
         """
         Args:
             max_model_len: tokens that the widest group this cluster can form holds for one request.
             is_superseded: whether another configuration has taken over, so that no instance will come any more.
             is_only_ingress: whether no other ingress sends requests to these instances.
+            secret: the cluster's own, with which prompts are hashed.
         """
         self._is_superseded = is_superseded
         self._events, self._limits, self._links, self._max_model_len = Told(events), limits, links, max_model_len
@@ -87,7 +90,8 @@ class RequestBook:
         self._records: dict[str, RequestRecord] = {}  # by request id
         self._copies: dict[str, RequestRecord] = {}  # by wire id; only those on a link
         self._trials = Trials(limits.max_deaths_alone, is_only_ingress=is_only_ingress)
-        self._placing = Placing(limits, links, self._trials, max_model_len, clock)
+        prefixes = Prefixes(limits.max_prefix_entries, secret, is_only_ingress=is_only_ingress)
+        self._placing = Placing(limits, links, self._trials, max_model_len, clock, prefixes)
         self._quarantine = Quarantine(clock)
         self._waiting: deque[RequestRecord] = deque()
         self._orphans = Orphans()

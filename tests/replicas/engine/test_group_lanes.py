@@ -38,6 +38,7 @@ def leader(kind: type[Any]) -> Any:
     scheduler = build_vllm_scheduler(CAPACITY, SchedulerOptions(max_num_batched_tokens=STEP_TOKENS), is_terse=False)
     lane._handle, lane.capacity, lane.shape = SchedulerHandle(scheduler), CAPACITY, "test"
     lane._block_hasher, lane._added, lane._is_held, lane._run = None, 0, False, None
+    lane._known, lane._forgotten = [], []
     lane.config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS))
     lane.group = SimpleNamespace(unique_name="test")
     return lane
@@ -129,6 +130,34 @@ def test_a_request_that_finds_no_room_changes_nothing() -> None:
     assert lane.expect(scheduled_request("long", NUM_BLOCKS * BLOCK_SIZE), NUM_BLOCKS * BLOCK_SIZE) is not None
     assert lane.expect(scheduled_request("b", 40), 33) is None
     assert lane.num_requests() == 1 and not lane.knows("b")
+
+
+def test_a_token_in_flight_is_not_written_yet() -> None:
+    """Of a pipeline's leader: its own stage runs a microbatch when the others have."""
+    lane = pp_lane()
+    request = scheduled_request("a")
+    request.num_computed_tokens = 32
+    assert lane.num_written(request) == 32 and lane.is_between_steps(request)
+    microbatch = SimpleNamespace(output=SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 7}))
+    lane._in_flight.append(microbatch)  # type: ignore[arg-type]
+    assert lane.num_written(request) == 31 and not lane.is_between_steps(request)
+    assert lane.is_between_steps(scheduled_request("c"))
+
+
+@pytest.mark.parametrize("make", [tp_lane, pp_lane])
+def test_members_hear_of_requests_that_left_before_those_that_came(make: Any) -> None:
+    lane, forgotten = make(), list[str]()
+    lane.adopt, lane.forget = lambda request: None, forgotten.extend  # type: ignore[method-assign]
+    if isinstance(lane, TpLane):
+        lane.grow(8)
+    request = scheduled_request("a", 40)
+    assert lane.reserve(request, 41, 40) == 0
+    lane.take_over(request)
+    assert [known.req_id for known in lane._known] == ["a"]
+    lane.release(["a"])
+    assert (lane._known, lane._forgotten, forgotten) == ([], ["a"], ["a"])
+    lane.take_over(scheduled_request("a", 40))
+    assert [known.req_id for known in lane._known] == ["a"] and lane._forgotten == ["a"]
 
 
 # Both -----------------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import inspect
 import pytest
 
 pytest.importorskip("vllm")
+from vllm import SamplingParams
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from pengserve.planners.types.snapshot import KvCapacity
@@ -48,6 +49,44 @@ def step(handle: SchedulerHandle, output: SchedulerOutput | None = None) -> Sche
     result = ModelRunnerOutput(ids, {name: index for index, name in enumerate(ids)}, [[7] for _ in ids])
     handle.update(output, result)
     return output
+
+
+def test_a_prompt_in_chunks_shows_what_no_step_has_taken(handle: SchedulerHandle) -> None:
+    handle.add(scheduled_request("long", 100))
+    assert handle.prefilling_tokens() == 0, "it only waits"
+    output = handle.schedule()
+    assert handle.prefilling_tokens() == 100 - 64
+    step(handle, output)
+    step(handle)
+    step(handle)
+    assert handle.prefilling_tokens() == 0, "it decodes"
+
+
+def test_the_full_blocks_of_a_prompt_are_found_in_the_cache() -> None:
+    options = SchedulerOptions(max_num_batched_tokens=64, prefix_caching=True)
+    capacity = KvCapacity(
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        bytes_per_block=1,
+        max_model_len=128,
+        max_num_seqs=3,
+        weight_bytes=0,
+    )
+    handle = Counted(build_vllm_scheduler(capacity, options, is_terse=False))
+
+    def hashed(name: str) -> Request:
+        params = SamplingParams(max_tokens=50, ignore_eos=True)
+        return Request(
+            name, [1] * 40, params, None,
+            block_hasher=lambda request: [
+                str(i).encode() for i in range(len(request.block_hashes), request.num_tokens // BLOCK_SIZE)
+            ],
+        )  # fmt: skip
+
+    assert handle.cached_tokens(hashed("second")) == 0
+    handle.add(hashed("first"))
+    step(handle)
+    assert handle.cached_tokens(hashed("second")) == 2 * BLOCK_SIZE
 
 
 def test_requests_wait_run_and_end_in_vllm_s_order(handle: SchedulerHandle) -> None:

@@ -98,6 +98,7 @@ class SumRunner:
 
     def __init__(self, view: KvView, share: KvShare) -> None:
         self._view, self._share = view, share
+        self._factors = [self._factors_of(layer) for layer in range(*share.layers)]
         self.requests: dict[str, State] = {}
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
@@ -137,11 +138,11 @@ class SumRunner:
         for position in range(start, stop):
             block, value = state.blocks[position // size], value_of(state.tokens[position], position)
             for index, memory in enumerate(self._view._layers):
-                memory[block, place[:, position % size, :, 0]] = value * self._factors(index)
+                memory[block, place[:, position % size, :, 0]] = value * self._factors[index]
 
-    def _factors(self, index: int) -> torch.Tensor:
-        """`[2, heads]` of a layer of the view."""
-        layer, heads = self._share.layers[0] + index, torch.arange(*self._share.heads, dtype=torch.float64)
+    def _factors_of(self, layer: int) -> torch.Tensor:
+        """`[2, heads]` of a layer of the model."""
+        heads = torch.arange(*self._share.heads, dtype=torch.float64)
         return 1 + torch.arange(2)[:, None] + 2 * (heads + HEADS * layer)
 
     def _next(self, state: State, stop: int) -> int:
@@ -149,7 +150,7 @@ class SumRunner:
         total = state.total(stop)
         for index, memory in enumerate(self._view._layers):
             kv = memory[state.blocks][:, place[..., 0]]  # [blocks, 2, tokens, heads]
-            sums = kv.transpose(0, 1).flatten(1, 2)[:, :stop].sum(1) / self._factors(index)
+            sums = kv.transpose(0, 1).flatten(1, 2)[:, :stop].sum(1) / self._factors[index]
             assert (sums == total).all(), f"KV of layer {self._share.layers[0] + index} of {state.blocks} is wrong"
         return total % VOCABULARY
 

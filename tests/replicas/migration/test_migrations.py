@@ -12,6 +12,7 @@ from pengserve.replicas.migration import leaving
 from pengserve.replicas.migration.leaving import Leaving, Phase
 from tests.replicas.migration.sum_lanes import BLOCK, BLOCK_BYTES
 from tests.replicas.migration.world import World
+from tests.support.effort import is_long
 
 
 @pytest.fixture(autouse=True)
@@ -20,6 +21,11 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(pacing, "LEAST_BYTES", 1)
     monkeypatch.setattr(pacing, "MOST_BYTES", 1)
     yield
+
+
+def cases(few: int, many: int) -> range:
+    """So many, and many under `--hypothesis-profile=long`."""
+    return range(many if is_long() else few)
 
 
 KINDS = ("dp", "tp2", "pp2")
@@ -34,7 +40,7 @@ def begun(world: World, max_tokens: int = 150) -> World:
 
 
 @pytest.mark.parametrize("shapes", [*PAIRS, ("tp4", "pp2"), ("pp4", "tp2"), ("tp2", "tp4"), ("pp2", "pp4")])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", cases(1, 9))
 def test_requests_move_with_their_kv(seed: int, shapes: tuple[str, str]) -> None:
     world = begun(World(seed, shapes=shapes), 300)
     world.order(0, 1)
@@ -43,7 +49,7 @@ def test_requests_move_with_their_kv(seed: int, shapes: tuple[str, str]) -> None
     assert all(record.num_sent == 1 for record in world.ingress.records.values()), "something was recomputed"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", cases(2, 18))
 @pytest.mark.parametrize(
     "shapes", [("dp", "dp", "dp"), ("dp", "tp2", "pp2"), ("tp2", "tp2", "pp2"), ("pp2", "tp4", "pp2")]
 )
@@ -167,10 +173,10 @@ def test_either_side_may_die_in_each_phase(phase: Phase, victim: int, more: int)
 @pytest.mark.parametrize("phase", [p for p in PHASES if p is not Phase.COPIED])
 @pytest.mark.parametrize("shapes", [("tp2", "pp2"), ("pp2", "tp2"), ("tp2", "tp2"), ("pp2", "pp2")])
 def test_any_member_may_die_in_each_phase(shapes: tuple[str, str], phase: Phase, victim: tuple[int, int]) -> None:
-    for more in (0, 4, 11, 25):
+    for more in cases(2, 9):
         world = begun(World(more, (80, 80, 80), (*shapes, "dp")), 60)
         until_phase(world, phase)
-        for _ in range(more):
+        for _ in range(more**3):
             world.act()
         world.kill(*victim)
         world.run_to_the_end()
