@@ -24,7 +24,7 @@ class ResidentRequests:
     def __init__(self, scheduler: SchedulerHandle, tiers: TieredKv, num_reserved: int) -> None:
         """`num_reserved`: blocks that may be on the device in all layers because the host is full."""
         self._scheduler, self._tiers, self._block_size = scheduler, tiers, tiers.block_size
-        tiers.uses = scheduler.uses
+        tiers.watch_uses(scheduler.uses)
         layers = tiers.pool.num_layers
         self._num_whole = tiers.pool.num_blocks - 1  # blocks that the device holds in all layers
         self._device = Device(

@@ -136,6 +136,10 @@ class Placement:
         self.is_uniform[blocks] = (found == found[0]).all(axis=0) & (found[0] != 0)
         self.is_home[blocks] = (found == blocks).all(axis=0)
 
+    def num_away(self, blocks: np.ndarray) -> int:
+        """Cells of blocks that are not on the device."""
+        return int((self.index[:, blocks] == 0).sum())
+
     # Rows -------------------------------------------------------------------------------------------------------------
 
     def free_rows(self, blocks: np.ndarray) -> None:

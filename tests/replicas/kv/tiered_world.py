@@ -37,7 +37,7 @@ class TieredWorld:
         self.tiers = TieredKv(
             self.pool, self.host, num_blocks=self.num_blocks, block_size=BLOCK_SIZE, link_bytes_per_s=link
         )
-        self.tiers.uses = self.uses
+        self.tiers.watch_uses(self.uses)
         self.free = list(range(1, self.num_blocks))
         self.requests: list[FakeRequest] = []
         self.cached: dict[int, int] = {}  # blocks that no request has and that hold a full block, and who wrote it
