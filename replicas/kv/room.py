@@ -103,7 +103,12 @@ class Room:
         self.traffic.cancel([copy for copy in self.traffic.copies() if copy.priority is Priority.BEHIND])
 
     def save(self, by_layer: list[np.ndarray], priority: Priority, *, wait: bool = True) -> None:
-        """Copies blocks that have rows to the host, layer by layer, where their copies are not there yet."""
+        """Copies blocks that have rows to the host, where their copies are not there yet.
+
+        Args:
+            by_layer: blocks of each layer.
+            wait: whether all copies have ended on return.
+        """
         placement, copies = self.placement, []
         for layer, wanted in enumerate(by_layer):
             here = wanted[placement.index[layer, wanted] != 0]
@@ -155,6 +160,11 @@ class Room:
             placement.drop(layer, blocks)
 
     def bring(self, blocks: np.ndarray, priority: Priority) -> list[Copy]:
+        """Starts to copy blocks to the device in the layers in which they are away; there is room for them.
+
+        Raises:
+            EngineError: the host does not have one of them.
+        """
         placement, copies = self.placement, []
         for layer in range(self.pool.num_layers):
             away = blocks[placement.index[layer, blocks] == 0]
