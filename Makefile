@@ -119,6 +119,9 @@ bench-comm: setup ## What groups and peer messages cost; writes benchmarks/resul
 bench-switch: setup ## What merges and splits cost, and what running streams notice; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.switch
 
+bench-migrate: setup ## What streams notice of a migration, and how long drains take; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.migrate
+
 bench-fly: setup ## Bursts and priorities on static dp, static tp and PengServe; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.fly
 
@@ -151,6 +154,9 @@ bench-regret: setup ## PengServe against the best static layout on all traces, i
 
 bench-papers: setup ## The papers' scenarios in virtual time: their ratios beside ours; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.papers
+
+bench-tiers: setup ## KV on device and host: bursts, churn and second turns against plain vLLM; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.tiers
 
 clean: ## Remove what make wrote: .venv, the demo model, caches
 	rm -rf .venv .pengserve build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -226,9 +226,8 @@ class Figures:
 def parts_of(controller: Controller) -> list[Target]:
     """The parts of a tick. What is left of it is the rest."""
     return [
-        (controller, "_ask", "status calls"),
-        (controller._calls, "settle", "status calls"),
-        (controller, "_collect", "status calls"),
+        (controller._supervision, "ask", "status calls"),
+        (controller._supervision, "collect", "status calls"),
         (loop.transitions, "observe", "observe"),
         (controller, "snapshot", "snapshot"),
         (steering, "select", "select"),

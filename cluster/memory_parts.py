@@ -8,16 +8,29 @@ from pengserve.planners.types.snapshot import InstanceSnapshot
 
 
 def memory_parts(instance: InstanceSnapshot, leader: InstanceSnapshot) -> tuple[int, int, int]:
-    """Bytes of an instance: (weights, KV that can be, KV that is). A stage of a pipeline has its share of each."""
+    """Bytes of an instance's device: (weights, KV that can be, KV that is). A stage of a pipeline has its share."""
     capacity, shape = instance.capacity, leader.stats.shape
     if capacity is None:
         return 0, 0, 0
     lane, stages = capacity, 1
     if shape.startswith(GroupKind.PP):
         lane, stages = lane_capacity(instance, shape) or capacity, degree_of(shape)
+    if instance.stats.host_blocks:
+        device = (instance.stats.device_blocks, instance.stats.device_blocks_used)
+        kv_bytes, used_bytes = (num_blocks * capacity.bytes_per_block for num_blocks in device)
+        return capacity.weight_bytes, kv_bytes, used_bytes
     used_bytes = leader.stats.kv_blocks_used * capacity.bytes_per_block
     kv_bytes = lane.num_blocks * capacity.bytes_per_block
     return capacity.weight_bytes // stages, kv_bytes // stages, used_bytes // stages
+
+
+def host_parts(instance: InstanceSnapshot) -> tuple[int, int, int]:
+    """Of an instance's host tier: (bytes that can be, bytes that are, tokens that can be). Zeros where it has none."""
+    capacity, stats = instance.capacity, instance.stats
+    if capacity is None or not stats.host_blocks:
+        return 0, 0, 0
+    size = capacity.bytes_per_block
+    return stats.host_blocks * size, stats.host_blocks_used * size, stats.host_blocks * capacity.block_size
 
 
 def leader_of(

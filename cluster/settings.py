@@ -34,6 +34,7 @@ from pengserve.cluster.instance_settings import (
     CUDA_ENGINE_DEFAULTS,
     InstanceSettings,
 )
+from pengserve.cluster.memory_settings import MemorySettings
 from pengserve.cluster.security_settings import SecuritySettings
 from pengserve.cluster.shape_settings import ShapeSettings
 from pengserve.planners.types.config import ControllerConfig, InstanceConfig, MigrateConfig
@@ -121,6 +122,7 @@ class Settings(_Section):
     openai: OpenAISettings = OpenAISettings()
     controller: ControllerSettings = ControllerSettings()
     shape: ShapeSettings = ShapeSettings()
+    memory: MemorySettings = MemorySettings()
     metrics: MetricsSettings = MetricsSettings()
     event_log: str = ""  # JSONL file; empty keeps events in memory alone
     request_log: str = ""  # JSONL file: a line for each answer, without its text; empty: none
@@ -184,6 +186,15 @@ class Settings(_Section):
                     f"{asked} needs `shape.cuda: experimental` on CUDA, where nothing of it has run on a GPU yet: set"
                     " it, or leave the first out"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _host_tier_works_alone(self) -> "Settings":
+        if self.memory.num_bytes and (asked := self._asked_of_the_shape()):
+            raise ValueError(
+                f"memory.host_bytes gives each instance a host tier, which works in dp alone so far, and {asked} lets"
+                " instances change their shape: leave out one of the two"
+            )
         return self
 
     def _asked_of_the_shape(self) -> str:
@@ -259,6 +270,8 @@ class Settings(_Section):
     @property
     def may_change_shape(self) -> bool:
         """Whether this device and this engine let instances work together at all."""
+        if self.memory.num_bytes:
+            return False  # the lanes of groups have no host tier yet
         return self.num_workers == 1 and (self.device == "cpu" or self.shape.cuda == "experimental")
 
     @property
@@ -314,6 +327,9 @@ class Settings(_Section):
             max_in_flight=self.shape.drop.max_in_flight,
             memory_bytes=self.instances.memory_bytes,
             chunk_bytes=self.instances.chunk_bytes,
+            host_bytes=self.memory.num_bytes,
+            link_bytes_per_s=self.memory.link_bytes_per_s or 0.0,
+            host_file=self.memory.host_file,
             peer_timeout_s=self.shape.peer_timeout_s,
             drain_timeout_s=self.controller.drain_timeout_s,
         )

@@ -7,7 +7,8 @@
         abort at all members ------------------> TRANSITION_ERROR    layout: as before, then as the members say
 
 Switches that have no member in common run side by side, and one that fails leaves the others alone: each is fenced by
-the groups that it was made for, and by the epoch that each of its members has committed.
+the groups that it was made for, and by the epoch that each of its members has committed. After a failure the members
+of that switch alone rest, the longer the more tries have failed.
 
 Nothing here is needed for a switch to end well: members that hear no more of a prepared plan forget it, and a commit
 goes on at its leader. So this may be cancelled, or die, at any point; what the members then say is the layout.
@@ -18,7 +19,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pengserve.controller import state as transitions
 from pengserve.controller.ports import ReplicaPort
@@ -27,6 +28,7 @@ from pengserve.controller.state import ClusterState, Transition
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import EngineError, PengServeError, StepError
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import SwitchRecord
 
@@ -35,6 +37,14 @@ logger = logging.getLogger(__name__)
 _LOOK_PERIOD_S = 0.1  # how often a wait for a leader looks whether it still lives
 
 T = TypeVar("T")
+
+
+class _Failed(NamedTuple):
+    """A switch that was aborted."""
+
+    plan: SwitchPlan  # the newest about its group
+    num_tries: int  # that have failed in a row
+    retry_at_s: float
 
 
 class Keeper(Protocol):
@@ -66,13 +76,13 @@ class Coordinator:
         self._config, self._port, self._keeper, self._on_end = config, port, keeper, on_end
         self._clock, self._wall_clock = clock, wall_clock
         self._tasks: dict[asyncio.Task[None], SwitchPlan] = {}
-        self._failures = 0  # in a row
-        self._retry_at_s = 0.0
+        self._failed: dict[Group, _Failed] = {}
 
     @property
-    def can_begin(self) -> bool:
-        """Whether the wait after a failure is over."""
-        return self._clock() >= self._retry_at_s
+    def resting(self) -> tuple[SwitchPlan, ...]:
+        """Switches that have failed, and whose members wait for the next try."""
+        now_s = self._clock()
+        return tuple(failed.plan for failed in self._failed.values() if now_s < failed.retry_at_s)
 
     @property
     def under_way(self) -> tuple[SwitchPlan, ...]:
@@ -80,8 +90,8 @@ class Coordinator:
         return tuple(self._tasks.values())
 
     def forgive(self) -> None:
-        """Ends the wait after a failure: a user has changed what the layout should be."""
-        self._retry_at_s = 0.0
+        """Ends all waits after failures: a user has changed what the layout should be."""
+        self._failed.clear()
 
     def begin(self, plan: SwitchPlan) -> None:
         """Begins `plan`, which the caller has checked. One that is stale by then is not begun; plan again."""
@@ -134,7 +144,7 @@ class Coordinator:
             return
         seconds = {"prepare_s": prepare_s, "commit_s": self._clock() - started_s - prepare_s}
         await self._keeper.update(lambda s: transitions.end_switch(s, plan, report, seconds, self._clock()))
-        self._failures = 0
+        self._failed = {group: failed for group, failed in self._failed.items() if failed.plan.is_apart(plan)}
         note("done", report=report)
 
     async def _prepare(self, plan: SwitchPlan) -> None:
@@ -180,8 +190,9 @@ class Coordinator:
             task.cancel()  # harmless where it has ended
 
     async def _fail(self, plan: SwitchPlan, why: str) -> None:
-        self._failures += 1
-        self._retry_at_s = self._clock() + backoff_s(self._config, self._failures)
+        before = self._failed.get(plan.group)
+        num_tries = before.num_tries + 1 if before is not None else 1
+        self._failed[plan.group] = _Failed(plan, num_tries, self._clock() + backoff_s(self._config, num_tries))
         await self._keeper.update(lambda state: transitions.fail_switch(state, plan, why, self._clock()))
 
     def _ended(self, task: asyncio.Task[None]) -> None:

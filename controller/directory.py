@@ -1,7 +1,8 @@
 """Who every instance's peers are, and which groups must be ready to run: what `connect` tells them. Pure.
 
-A directory is made anew when READY instances come or go, when their places change, and when a group that failed is due
-for its next round. A group's rounds are counted for the lives of its members: new members begin at round 0.
+A directory is made anew when instances that are READY or DRAINING come or go, when their places change, and when a
+group that failed is due for its next round. A group's rounds are counted for the lives of its members: new members
+begin at round 0.
 """
 
 import math
@@ -147,7 +148,7 @@ def _peers(before: tuple[PeerAddress, ...], slots: Sequence[Slot]) -> tuple[Peer
 
 
 def _serving(slot: Slot) -> InstanceSnapshot | None:
-    return slot.snapshot if slot.is_held and slot.state is InstanceState.DRAINING else slot.ready
+    return slot.snapshot if slot.state is InstanceState.DRAINING else slot.ready
 
 
 def _topology(before: Topology, slots: Sequence[Slot], config: ControllerConfig) -> Topology:

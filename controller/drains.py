@@ -1,6 +1,11 @@
 """The drain of one instance: its route goes, its requests move, its process ends, and its slot stays empty. Pure.
 
     READY --begin--> DRAINING, held --nothing runs--> DEAD, held --undrain--> vacant, and filled again
+    READY, in a group --begin--> READY, held --its group has ended--> DRAINING, held
+
+A member of a group serves on until the group has ended: the next switch dissolves it, and running requests go along
+with their KV. That is the one way in which all of them keep it, those of the other members too. What waits for so long
+that the time is over (a request that no instance alone holds) is resumed from its tokens.
 
 A slot that is held is not filled. A controller that takes over reads from the event log which slots are held; where it
 has no log, it fills them again.
@@ -35,30 +40,50 @@ def begin(state: ClusterState, instance_id: int, timeout_s: float, now_s: float)
     if slot.is_held:
         return Transition(state=state)
     _require_drainable(state, slot)
-    return _drained(state, slot, "an operator asked for it", timeout_s, now_s)
+    return _held(state, slot, "an operator asked for it", timeout_s, now_s)
 
 
 def _require_drainable(state: ClusterState, slot: Slot) -> None:
-    key, others = slot.key, [other for other in state.slots if other is not slot and other.ready is not None]
+    key, others = slot.key, [s for s in state.slots if s is not slot and s.ready is not None and not s.is_held]
     if state.closing:
         raise PlanError("the whole application is being drained; wait for its end")
     if slot.ready is None:
         raise PlanError(f"instance {key} is {slot.state.value}; only an instance that is ready can be drained")
     if not others:
         raise PlanError(f"instance {key} is the only one that serves; drain the application with `pengserve down`")
-    if key.instance_id in state.busy_members:
-        raise PlanError(f"instance {key} is changing its shape; try again in a moment")
-    group = group_table(state.layout.groups).group_of.get(key.instance_id)
-    if group is not None and group.degree > 1:
-        raise PlanError(f"instance {key} serves in {group}; use `pengserve layout set dp` first")
 
 
-def _drained(state: ClusterState, slot: Slot, why: str, timeout_s: float, now_s: float) -> Transition:
+def _held(state: ClusterState, slot: Slot, why: str, timeout_s: float, now_s: float) -> Transition:
+    """Its drain begins, or waits until its group has ended."""
     data = {"instance_id": slot.key.instance_id, "operation": _operation_id(slot), "timeout_s": timeout_s}
     change = EventDraft(kind=EventKind.INSTANCE_DRAIN_START, span=span(slot.key), why=why, data=data)
-    deadline_s = now_s + timeout_s + LEAVE_S
-    held = replace(slot, state=InstanceState.DRAINING, since_s=now_s, deadline_s=deadline_s, is_held=True)
+    held = replace(slot, deadline_s=now_s + timeout_s + LEAVE_S, is_held=True)
+    if not _is_in_group(state, slot):
+        held = replace(held, state=InstanceState.DRAINING, since_s=now_s)
     return transitions.with_slot(state, held, [change], now_s)
+
+
+def leaving(state: ClusterState) -> frozenset[InstanceId]:
+    """Instances whose drain waits until their groups have ended."""
+    return frozenset(slot.key.instance_id for slot in state.slots if slot.is_held and slot.ready is not None)
+
+
+def go_on(state: ClusterState, now_s: float) -> Transition:
+    """Lets those leave whose groups have ended, or that have waited for that until their time was over."""
+    found = Transition(state=state)
+    for instance_id in leaving(state):
+        slot = found.state.slots[instance_id]
+        if not _is_in_group(found.state, slot) or now_s >= slot.deadline_s - LEAVE_S:
+            after = replace(slot, state=InstanceState.DRAINING, since_s=now_s)
+            step = transitions.with_slot(found.state, after, [], now_s)
+            found = Transition(state=step.state, changes=(*found.changes, *step.changes))
+    return found
+
+
+def _is_in_group(state: ClusterState, slot: Slot) -> bool:
+    """Whether it serves with others, or may soon."""
+    group = group_table(state.layout.groups).group_of.get(slot.key.instance_id)
+    return slot.key.instance_id in state.busy_members or (group is not None and group.degree > 1)
 
 
 def undo(state: ClusterState, instance_id: int, now_s: float) -> Transition:
@@ -85,7 +110,9 @@ def operation(state: ClusterState, instance_id: int) -> DrainOperation:
     slot = _slot(state, instance_id)
     if not slot.is_held:
         raise PlanError(f"instance {slot.key} is not drained")
-    phase = DrainPhase.MOVING if slot.alive else DrainPhase.ENDING if slot.doomed else DrainPhase.DONE
+    phase = DrainPhase.ENDING if slot.doomed else DrainPhase.DONE
+    if slot.alive:
+        phase = DrainPhase.LEAVING if slot.ready is not None else DrainPhase.MOVING
     answer = state.answers[instance_id] if slot.alive else None
     is_done = phase is DrainPhase.DONE
     return DrainOperation(
@@ -94,25 +121,28 @@ def operation(state: ClusterState, instance_id: int) -> DrainOperation:
 
 
 def orders(state: ClusterState, name: str, now_s: float) -> dict[InstanceId, tuple[Migrate, ...]]:
-    """What the instances that are being drained are told to do with their requests. Ids begin with `name`."""
+    """What instances that are drained, or leave, are told to do with their requests. Ids begin with `name`."""
     found: dict[InstanceId, tuple[Migrate, ...]] = {}
-    for slot in [slot for slot in state.slots if slot.is_held and slot.alive]:
+    if state.closing:
+        return found
+    for slot in [slot for slot in state.slots if slot.state is InstanceState.DRAINING]:
         answer = state.answers[slot.key.instance_id]
         if answer is not None and _num_left(answer):
             must_leave = now_s >= slot.deadline_s - LEAVE_S
-            found[slot.key.instance_id] = plan_evacuation(answer, alone(state), name=name, must_leave=must_leave)
+            found[slot.key.instance_id] = plan_evacuation(answer, leaders(state), name=name, must_leave=must_leave)
     return found
 
 
-def alone(state: ClusterState) -> Sequence[InstanceSnapshot]:
-    """Instances that serve alone, and are in no switch: requests can move to them with their KV."""
+def leaders(state: ClusterState) -> Sequence[InstanceSnapshot]:
+    """Instances that serve alone or lead a group, and are in no switch: requests can move to them with their KV."""
     group_of = group_table(state.layout.groups).group_of
     busy = state.busy_members
     found = []
     for slot, answer in zip(state.slots, state.answers, strict=True):
-        group = group_of.get(slot.key.instance_id)
-        is_alone = group is None or group.degree == 1
-        if slot.ready is not None and answer is not None and is_alone and slot.key.instance_id not in busy:
+        instance_id = slot.key.instance_id
+        group = group_of.get(instance_id)
+        leads = group is None or group.leader == instance_id
+        if slot.ready is not None and not slot.is_held and answer is not None and leads and instance_id not in busy:
             found.append(answer)
     return found
 
@@ -130,7 +160,7 @@ def remember(found: Transition, past: Iterable[Event], timeout_s: float, now_s: 
     for instance_id in (instance_id for instance_id, is_held in held.items() if is_held):
         slot = found.state.slots[instance_id]
         if slot.ready is not None:
-            after = _drained(found.state, slot, "an earlier controller was asked for it", timeout_s, now_s)
+            after = _held(found.state, slot, "an earlier controller was asked for it", timeout_s, now_s)
         else:
             after = transitions.with_slot(found.state, replace(slot, is_held=True), [], now_s)
         found = Transition(state=after.state, changes=(*found.changes, *after.changes))

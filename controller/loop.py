@@ -5,44 +5,32 @@ Switches of the layout run beside the ticks (`coordinator.py`), so ticks supervi
 
 import asyncio
 import logging
-import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from pengserve.controller import drains, recovery
 from pengserve.controller import layout as layouts
 from pengserve.controller import state as transitions
-from pengserve.controller.calls import CallKind, Calls
 from pengserve.controller.coordinator import Coordinator
 from pengserve.controller.events import EventDraft, EventLog
 from pengserve.controller.ports import ReplicaPort
-from pengserve.controller.slots import DrainEnded, Gone, Killed, Observation
 from pengserve.controller.state import ClusterState, Transition
 from pengserve.controller.steering import Steering
+from pengserve.controller.supervision import KILL_TIMEOUT_S, Supervision
 from pengserve.controller.terms import LocalTermStore, Term
-from pengserve.planners.migrate import plan_rebalance
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.drains import DrainOperation
 from pengserve.planners.types.errors import EngineError, SupersededError
 from pengserve.planners.types.events import Event, EventKind
-from pengserve.planners.types.ids import InstanceId, InstanceKey, Version
-from pengserve.planners.types.orders import Migrate
+from pengserve.planners.types.ids import InstanceKey, Version
 from pengserve.planners.types.plans import LayoutTarget
-from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceSnapshot, RoutingTable
+from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, RoutingTable
 
 logger = logging.getLogger(__name__)
 
-_CREATE_TIMEOUT_S = 60.0  # reserving and registering; placing and loading come after it
-_KILL_TIMEOUT_S = 30.0
-_DRAIN_GRACE_S = 5.0  # for the answer to a drain, beyond the time the drain itself has
 _RECOVERY_RETRY_S = 1.0
-_TERM_PERIOD_S = 5.0  # between two looks for a newer controller, where nothing is created or killed
-_TERM_TIMEOUT_S = 5.0
 _MOST_BEGUN = 4  # switches that one tick begins: with a thousand instances each costs 4 ms of processor time
-_ORDER_PERIOD_S = 0.5  # between two orders to an instance that is being drained
 _MIN_PERIOD_S = 0.02  # a call that fails at once, again and again, must not make the loop spin
 
 
@@ -73,8 +61,6 @@ class Controller:
         self.config = config
         self._port, self._log = port, log
         self._term = term or Term(LocalTermStore())
-        self._looked_s = clock()  # for a newer term
-        self._life: asyncio.Task[None] | None = None  # shows in the store of terms that this controller acts
         self._clock = clock
         self._started_s = wall_clock()
         self._started_clock_s = clock()
@@ -82,13 +68,10 @@ class Controller:
         self._state: ClusterState | None = None  # None until recovered
         self._news = asyncio.Event()
         self._changed = asyncio.Condition()
-        self._calls = Calls(on_end=self._news.set)
+        self._supervision = Supervision(config, port, self._term, self, on_news=self._news.set, clock=clock)
         self._coordinator = Coordinator(config, port, self, on_end=self._news.set, clock=clock, wall_clock=self._time_s)
         self._steering = Steering(config, clock)
-        self._told: dict[InstanceId, tuple[InstanceKey, Version]] = {}  # lives by slot, and their directories' versions
         self._drain_errors = 0
-        self._ordered_s, self._num_orders = -math.inf, 0  # orders of drains: when the newest went out; rounds of orders
-        self._rebalanced_s = -math.inf
         self._stopped = False
         self._successor = ""  # why nothing is done here any more
 
@@ -160,6 +143,7 @@ class Controller:
             policy=self._steering.policy,
             last_switch=self._coordinator.record,
             switching=self._coordinator.under_way,
+            resting=self._coordinator.resting,
         )
 
     def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
@@ -202,7 +186,7 @@ class Controller:
         self._news.set()
         async with self._changed:
             try:
-                async with asyncio.timeout(timeout_s + _KILL_TIMEOUT_S):
+                async with asyncio.timeout(timeout_s + KILL_TIMEOUT_S):
                     await self._changed.wait_for(self._is_over)
             except TimeoutError:
                 return False
@@ -256,9 +240,7 @@ class Controller:
             self._stopped = True
             self._news.set()
             await self._coordinator.close(why_no_switch)
-            await self._calls.close()
-            if self._life is not None:
-                self._life.cancel()
+            await self._supervision.close()
             self._log.append([EventDraft(kind=EventKind.CONTROLLER_STOP, span=self._span, why=why)])
             self._log.close()
 
@@ -291,199 +273,38 @@ class Controller:
 
     async def tick(self) -> None:
         """Observes all instances, plans, begins what the plan asks for."""
-        state = self._ready_state()
-        self._ask(state)
-        await self._calls.settle(self.config.tick_s)
-        seen = self._collect()
+        calls = self._supervision
+        await calls.ask()
+        seen = calls.collect()
         now_s = self._clock()
         # `drain` may have run while this waited: read the state again, and let nothing await until it is written.
         await self._accept(transitions.observe(self._ready_state(), seen, now_s))
-        await self._act(now_s)
+        await calls.act(now_s)
         if self._term.is_over:
             return
-        self._connect()
-        self._order(now_s)
+        calls.connect()
+        if drains.leaving(self._ready_state()):
+            await self._accept(drains.go_on(self._ready_state(), now_s))
+        calls.order(now_s)
         self._steer()
-
-    def _ask(self, state: ClusterState) -> None:
-        """Begins a status call to each life that is created; gives up those that are too old."""
-        now_s = self._clock()
-        self._calls.forget(lambda call, key, begun_s: call is CallKind.STATUS and self._is_old(key, now_s - begun_s))
-        living = [slot for slot in state.slots if slot.alive]
-        known = [slot.key for slot in living if slot.answered]
-        self._calls.begin_all(CallKind.STATUS, known, self._port.statuses, now_s)
-        if len(known) == len(living):
-            return
-        for slot in living:
-            # One that has never answered may be under way to its place: no tick waits for that.
-            if not slot.answered and not self._calls.under_way(CallKind.CREATE, slot.key):
-                self._calls.begin(CallKind.STATUS, slot.key, self._port.status, now_s, patient=True)
-
-    def _is_old(self, key: InstanceKey, age_s: float) -> bool:
-        """Whether a status call should be given up. One to an instance that waits for its place waits with it."""
-        slots = self._ready_state().slots
-        slot = slots[key.instance_id] if key.instance_id < len(slots) else None
-        if slot is None or slot.key != key or not slot.alive:
-            return True
-        return slot.answered and age_s > self.config.status_timeout_s
-
-    def _collect(self) -> list[tuple[InstanceKey, Observation]]:
-        """What the calls that ended have to say; a failure that says nothing certain is silence."""
-        seen: list[tuple[InstanceKey, Observation]] = []
-        for call, key, result, error in self._calls.collect():
-            if isinstance(result, InstanceSnapshot):
-                if result.term > self._term.newest:
-                    self._term.hear(result.term)
-                    self._news.set()
-                seen.append((key, result))
-            elif call is CallKind.CONNECT:
-                # Whether the instance lives is for its status to tell: one that cannot connect still serves in dp.
-                if error is None:
-                    self._told[key.instance_id] = key, result
-                else:
-                    logger.warning("instance %s was not told its peers: %s: %s", key, type(error).__name__, error)
-            elif error is None:
-                observation = _meaning(call, result)
-                if observation is not None:
-                    seen.append((key, observation))
-            elif isinstance(error, EngineError) and call is not CallKind.KILL:
-                seen.append((key, Gone(str(error))))
-            elif call is CallKind.CREATE:
-                seen.append((key, Gone(f"it could not be created: {type(error).__name__}: {error}")))
-            else:
-                logger.warning("%s of instance %s failed: %s: %s", call, key, type(error).__name__, error)
-        return seen
-
-    async def _act(self, now_s: float) -> None:
-        actions = transitions.plan(self._ready_state(), now_s)
-        if actions.kills or actions.replace is not None or now_s - self._looked_s > _TERM_PERIOD_S:
-            may_act = await self._is_newest(now_s)
-            actions = transitions.plan(self._ready_state(), now_s)  # `drain` may have run meanwhile
-            if not may_act:
-                actions = replace(actions, kills=(), replace=None)
-        if self._term.is_over:
-            self._news.set()  # `run` ends the loop
-            return
-        for key in actions.kills:
-            self._begin(CallKind.KILL, key, self._port.kill, _KILL_TIMEOUT_S)
-        for key in actions.drains:
-            timeout_s = max(0.0, self._ready_state().slots[key.instance_id].deadline_s - now_s)
-            self._begin(
-                CallKind.DRAIN,
-                key,
-                partial(self._port.drain, timeout_s=timeout_s),
-                timeout_s + _DRAIN_GRACE_S,
-                patient=True,
-            )
-        for life in actions.retirements:
-            timeout_s = max(0.0, life.deadline_s - now_s)
-            retire = partial(self._port.retire, timeout_s=timeout_s)
-            self._begin(CallKind.RETIRE, life.key, retire, timeout_s + _DRAIN_GRACE_S, patient=True)
-        if actions.replace is not None:
-            plan = actions.replace
-            await self._accept(transitions.create(self._ready_state(), plan.slots, plan.why, now_s))
-            for instance_id in plan.slots:
-                key = self._ready_state().slots[instance_id].key
-                self._begin(CallKind.CREATE, key, self._port.create, _CREATE_TIMEOUT_S)
-
-    async def _is_newest(self, now_s: float) -> bool:
-        """Whether the store of terms knows no newer controller; False also where it does not answer."""
-        try:
-            async with asyncio.timeout(_TERM_TIMEOUT_S):
-                await self._term.look()
-        except Exception as error:
-            why = str(error) or "no answer"
-            logger.warning("nothing is created or killed until the store of terms answers: %s", why)
-            return False
-        self._looked_s = now_s
-        if self._term.is_over:
-            return False
-        if self._life is None or self._life.done():
-            self._life = asyncio.get_running_loop().create_task(self._show_life(), name="sign of life")
-        return True
-
-    async def _show_life(self) -> None:
-        try:
-            async with asyncio.timeout(_TERM_TIMEOUT_S):
-                await self._term.show_life()
-        except Exception as error:
-            logger.info("no sign of life could be left in the store of terms: %s", error or "no answer")
-
-    def _connect(self) -> None:
-        """Tells its peers to each READY instance that has not heard of the newest directory."""
-        state = self._ready_state()
-        directory = state.wiring.directory
-        if not self.config.is_elastic or state.closing:
-            return
-
-        async def tell(key: InstanceKey) -> Version:
-            await self._port.connect(key, directory)
-            return directory.version
-
-        version, told = directory.version, self._told
-        for slot in state.slots:
-            if slot.ready is not None and told.get(slot.key.instance_id) != (slot.key, version):
-                self._begin(CallKind.CONNECT, slot.key, tell, self.config.status_timeout_s, news=False, patient=True)
-
-    def _order(self, now_s: float) -> None:
-        """Tells instances that are being drained, or are full, where their requests may go now."""
-        if not self.config.is_elastic or now_s - self._ordered_s < _ORDER_PERIOD_S:
-            return
-        self._num_orders += 1
-        name = f"{self._term.number}-{self._num_orders}"
-        for given in drains.orders(self._ready_state(), name, now_s).values():
-            self._ordered_s = now_s
-            self._give(given)
-        self._rebalance(name, now_s)
-
-    def _rebalance(self, name: str, now_s: float) -> None:
-        """Has requests move from full instances to free ones, where that is wanted."""
-        config, state = self.config.migrate, self._ready_state()
-        if not config.is_auto or state.closing or now_s - self._rebalanced_s < config.interval_s:
-            return
-        self._rebalanced_s = now_s
-        for order in plan_rebalance(drains.alone(state), config, name=f"{name}-balance"):
-            self._give((order,))
-
-    def _give(self, orders: tuple[Migrate, ...]) -> None:
-        """Orders of one source, to that."""
-        if orders:
-            order = partial(self._port.order, orders=orders)
-            self._begin(CallKind.ORDER, orders[0].source, order, self.config.status_timeout_s, news=False, patient=True)
 
     def _steer(self) -> None:
         """Begins the switches of the layout that are due, beside those under way."""
-        if not self.config.is_elastic or self._ready_state().closing or not self._coordinator.can_begin:
+        if not self.config.is_elastic or self._ready_state().closing:
             return
         for _ in range(_MOST_BEGUN):
-            plan, news = self._steering.next_switch(self.snapshot())
+            plan, news = self._steering.next_switch(self.snapshot(), drains.leaving(self._ready_state()))
             self._log.append(news)
             if plan is None:
                 return
             self._coordinator.begin(plan)
 
-    def _begin(
-        self,
-        call: CallKind,
-        key: InstanceKey,
-        work: Callable[[InstanceKey], Coroutine[Any, Any, Any]],
-        timeout_s: float,
-        *,
-        news: bool = True,
-        patient: bool = False,
-    ) -> None:
-        async def bounded(key: InstanceKey) -> Any:
-            async with asyncio.timeout(timeout_s):
-                return await work(key)
-
-        self._calls.begin(call, key, bounded, news=news, patient=patient)
-
     def state(self) -> ClusterState:
-        """The state that counts now, for the coordinator."""
+        """The state that counts now, for the coordinator and the supervision."""
         return self._ready_state()
 
     async def update(self, change: Callable[[ClusterState], Transition]) -> None:
-        """Applies `change` to the state that counts now, for the coordinator."""
+        """Applies `change` to the state that counts now, for the coordinator and the supervision."""
         await self._accept(change(self._ready_state()))
 
     async def _accept(self, transition: Transition) -> None:
@@ -515,9 +336,3 @@ class Controller:
     @property
     def _span(self) -> str:
         return f"controller:{self._started_s:.3f}"
-
-
-def _meaning(call: CallKind, result: object) -> Observation | None:
-    if call in (CallKind.DRAIN, CallKind.RETIRE):
-        return DrainEnded(complete=bool(result))
-    return Killed() if call is CallKind.KILL else None

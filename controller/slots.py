@@ -176,7 +176,7 @@ def _failed(
     slot: Slot, why: str, config: ControllerConfig, now_s: float, changes: list[EventDraft], *, lost: bool
 ) -> Slot:
     """Ends a life by a failure; every span that is open for it is closed."""
-    if slot.state is InstanceState.DRAINING:
+    if slot.state is InstanceState.DRAINING or slot.is_held:
         changes.append(EventDraft(kind=EventKind.INSTANCE_DRAIN_ERROR, span=span(slot.key), why=why))
     failures = slot.failures
     if slot.state is not InstanceState.STARTING and now_s - slot.since_s >= backoff_s(config, failures):

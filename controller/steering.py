@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +10,7 @@ from pengserve.controller.events import EventDraft
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete
 from pengserve.planners.judge.forecasts import Outcome
+from pengserve.planners.pinned import plan_pinned
 from pengserve.planners.selector import AT_REST, Action, Decision, Option, SelectorHistory, select
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import PlanError
@@ -105,13 +106,22 @@ class Steering:
             raise ValueError(f"{text} needs more than {len(ids)} instances")
         return LayoutTarget(groups=complete(groups, ids), strategy=SwitchStrategy(data["strategy"]))
 
-    def next_switch(self, snapshot: ClusterSnapshot) -> tuple[SwitchPlan | None, tuple[EventDraft, ...]]:
-        """The next switch to carry out, which breaks no law on `snapshot`, or None; and a new decision, for the log."""
+    def next_switch(
+        self, snapshot: ClusterSnapshot, leaving: Collection[InstanceId] = ()
+    ) -> tuple[SwitchPlan | None, tuple[EventDraft, ...]]:
+        """The next switch to carry out, which breaks no law on `snapshot`, or None; and a new decision, for the log.
+
+        Groups with `leaving` instances are dissolved first, and no other switch takes these along.
+        """
+        if leaving:
+            plan = _dissolution(snapshot, leaving)
+            if plan is not None and not check_switch(plan, snapshot):
+                return plan, ()
         strategy = self._target.strategy if self._target is not None else SwitchStrategy.CARRY
         merge, drop = self._config.merge, self._config.drop
         plan, self._history, decision = select(snapshot, merge, drop, self._history, strategy, self._config.judge)
         news = self._news(decision, snapshot.time_s)
-        if plan is None:
+        if plan is None or not set(plan.group.members).isdisjoint(leaving):
             return None, news
         violations = check_switch(plan, snapshot)
         if violations and violations != self._refused:
@@ -199,6 +209,14 @@ def _figures(ttft_s: float, tpot_s: float, queue: float, finished: float) -> dic
         "queue": round(queue, 1),
         "finished": round(finished, 1),
     }
+
+
+def _dissolution(snapshot: ClusterSnapshot, leaving: Collection[InstanceId]) -> SwitchPlan | None:
+    """The next switch after which these instances are alone; None where there is none, or it must wait."""
+    rest = [group for group in snapshot.layout.groups if not set(group.members).intersection(leaving)]
+    who = ", ".join(map(str, sorted(leaving)))
+    target = complete(rest, snapshot.ranks)
+    return plan_pinned(snapshot, target, SwitchStrategy.CARRY, f"instance {who} is being drained")
 
 
 def _wishes(demand: Demand) -> tuple[int, tuple[tuple[int, int], ...], int]:

@@ -173,6 +173,57 @@ _MEMORY = Row(
             queries=_per_instance("rate(pengserve_instance_preemptions_total{$where}[$__rate_interval])"),
         ),
         Panel(
+            title="KV on device and host",
+            unit="percentunit",
+            help="Instances with a host tier: memory that holds KV, over all of it.",
+            queries=(
+                Query(
+                    promql="max by (instance_id) (pengserve_instance_device_blocks_used{$where}"
+                    " / (pengserve_instance_device_blocks{$where} > 0))",
+                    legend="device {{instance_id}}",
+                ),
+                Query(
+                    promql="max by (instance_id) (pengserve_instance_host_blocks_used{$where}"
+                    " / (pengserve_instance_host_blocks{$where} > 0))",
+                    legend="host {{instance_id}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="KV copied between device and host",
+            unit="Bps",
+            help="none/reuse: KV that left the device without a copy, because the host had one.",
+            queries=(
+                Query(
+                    promql="sum by (direction, reason) (max by (instance_id, direction, reason)"
+                    " (rate(pengserve_instance_tier_bytes_total{$where}[$__rate_interval])))",
+                    legend="{{direction}} {{reason}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Waiting for copies",
+            unit="percentunit",
+            help="Share of the time in which layers of a step waited for their KV from the host.",
+            queries=_per_instance("rate(pengserve_instance_copy_wait_seconds_total{$where}[$__rate_interval])"),
+        ),
+        Panel(
+            title="Parked requests",
+            help="They wait with their KV kept until the device has room.",
+            queries=(
+                *_per_instance("pengserve_instance_requests_parked{$where}"),
+                Query(
+                    promql="sum(max by (instance_id) (rate(pengserve_instance_parks_total{$where}[$__rate_interval])))",
+                    legend="parked per second",
+                ),
+            ),
+        ),
+        Panel(
+            title="Prefix hits on the host",
+            unit="ops",
+            queries=_per_instance("rate(pengserve_instance_host_hit_tokens_total{$where}[$__rate_interval])"),
+        ),
+        Panel(
             title="KV usage as vLLM reports it",
             unit="percentunit",
             queries=(Query(promql="max by (engine) (vllm:kv_cache_usage_perc{$vllm})", legend="engine {{engine}}"),),

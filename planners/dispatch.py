@@ -162,14 +162,26 @@ def rank(candidate: Candidate, hit_tokens: int, *, is_priority: bool) -> tuple[f
 
 
 def expected_hits(
-    hits: Mapping[InstanceKey, int], session_at: InstanceKey | None, num_tokens: int
+    hits: Mapping[InstanceKey, int],
+    session_at: InstanceKey | None,
+    num_tokens: int,
+    home_tokens: Mapping[InstanceKey, int] = NO_HITS,
 ) -> Mapping[InstanceKey, int]:
-    """`hits` of a prompt of `num_tokens`, with what the instance that served its session last is taken to hold."""
-    if session_at is None or hits.get(session_at, 0) >= SESSION_SHARE * num_tokens:
-        return hits
-    return {**hits, session_at: int(SESSION_SHARE * num_tokens)}
+    """`hits` of a prompt of `num_tokens`, and what else may be there.
+
+    The instance that served its session last is taken to hold a share of it, and homes what `home_tokens` says, as far
+    as no instance is known to hold more.
+    """
+    most = max(hits.values(), default=0)
+    found = {**hits, **{key: count for key, count in home_tokens.items() if count > most}}
+    if session_at is not None:
+        found[session_at] = max(found.get(session_at, 0), int(SESSION_SHARE * num_tokens))
+    return found
 
 
 def reserve(candidate: Candidate) -> float:
-    """Load that a group with priority requests pretends to have: best effort comes there only to shorten a queue."""
-    return FULL if candidate.num_priority and candidate.degree > 1 else 0.0
+    """Pressure that a group with priority requests pretends to have: as much as an instance with a queue of its size.
+
+    So best effort comes there only where the others are full.
+    """
+    return candidate.weight * FULL if candidate.num_priority and candidate.degree > 1 else 0.0

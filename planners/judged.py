@@ -11,7 +11,7 @@ from pengserve.planners.judge.judge import JudgeHistory, Judgement, judge
 from pengserve.planners.judge.pricing import Priced
 from pengserve.planners.merge import LoadHistory, Proposal, propose
 from pengserve.planners.overload import DemandHistory, MemoryDemand, predict_demand
-from pengserve.planners.steps import is_backing_off, make_plan, next_step
+from pengserve.planners.steps import make_plan, next_step
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
@@ -50,8 +50,6 @@ def _decide(snapshot: ClusterSnapshot, instances: ReadyInstances, configs: Confi
     proposal = propose(snapshot, configs.merge, memory.load, is_judged=True)
     demand, demand_history = predict_demand(snapshot, configs.drop, memory.demand)
     memory = replace(memory, load=proposal.history, demand=demand_history)
-    if is_backing_off(snapshot):
-        return None, memory, AT_REST
     if proposal.plan is not None:  # wishes come one after another, as each changes what the next should be
         if any(plan.group.kind is GroupKind.TP for plan in snapshot.switching):
             return None, memory, AT_REST
@@ -66,6 +64,9 @@ def _decide(snapshot: ClusterSnapshot, instances: ReadyInstances, configs: Confi
     verdict = Verdict()
     if configs.drop.max_stages > 1 and configs.drop.is_auto:
         verdict = plan_drop(snapshot, demand, configs.drop, claimed=claimed)
+        # What switches under way lead to is not known yet.
+        short = tuple(group for group in verdict.short if snapshot.busy.isdisjoint(group.members))
+        verdict = replace(verdict, short=short)
     changes = tuple(_changes(snapshot, configs, proposal, demand, verdict, claimed))
     found = judge(snapshot, instances, changes, configs.judge, configs.drop, memory.judge, claimed)
     memory = replace(memory, judge=found.history)

@@ -24,7 +24,7 @@ import numpy as np
 from pengserve.planners.columns import group_table, ready_instances
 from pengserve.planners.load import OVERLOAD, ClusterView
 from pengserve.planners.projection import projected_loads
-from pengserve.planners.steps import can_split, is_backing_off, make_plan, next_step, split_first
+from pengserve.planners.steps import can_split, make_plan, next_step, split_first
 from pengserve.planners.types.config import MergeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
@@ -141,13 +141,12 @@ def propose(
     lasting_queues = (i for i, since_s in queues.items() if snapshot.time_s - since_s >= QUEUE_S)
     view = ClusterView.of(snapshot, config.busy_requests, lasting_queues)
     history = _observe(view, config, replace(history, queue_since_s=queues, seen_s=snapshot.time_s), is_judged)
-    claimed_before = {member: plan.group for plan in snapshot.switching for member in plan.group.members}
-    look = Look(view=view, config=config, history=history, claimed=claimed_before)
+    look = Look(view=view, config=config, history=history, claimed=snapshot.claims)
     step = _for_long_context(look) or _for_wishes(look)
     if step is None:
         step = _resume_paused(look) if is_judged else _for_load(look)
     history, claimed = look.history, frozenset(look.claimed)
-    if step is None or is_backing_off(snapshot):
+    if step is None:
         return Proposal(claimed=claimed, history=history, followed=history, look=look)
     strategy, why = SwitchStrategy(step.strategy), f"{step.reason}: {step.why}"
     plan = make_plan(snapshot, view.instances, step.group, step.is_merge, strategy, why)

@@ -5,7 +5,7 @@ from collections.abc import Collection
 from pengserve.planners.groups import complete
 from pengserve.planners.load import ClusterView
 from pengserve.planners.stages import nests
-from pengserve.planners.steps import can_merge, can_split, is_backing_off, make_plan, parts_of
+from pengserve.planners.steps import can_merge, can_split, make_plan, parts_of
 from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot
@@ -16,15 +16,13 @@ def plan_pinned(
 ) -> SwitchPlan | None:
     """The next switch on the way to `target`; None when there, or while each step must wait.
 
-    It has no member in common with those under way.
+    It has no member in common with those under way, or that were aborted a moment ago.
 
     What `target` does not name is alone. Groups end before others begin, but a pipeline that is wanted wider grows as
     it is, and one that is wanted narrower is cut. A split waits for a request that is too long for one instance, a
     restore also until the members have room for all that runs; a merge or drop for communicators and for paused
     requests to go on. Drops and restores always carry, also where `strategy` is another.
     """
-    if is_backing_off(snapshot):
-        return None
     view = ClusterView.of(snapshot, busy_requests=1)
     busy = snapshot.busy
     wanted = {group for group in target if group.kind is not GroupKind.DP}

@@ -14,8 +14,8 @@ While nothing can be predicted, since no request has come or no step was measure
 These have prices too, for people: seconds that requests stall, over all requests (`planners.prices`).
 
 Switches whose groups have no member in common are carried out side by side: a call plans what members of those under
-way have no part in. Merges and splits for wishes and long requests come one after another all the same, as each changes
-what the next should be.
+way, and of those that were aborted a moment ago, have no part in. Merges and splits for wishes and long requests come
+one after another all the same, as each changes what the next should be.
 """
 
 from dataclasses import dataclass, field, replace
@@ -35,7 +35,7 @@ from pengserve.planners.overload import DemandHistory, MemoryDemand, predict_dem
 from pengserve.planners.pinned import plan_pinned
 from pengserve.planners.prices import Prices, demands_over
 from pengserve.planners.restore import RestoreHistory, RestorePlan, plan_restore
-from pengserve.planners.steps import is_backing_off, make_plan
+from pengserve.planners.steps import make_plan
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
@@ -104,7 +104,7 @@ def _by_rules(
     if busy:  # what they lead to is not known yet
         verdict = replace(verdict, short=tuple(group for group in verdict.short if busy.isdisjoint(group.members)))
     restore, restore_history = plan_restore(snapshot, demand, drop, history.restore, claimed=proposal.claimed)
-    plan = None if is_backing_off(snapshot) else _first(snapshot, demand, proposal, verdict, restore)
+    plan = _first(snapshot, demand, proposal, verdict, restore)
     is_followed = plan is not None and plan is proposal.plan
     history = SelectorHistory(
         load=proposal.followed if is_followed else proposal.history,

@@ -11,8 +11,6 @@ from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot
 
-BACK_OFF_S = 1.0  # after a switch that was aborted
-
 
 def parts_of(group_of: Mapping[InstanceId, Group], group: Group) -> tuple[Group, ...]:
     """The groups that `group` can be formed of as they are: instances alone, and of a pipeline also narrower ones that
@@ -86,14 +84,6 @@ def next_step(view: ClusterView, goal: Group, may_split: Callable[[Group], bool]
         if may_split(group):
             return group, False
     return (goal, True) if not in_the_way and can_merge(view, goal) else None
-
-
-def is_backing_off(snapshot: ClusterSnapshot) -> bool:
-    """Whether the newest switch was aborted just now: the next one waits `BACK_OFF_S`."""
-    last = snapshot.last_switch
-    if last is None or last.phase != "aborted":
-        return False
-    return snapshot.time_s - (last.started_s + last.seconds) < BACK_OFF_S
 
 
 def make_plan(

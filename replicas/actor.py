@@ -13,10 +13,10 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.names import NAMESPACE, fingerprint_name
-from pengserve.planners.types.orders import Migrate
+from pengserve.planners.types.orders import RequestOrder
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot
-from pengserve.replicas.ending import LeaseWatch, answer_within
+from pengserve.replicas.ending import GentleEnd, LeaseWatch, answer_within
 from pengserve.replicas.instance import Instance
 from pengserve.replicas.lease import Lease
 
@@ -43,7 +43,9 @@ class InstanceActor:
             is_used=self._instance.is_used,
         )
         self._instance.start()
-        LeaseWatch(self._lease, self._instance, drain_timeout_s=config.drain_timeout_s, release=_release).start()
+        end = GentleEnd(self._instance, drain_timeout_s=config.drain_timeout_s, release=_release)
+        LeaseWatch(self._lease, end).start()
+        end.on_sigterm()  # in place of Ray's, which ends the process at once
 
     # Each call carries the term of its controller (`controller/terms.py`); orders of an older one raise FenceError.
 
@@ -87,7 +89,7 @@ class InstanceActor:
         self._obey(term)
         self._instance.abort(plan_id)
 
-    def order(self, orders: Sequence[Migrate], term: int = 0) -> None:
+    def order(self, orders: Sequence[RequestOrder], term: int = 0) -> None:
         """Takes orders about requests; returns at once."""
         self._obey(term)
         self._instance.order(orders)

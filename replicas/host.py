@@ -3,7 +3,7 @@
     python -m pengserve.replicas.host --config CONFIG.json [--instance-id 0] [--incarnation 0] [--control]
 
 CONFIG.json holds the fields of `InstanceConfig`. One JSON line on standard output says when it is ready, with its
-endpoint; SIGTERM drains and stops it.
+endpoint. SIGTERM and SIGINT make it leave: its requests move, end, or are sent again elsewhere, and the process ends.
 
 With --control a controller's calls come as JSON lines on standard input from the start on, and nothing is announced:
 
@@ -20,6 +20,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,8 +31,9 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import PengServeError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
-from pengserve.planners.types.orders import Migrate
+from pengserve.planners.types.orders import Migrate, Park, Place, Resume
 from pengserve.planners.types.plans import SwitchPlan
+from pengserve.replicas.ending import LINGER_S
 from pengserve.replicas.environment import process_environment
 from pengserve.replicas.instance import Instance, require_ready
 
@@ -96,6 +98,12 @@ class ControlLines:
             return self._instance.abort(str(args["plan_id"]))
         if name == "order":
             return self._instance.order([from_data(Migrate, order) for order in args["orders"]])
+        if name == "park":
+            return self._instance.order([from_data(Park, order) for order in args["orders"]])
+        if name == "resume":
+            return self._instance.order([from_data(Resume, order) for order in args["orders"]])
+        if name == "place":
+            return self._instance.order([from_data(Place, order) for order in args["orders"]])
         if name == "check":
             return self._instance.check()
         if name == "stop":
@@ -130,9 +138,14 @@ def main() -> int:
     os.dup2(2, 1)
     key = InstanceKey(instance_id=InstanceId(arguments.instance_id), incarnation=arguments.incarnation)
     instance = Instance(config, key)
-    ended = threading.Event()
+    ended, told = threading.Event(), threading.Event()
+
+    def leave(*_: object) -> None:
+        told.set()
+        ended.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: ended.set())
+        signal.signal(number, leave)
     instance.start()
     try:
         if arguments.control:
@@ -144,8 +157,10 @@ def main() -> int:
             announcement.write(json.dumps(to_data(instance.status())) + "\n")
             announcement.flush()
         ended.wait()
-        if not arguments.control:
-            instance.drain(config.drain_timeout_s)
+        if told.is_set():
+            instance.leave(config.drain_timeout_s)
+            if arguments.control:
+                time.sleep(LINGER_S)
     except PengServeError as error:
         sys.stderr.write(f"{error}\n")
         return 1

@@ -17,13 +17,14 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, LinkLostError, PengServeError, StepError, one_line
 from pengserve.planners.types.ids import Epoch, InstanceKey
-from pengserve.planners.types.orders import Migrate
+from pengserve.planners.types.orders import Migrate, Park, Place, RequestOrder, Resume
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, InstanceStats
 from pengserve.replicas.channel.frames import Buffer, Frame, FrameKind
 from pengserve.replicas.channel.server import ChannelServer
 from pengserve.replicas.failures import describe_failure
 from pengserve.replicas.open_requests import OpenRequests
+from pengserve.replicas.parking import ParkOrders
 from pengserve.replicas.revisions import Revisions
 from pengserve.replicas.step_loop import StepLoop
 from pengserve.replicas.step_watch import StepWatch
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETIRE_POLL_S = 0.2
+SEND_AGAIN_S = 5.0  # before an instance that leaves has to be empty: what is still here is sent again elsewhere
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -67,6 +69,7 @@ class Instance:
         self._failure = ""
         self._stats = InstanceStats()
         self._revisions = Revisions()
+        self._park_orders = ParkOrders(key)
         self.terms = TermFence()  # of the controllers that call
         self._lanes: Lanes | None = None
         self._agent: Agent | None = None  # where elasticity is on
@@ -140,6 +143,34 @@ class Instance:
         self._loop.submit(self._note_idle)
         return self._idle.wait(timeout_s)
 
+    def leave(self, timeout_s: float) -> bool:
+        """Empties this instance, because its process must end; waits until nothing is here, or for `timeout_s`.
+
+        The controller sees that it is DRAINING, takes its route away, and says where its requests may go with their
+        KV. What has not moved or ended shortly before the end is sent again elsewhere, from its tokens.
+        """
+        if self._state in (InstanceState.STARTING, InstanceState.DEAD):
+            return True
+        if self._migrations is not None:
+            self._loop.submit(self._migrations.begin_leaving)
+        grace_s = min(SEND_AGAIN_S, timeout_s / 2)
+        if self.drain(timeout_s - grace_s):
+            return True
+        logger.warning("instance %s: what is here is sent again elsewhere", self.key)
+        self._loop.submit(self._send_all_again)
+        return self._idle.wait(grace_s)
+
+    def _send_all_again(self) -> None:
+        """In the step thread."""
+        assert self._lanes is not None
+        if self._migrations is not None:
+            self._migrations.give_way()
+        ids = self._requests.ids()
+        self._lanes.abort(ids)
+        self._gate.forget(ids)
+        self._requests.moved(ids, None, carried=False)
+        self._shape_changed()
+
     def retire(self, timeout_s: float) -> bool:
         """Waits until every ingress has left and nothing runs here; True when nothing runs, also at the time-out.
 
@@ -189,16 +220,28 @@ class Instance:
         if self._agent is not None:
             self._agent.abort(plan_id)
 
-    def order(self, orders: Sequence[Migrate]) -> None:
+    def order(self, orders: Sequence[RequestOrder]) -> None:
         """Takes orders about requests; returns at once. One that was taken before is left alone.
 
         Raises:
             FenceError: one is for another life.
-            StepError: this instance has no connections to others.
+            StepError: this instance has no connections to others, or no host tier, and an order needs it.
         """
-        if self._migrations is None:
+        moves = [order for order in orders if isinstance(order, Migrate)]
+        parks = [order for order in orders if not isinstance(order, Migrate)]
+        if moves and self._migrations is None:
             raise StepError(f"instance {self.key} has no peers to send requests to; set shape.degrees to connect them")
-        self._migrations.order(orders)
+        if parks:
+            self._park(parks)
+        if moves and self._migrations is not None:
+            self._migrations.order(moves)
+
+    def _park(self, orders: Sequence[Park | Resume | Place]) -> None:
+        residency = self._lanes.dp.residency if self._lanes is not None else None
+        if residency is None:
+            raise StepError(f"instance {self.key} has no host tier to park requests in; set memory.host_bytes")
+        self._park_orders.require_own(orders)
+        self._loop.submit(lambda: self._park_orders.take(orders, residency))
 
     def check(self, timeout_s: float = 10.0) -> tuple[str, ...]:
         """Laws of memory that are broken here, as sentences; empty when all hold. Taken between two steps."""
@@ -259,7 +302,7 @@ class Instance:
             on_changed=self._shape_changed,
         )
         self._migrations = Migrations(agent.member, self._loop.submit, lambda: agent.is_switching, self._shape_changed)
-        agent.before_switch = self._migrations.give_way
+        agent.before_switch, agent.before_break = self._migrations.give_way, self._migrations.break_off
         return agent
 
     def _ready(self, lanes: "Lanes") -> None:

@@ -36,6 +36,11 @@ class OpenRequests:
             for request_id in request_ids:
                 mine.pop(request_id, None)
 
+    def ids(self) -> list[str]:
+        """Of all requests."""
+        with self._lock:
+            return [request_id for mine in self._requests.values() for request_id in mine]
+
     def remove_client(self, client_index: int) -> list[str]:
         """A client is gone; the ids of its requests."""
         with self._lock:

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 from zlib import crc32
 
-from pengserve.planners.dispatch import Candidate, DispatchOptions
-from pengserve.planners.prefix_index import PrefixIndex
+from pengserve.planners.dispatch import Candidate, DispatchOptions, expected_hits
+from pengserve.planners.prefix_index import PrefixIndex, homes
 from pengserve.planners.route_index import RouteIndex
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.simulator.engine.cluster import SimCluster
@@ -89,7 +89,12 @@ class SimDispatcher:
         if not self._prefixes or not arrival.prefix_ids:
             return {}
         found = self._index_of(request).hits(arrival.prefix_ids)
-        return {key: count * arrival.prefix_block for key, count in found.items()}
+        hits = {key: count * arrival.prefix_block for key, count in found.items()}
+        if len(self._prefixes) == 1:
+            return hits
+        at_home = homes(arrival.prefix_ids, [key for key in self._routes if key in self._index])
+        home_tokens = {key: count * arrival.prefix_block for key, count in at_home.items()}
+        return expected_hits(hits, None, request.num_tokens, home_tokens)
 
     def sent(self, request: LiveRequest, key: InstanceKey) -> None:
         """A request went to `key`."""

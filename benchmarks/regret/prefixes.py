@@ -58,7 +58,7 @@ def measure(
         {
             "name": f"mooncake-{dispatch}",
             "seed": SEED,
-            "cluster": {**cluster, "prefix_caching": True, "ingresses": num_ingresses},
+            "cluster": {**cluster, "prefix_caching": True, "block_size": 64, "ingresses": num_ingresses},
             "scheduler": "vllm",
             "policy": {"name": "vllm_dp", "options": {"dispatch": dispatch}},
         }

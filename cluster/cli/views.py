@@ -20,7 +20,7 @@ from pengserve.cluster.cli.shape_views import (
     role,
     switch_line,
 )
-from pengserve.cluster.memory_parts import leader_of, memory_parts
+from pengserve.cluster.memory_parts import host_parts, leader_of, memory_parts
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState
@@ -200,6 +200,7 @@ def _totals(snapshot: ClusterSnapshot, rates: Sequence[Rates]) -> Text:
         f"{f' (predicted {predicted:.0%})' if predicted else ''}"
         f"   preempted {sum(s.total_preemptions for s in stats)}   resumed {sum(s.total_resumed for s in stats)}"
         + (f"   paused {paused}" if (paused := sum(s.num_paused for s in stats)) else "")
+        + (f"   parked {parked}" if (parked := sum(s.num_parked for s in stats)) else "")
     )
 
 
@@ -233,4 +234,9 @@ def _memory_bar(instance: InstanceSnapshot, leader: InstanceSnapshot) -> Text:
     weight_bytes, kv_bytes, used_bytes = memory_parts(instance, leader)
     whole = max(weight_bytes + kv_bytes, 1)
     text = bar([(weight_bytes / whole, "█", "blue"), (used_bytes / whole, "▓", "green")])
-    return text.append(f" {format_bytes(weight_bytes)} + {format_bytes(kv_bytes)}")
+    text.append(f" {format_bytes(weight_bytes)} + {format_bytes(kv_bytes)}")
+    host_bytes, host_used, host_tokens = host_parts(instance)
+    if host_bytes:
+        text.append_text(bar([(host_used / host_bytes, "▓", "green")]))
+        text.append(f" host {format_bytes(host_bytes)}, {host_tokens:,} tokens")
+    return text

@@ -79,6 +79,7 @@ class IngressRuntime:
             lambda: self.client.model_config.max_model_len,
             is_superseded=lambda: self.watcher.is_superseded,
             is_only_ingress=config.num_ingresses == 1,
+            secret=config.instance.channel_token,
         )
         self.demand = DemandReporter(self.book, source, client_id)
         self.client.use_book(self.book)

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from time import monotonic
 
 from pengserve.cluster.ingress.prefixes import Prefixes
 from pengserve.cluster.ingress.record import RequestRecord
@@ -35,11 +34,10 @@ class _Unseen:
 class Dispatcher:
     """Picks the link for a request by what the instances are and hold."""
 
-    def __init__(self, clock: Callable[[], float] = monotonic, max_prefix_entries: int = 0) -> None:
-        """`max_prefix_entries`: granules of prompts that are remembered; 0: prefixes and sessions count for nothing."""
+    def __init__(self, clock: Callable[[], float], prefixes: Prefixes) -> None:
         self._clock = clock
         self._unseen: dict[InstanceKey, _Unseen] = {}
-        self._prefixes = Prefixes(max_prefix_entries)
+        self._prefixes = prefixes
 
     def choose(
         self,
@@ -56,7 +54,8 @@ class Dispatcher:
         candidates = [
             self._candidate(link, now_s, num_priority.get(link.key, 0)) for link in links if not link.stats.is_follower
         ]
-        key = choose(candidates, record.num_tokens, options, self._prefixes.expected(record))
+        expected = self._prefixes.expected(record, [candidate.key for candidate in candidates])
+        key = choose(candidates, record.num_tokens, options, expected)
         return next((link for link in links if link.key == key), None)
 
     def max_tokens(self, link: InstanceLink) -> int:
@@ -68,7 +67,7 @@ class Dispatcher:
 
     def hit_tokens(self, link: InstanceLink, record: RequestRecord) -> int:
         """Tokens of the request's prompt that are probably in the prefix cache of the link's instance."""
-        return self._prefixes.hits(record).get(link.key, 0)
+        return self._prefixes.hit_tokens(record, link.key)
 
     def sent(self, link: InstanceLink, record: RequestRecord, hit_tokens: int) -> None:
         """A request went out over `link`, to where so many tokens of it probably are."""

@@ -27,16 +27,16 @@ that one up.
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from time import monotonic
 
 import msgspec
 
 from pengserve.cluster.ingress.config import LimitConfig
-from pengserve.cluster.ingress.dispatcher import Dispatcher
 from pengserve.cluster.ingress.moves import Orphans, RequestMove, Stash
+from pengserve.cluster.ingress.placing import Placing
+from pengserve.cluster.ingress.prefixes import Prefixes
 from pengserve.cluster.ingress.quarantine import PoisonousRequestError, Quarantine
 from pengserve.cluster.ingress.record import Links, RecordEvents, RequestRecord
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
@@ -49,7 +49,6 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
     GenerationError,
     RetryableRequestError,
 )
-from pengserve.planners.dispatch import DispatchOptions
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import Demand
@@ -76,21 +75,23 @@ class RequestBook:
         is_superseded: Callable[[], bool] = lambda: False,
         *,
         is_only_ingress: bool = True,
+        secret: str = "",
     ) -> None:
         """
         Args:
             max_model_len: tokens that the widest group this cluster can form holds for one request.
             is_superseded: whether another configuration has taken over, so that no instance will come any more.
             is_only_ingress: whether no other ingress sends requests to these instances.
+            secret: the cluster's own, with which prompts are hashed.
         """
         self._is_superseded = is_superseded
         self._events, self._limits, self._links, self._max_model_len = Told(events), limits, links, max_model_len
         self._clock = clock
-        self._dispatcher = Dispatcher(clock, limits.max_prefix_entries)
         self._records: dict[str, RequestRecord] = {}  # by request id
         self._copies: dict[str, RequestRecord] = {}  # by wire id; only those on a link
-        self._urgent: set[RequestRecord] = set()
         self._trials = Trials(limits.max_deaths_alone, is_only_ingress=is_only_ingress)
+        prefixes = Prefixes(limits.max_prefix_entries, secret, is_only_ingress=is_only_ingress)
+        self._placing = Placing(limits, links, self._trials, max_model_len, clock, prefixes)
         self._quarantine = Quarantine(clock)
         self._waiting: deque[RequestRecord] = deque()
         self._orphans = Orphans()
@@ -112,7 +113,7 @@ class RequestBook:
         record = RequestRecord(request, options, created_s=self._clock())
         self._records[request.request_id] = record
         if record.is_urgent:
-            self._urgent.add(record)
+            self._placing.urgent.add(record)
         self.used.set()
         self._place_or_wait(record, first=False)
 
@@ -187,11 +188,11 @@ class RequestBook:
             record = self._records.pop(request_id, None)
             if record is None:
                 continue
-            self._urgent.discard(record)
+            self._placing.urgent.discard(record)
             self._events.on_ended(record, finish)
             if record.link is None:
                 continue
-            self._dispatcher.ended(record)
+            self._placing.ended(record)
             self._trials.leave(record)
             del self._copies[record.wire_id]
             for link in (record.link, *(record.stash or ())):
@@ -204,7 +205,7 @@ class RequestBook:
 
         `is_death` is False where the instance left as it was told to.
         """
-        self._dispatcher.forget(link.key)
+        self._placing.forget(link.key)
         self._orphans.forget(link)
         self._num_losses += 1
         self._lost_at.pop(link.key, None)
@@ -233,19 +234,7 @@ class RequestBook:
 
     def demand(self) -> Demand:
         """What the requests in flight want, for the planners."""
-        records = self._records.values()
-        limit = self._max_model_len()
-        held = max((self._dispatcher.max_tokens(link) for link in self._links.ready()), default=0)
-        waiting = [record for record in records if record.link is None]
-        longest = max((record.total_tokens(limit) for record in waiting), default=0)
-        wanted = Counter(record.options.degree for record in records if record.options.degree is not None)
-        return Demand(
-            num_running=len(records) - len(waiting),
-            num_waiting=len(waiting),
-            longest_waiting_tokens=longest if longest > held else 0,
-            wanted_degrees=tuple(sorted(wanted.items())),
-            num_priority=len(self._urgent),
-        )
+        return self._placing.demand(self._records.values())
 
     def wake(self) -> None:
         """An instance may have become ready, or changed its shape."""
@@ -400,7 +389,7 @@ class RequestBook:
         else:
             if record in self._trials:
                 self._acquit(record)
-            self._dispatcher.ended(record)
+            self._placing.ended(record)
             self._forget(record, str(output.finish_reason))
 
     # Placing ---------------------------------------------------------------------------------------------------
@@ -428,7 +417,7 @@ class RequestBook:
     ) -> bool:
         """Sends `record` to the best instance; False where none takes it now. A failed record counts as placed."""
         while True:
-            link = self._choose(record, to, avoid)
+            link = self._placing.choose(record, to=to, avoid=avoid)
             if link is None:
                 return False
             try:
@@ -441,22 +430,6 @@ class RequestBook:
                 self._fail(record, GenerationError())
             return True
 
-    def _choose(self, record: RequestRecord, to: InstanceKey | None, avoid: InstanceLink | None) -> InstanceLink | None:
-        total_tokens = record.total_tokens(self._max_model_len())
-        named = self._links.find(to) if to is not None else None
-        if named is not None and not record.is_suspect and self._dispatcher.max_tokens(named) >= total_tokens:
-            return named
-        links = self._trials.open_links(record, [link for link in self._links.ready() if link is not avoid])
-        options = DispatchOptions(degree=record.options.degree, total_tokens=total_tokens, is_priority=record.is_urgent)
-        num_priority = Counter(urgent.link.key for urgent in self._urgent if urgent.link is not None)
-        link = self._dispatcher.choose(links, record, options, num_priority)
-        # A wish is worth a wait, for the controller to form the group; but it never fails a request.
-        is_patient = self._clock() - record.created_s < self._limits.parallelism_wait_s
-        if link is None and options.degree is not None and not is_patient:
-            options = replace(options, degree=None)
-            link = self._dispatcher.choose(links, record, options, num_priority)
-        return link
-
     def _send(self, record: RequestRecord, link: InstanceLink) -> None:
         """Sends a new copy.
 
@@ -464,7 +437,7 @@ class RequestBook:
             LinkLostError: the instance is gone.
         """
         request = record.next_copy()
-        hit_tokens = self._dispatcher.hit_tokens(link, record)
+        hit_tokens = self._placing.hit_tokens(link, record)
         link.add(
             request,
             record.output_token_ids,
@@ -475,7 +448,7 @@ class RequestBook:
         record.sent_s, record.num_tokens_when_sent = self._clock(), len(record.output_token_ids)
         self._copies[record.wire_id] = record
         self._trials.begin(record)
-        self._dispatcher.sent(link, record, hit_tokens)
+        self._placing.sent(record, link, hit_tokens)
         self._events.on_dispatched(link.key, len(record.output_token_ids) if record.is_resumed else None)
         record.is_resumed = False
 
@@ -519,6 +492,6 @@ class RequestBook:
         """It ended; copies it may have left behind are orphans."""
         if self._records.pop(record.request.request_id, None) is not None:
             self._events.on_ended(record, finish)
-        self._urgent.discard(record)
+        self._placing.urgent.discard(record)
         if record.link is not None:
             self._drop_copy(record)

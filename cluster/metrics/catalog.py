@@ -220,6 +220,60 @@ KV_BLOCKS_USED = _gauge(
 KV_BLOCKS = _gauge(
     "pengserve_instance_kv_blocks", _MEMORY, "blocks", "KV blocks the instance has in all.", "instance_id"
 )
+DEVICE_BLOCKS = _gauge(
+    "pengserve_instance_device_blocks",
+    _MEMORY,
+    "blocks",
+    "KV blocks that the device holds in all layers, where the instance has a host tier; else 0.",
+    "instance_id",
+)
+DEVICE_BLOCKS_USED = _gauge(
+    "pengserve_instance_device_blocks_used",
+    _MEMORY,
+    "blocks",
+    "Of those, the ones whose memory holds KV.",
+    "instance_id",
+)
+HOST_BLOCKS = _gauge(
+    "pengserve_instance_host_blocks", _MEMORY, "blocks", "KV blocks that the host tier holds in all.", "instance_id"
+)
+HOST_BLOCKS_USED = _gauge(
+    "pengserve_instance_host_blocks_used", _MEMORY, "blocks", "Of those, the ones that hold KV.", "instance_id"
+)
+REQUESTS_PARKED = _gauge(
+    "pengserve_instance_requests_parked",
+    _MEMORY,
+    "requests",
+    "Requests that wait with their KV kept until the device has room.",
+    "instance_id",
+)
+PARKS = _counter(
+    "pengserve_instance_parks_total", _MEMORY, "requests", "Times that a request was parked.", "instance_id"
+)
+HOST_HITS = _counter(
+    "pengserve_instance_host_hit_tokens_total",
+    _MEMORY,
+    "tokens",
+    "Prompt tokens found in the prefix cache whose KV was on the host.",
+    "instance_id",
+)
+TIER_BYTES = _counter(
+    "pengserve_instance_tier_bytes_total",
+    _MEMORY,
+    "bytes",
+    "KV copied between device and host: to_device (stage: a step waits, bring: beside the steps), to_host (evict: its"
+    " place is needed, behind: before it is), or none (reuse: the host had a copy).",
+    "instance_id",
+    "direction",
+    "reason",
+)
+COPY_WAIT_SECONDS = _counter(
+    "pengserve_instance_copy_wait_seconds_total",
+    _MEMORY,
+    "seconds",
+    "Time that layers of a step waited for their KV from the host.",
+    "instance_id",
+)
 KV_BYTES = _gauge(
     "pengserve_instance_kv_bytes", _MEMORY, "bytes", "Size of the instance's KV cache over all layers.", "instance_id"
 )
@@ -233,8 +287,7 @@ VIRTUAL_KV_LOAD = _gauge(
     "pengserve_virtual_kv_load",
     _MEMORY,
     "ratio",
-    "Resident KV blocks plus those its queue will need, over all its blocks. Above 1 it is overloaded. "
-    "The dispatcher picks the instance with the least.",
+    "Resident KV blocks plus those its queue will need, over all its blocks. Above 1 it is overloaded.",
     "instance_id",
 )
 PREFIX_QUERIES = _counter(

@@ -28,6 +28,23 @@ _TOTALS: tuple[tuple[MetricSpec, str], ...] = (
     (catalog.PREFIX_PREDICTED, "total_prefix_predicted"),
     (catalog.STAGE_BUSY_SECONDS, "total_stage_busy_s"),
     (catalog.STAGE_IDLE_SECONDS, "total_stage_idle_s"),
+    (catalog.PARKS, "total_parked"),
+    (catalog.HOST_HITS, "total_host_hits"),
+    (catalog.COPY_WAIT_SECONDS, "total_copy_wait_s"),
+)
+_TIER_BYTES: tuple[tuple[str, str, str], ...] = (  # direction, reason, field
+    ("to_device", "stage", "total_staged_bytes"),
+    ("to_device", "bring", "total_brought_bytes"),
+    ("to_host", "evict", "total_evicted_bytes"),
+    ("to_host", "behind", "total_behind_bytes"),
+    ("none", "reuse", "total_reused_bytes"),
+)
+_TIER_GAUGES: tuple[tuple[MetricSpec, str], ...] = (
+    (catalog.DEVICE_BLOCKS, "device_blocks"),
+    (catalog.DEVICE_BLOCKS_USED, "device_blocks_used"),
+    (catalog.HOST_BLOCKS, "host_blocks"),
+    (catalog.HOST_BLOCKS_USED, "host_blocks_used"),
+    (catalog.REQUESTS_PARKED, "num_parked"),
 )
 
 
@@ -132,7 +149,13 @@ class ClusterValues:
             metrics.gauge(catalog.KV_BLOCKS, instance_id=slot).set(num_blocks)
             load = (stats.kv_blocks_used + blocks_for(stats.queued_tokens, block_size)) / max(num_blocks, 1)
             metrics.gauge(catalog.VIRTUAL_KV_LOAD, instance_id=slot).set(load)
+        for spec, field in _TIER_GAUGES:
+            metrics.gauge(spec, instance_id=slot).set(getattr(stats, field))
         before = self._counted.get(key, InstanceStats())
+        for direction, reason, field in _TIER_BYTES:
+            grown = getattr(stats, field) - getattr(before, field)
+            if grown > 0:
+                metrics.counter(catalog.TIER_BYTES, instance_id=slot, direction=direction, reason=reason).inc(grown)
         for spec, field in _TOTALS:
             grown = getattr(stats, field) - getattr(before, field)
             if grown > 0:

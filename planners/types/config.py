@@ -56,6 +56,9 @@ class InstanceConfig:
     max_in_flight: int = 0  # microbatches of a pipeline; 0: one a stage, fewer where instances share processors
     memory_bytes: int = 0  # for weights and KV together; 0: weights as they are, and KV as the engine's flags say
     chunk_bytes: int = 2 << 20  # unit in which the arena moves memory between weights and KV
+    host_bytes: int = 0  # of the host tier of KV; 0: none, -1: a share of the node's free memory
+    link_bytes_per_s: float = 0.0  # between device and host, emulated: copies take at least as long; 0: as they are
+    host_file: str = ""  # a file that holds the host tier instead of memory
     peer_timeout_s: float = 5.0  # a collective or a peer's answer; then the group counts as broken
     lease_s: float = 30.0  # without a word from a controller for so long, the instance asks whether its app is gone
     drain_timeout_s: float = 60.0

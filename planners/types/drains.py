@@ -9,6 +9,7 @@ from pengserve.planners.types.ids import InstanceKey
 class DrainPhase(StrEnum):
     """How far a drain is."""
 
+    LEAVING = "leaving"  # it is a member of a group, which serves on until a switch has dissolved it
     MOVING = "moving"  # running requests move to other instances, or end
     ENDING = "ending"  # nothing runs there any more, and its process is being ended
     DONE = "done"  # its process has ended; the slot stays empty until `undrain`

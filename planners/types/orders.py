@@ -22,3 +22,40 @@ class Migrate:
     empties: bool = False
     # What cannot move with its KV, for its kind or for want of room, is sent again from its tokens.
     must_leave: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Park:
+    """Running requests of `instance` leave its batch with their KV, until `Resume`. Needs a host tier there.
+
+    Requests that do not run there are left alone.
+    """
+
+    order_id: str
+    instance: InstanceKey
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resume:
+    """Requests that `Park` took out of the batch of `instance` go on, without computing anything again."""
+
+    order_id: str
+    instance: InstanceKey
+    request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Full blocks of a request of `instance` are on the host alone in these layers, and on the device in all others.
+
+    A step that reads them has them copied ahead of the computation (OrbitFlow section 3.2: every d-th layer).
+    """
+
+    order_id: str
+    instance: InstanceKey
+    request_id: str
+    layers: tuple[int, ...]  # none: all on the device
+
+
+RequestOrder = Migrate | Park | Resume | Place

@@ -62,7 +62,8 @@ class InstanceStats:
     total_prefix_queries: int = 0  # tokens looked up in the prefix cache
     total_prefix_hits: int = 0  # tokens found there
     total_resumed: int = 0  # requests taken over from a lost instance
-    total_migrated: int = 0  # requests that left for another instance with their KV, while both served
+    total_migrated: int = 0  # requests that left for another instance with their KV, while both served,
+    total_migrated_bytes: int = 0  # ... and that KV
     total_requests: int = 0  # requests that came, without those that had begun elsewhere
     total_request_tokens: int = 0  # ... and the tokens of their prompts
     total_finished: int = 0  # requests that ended here
@@ -85,6 +86,20 @@ class InstanceStats:
     num_paused: int = 0  # requests that wait in a lane that is not stepped (hard preemption)
     total_stage_busy_s: float = 0.0  # that its stages of pipelines computed
     total_stage_idle_s: float = 0.0  # ... and stood idle between microbatches while the pipeline had work
+    # A host tier of KV: zeros where the instance has none.
+    num_parked: int = 0  # of `num_waiting`: they have left the batch with their KV kept, until the device has room
+    device_blocks: int = 0  # blocks that the device holds in all layers; `kv_blocks_total` is of both tiers
+    device_blocks_used: int = 0
+    host_blocks: int = 0
+    host_blocks_used: int = 0
+    total_parked: int = 0
+    total_host_hits: int = 0  # of `total_prefix_hits`, tokens whose KV was on the host
+    total_staged_bytes: int = 0  # copied to the device for a step that waited for them
+    total_brought_bytes: int = 0  # ... beside the steps, for requests that came back
+    total_evicted_bytes: int = 0  # copied to the host because their place was needed
+    total_behind_bytes: int = 0  # ... before it was
+    total_reused_bytes: int = 0  # left the device without a copy, as the host had one
+    total_copy_wait_s: float = 0.0  # that layers waited for their copies
     # Of the step or command under way, in heartbeats and answers alone; 0 while the step loop comes on.
     step_age_s: float = 0.0
     step_limit_s: float = 0.0  # the age beyond which the instance gives up
@@ -233,6 +248,7 @@ class ClusterSnapshot:
     layout_since_s: float = 0.0  # seconds since the Unix epoch; when the layout last changed
     last_switch: SwitchRecord | None = None  # that has begun, gone on or ended most recently
     switching: tuple[SwitchPlan, ...] = ()  # under way; no two have a member in common
+    resting: tuple[SwitchPlan, ...] = ()  # that were aborted a moment ago: their members wait for the next try
 
     @property
     def epoch(self) -> Epoch:
@@ -241,8 +257,13 @@ class ClusterSnapshot:
 
     @property
     def busy(self) -> frozenset[InstanceId]:
-        """Members of the switches under way: no other switch may have them."""
-        return frozenset(member for plan in self.switching for member in plan.group.members)
+        """Members of the switches under way, and of those that rest: no other switch may have them now."""
+        return frozenset(self.claims)
+
+    @property
+    def claims(self) -> dict[InstanceId, Group]:
+        """The group of each of these switches, by member."""
+        return {member: plan.group for plan in (*self.resting, *self.switching) for member in plan.group.members}
 
     def instance(self, instance_id: InstanceId) -> InstanceSnapshot | None:
         """The instance that fills the slot now, or None."""

@@ -71,6 +71,11 @@ class Communicator(ABC):
     def abort(self) -> None:
         """Breaks the group; a thread that waits in a call raises. From any thread; idempotent, never raises."""
 
+    def require_whole(self, what: str = "a call") -> None:
+        """Raises EngineError where the group is broken: what its calls have left on the device is not to be used."""
+        if self.is_broken:
+            raise self._broken(what, "it was aborted, or an earlier call failed")
+
     def _broken(self, what: str, error: BaseException | str) -> EngineError:
         return EngineError(f"{what} of group {self.name} failed ({error}); split the group or build it anew")
 

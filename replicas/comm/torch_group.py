@@ -1,9 +1,10 @@
 """Collectives over a torch process group: NCCL on CUDA, and gloo for comparison on CPU.
 
-The CUDA path is written and has not run: no CUDA path has run on a GPU yet, and this one needs two.
+The calls of NCCL have run over a fake that keeps its rules (`tests/replicas/comm/fake_nccl.py`), and on no GPU yet.
 """
 
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,6 +14,13 @@ import torch.distributed as dist
 
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.comm.communicator import Communicator, Move, copy_back, move_buffers
+
+# Torch watches NCCL's calls by threads of its own. By default these end the process of a member whose peer has died.
+_WATCHDOG = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2",  # CleanUpOnly: a call that fails aborts its group, and nothing else
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # nothing ends the process where a watchdog is slow
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 
 
 def gloo_group(store: dist.Store, rank: int, size: int, device: Any, timeout_s: float) -> Any:
@@ -30,7 +38,9 @@ def gloo_device(host: str) -> Any:
 
 
 def nccl_group(store: dist.Store, rank: int, size: int, device: torch.device, timeout_s: float) -> Any:
-    """An NCCL process group outside any world, connected at once rather than at the first call. Untested."""
+    """An NCCL process group outside any world, connected at once rather than at the first call."""
+    for name, value in _WATCHDOG.items():
+        os.environ.setdefault(name, value)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout_s)
     options.config.blocking = 0  # so that `abort` can end a call that waits for a dead peer
@@ -99,15 +109,18 @@ class TorchCommunicator(Communicator):
         outgoing, incoming = move_buffers(moves, self.rank)
 
         def post(group: Any) -> list[Any]:
-            is_nccl = isinstance(group, getattr(dist, "ProcessGroupNCCL", ()))
-            if is_nccl:
-                group._start_coalescing(outgoing[0].tensor.device if outgoing else incoming[0].tensor.device)
             works = [group.recv([move.tensor], move.src, 0) for move in incoming]
-            works += [group.send([move.tensor], move.dst, 0) for move in outgoing]
-            return [group._end_coalescing(works[0].device)] if is_nccl else works
+            return works + [group.send([move.tensor], move.dst, 0) for move in outgoing]
+
+        def post_at_once(group: Any) -> list[Any]:
+            device = (outgoing or incoming)[0].tensor.device
+            group._start_coalescing(device)
+            post(group)
+            return [group._end_coalescing(device)]
 
         if outgoing or incoming:
-            self._run("exchange", post)
+            is_nccl = isinstance(self.process_group, getattr(dist, "ProcessGroupNCCL", ()))
+            self._run("exchange", post_at_once if is_nccl else post)
             copy_back(moves, incoming, self.rank)
 
     def abort(self) -> None:
@@ -116,11 +129,11 @@ class TorchCommunicator(Communicator):
             self.process_group.abort()
 
     def _run(self, what: str, post: Callable[[Any], list[Any]]) -> None:
-        if self._is_broken:
-            raise self._broken(what, "it was aborted, or an earlier call failed")
+        self.require_whole(what)
         try:
             for work in post(self.process_group):
                 work.wait()
         except RuntimeError as error:
             self.abort()
             raise self._broken(what, error) from error
+        self.require_whole(what)  # NCCL raises nothing for a peer that is gone: its kernels end when the group does

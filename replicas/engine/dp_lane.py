@@ -6,18 +6,23 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import ConfigError, EngineError, UnsupportedShapeError
-from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 from pengserve.replicas.engine.base_memory import OPTIONS, BaseMemory, MemoryOptions
 from pengserve.replicas.engine.grammar_budget import bound_grammars
 from pengserve.replicas.engine.grammars import explaining_rejections, guide_config
-from pengserve.replicas.engine.lane import Lane
+from pengserve.replicas.engine.handoff import Handoff, as_preempted
+from pengserve.replicas.engine.kv_shares import LaneKv, shares_of
+from pengserve.replicas.engine.lane import NOTHING, Lane
+from pengserve.replicas.engine.residency import ResidentRequests
 from pengserve.replicas.engine.shared_model import plain_weights
+from pengserve.replicas.engine.tier_memory import OPTIONS as TIER_OPTIONS
+from pengserve.replicas.engine.tier_memory import TierOptions
 from pengserve.replicas.engine.vllm_seam import (
     AsyncEngineArgs,
     EngineCore,
@@ -25,10 +30,11 @@ from pengserve.replicas.engine.vllm_seam import (
     EngineCoreRequest,
     Executor,
     Request,
-    RequestStatus,
     UsageContext,
 )
 from pengserve.replicas.engine.worker import half_decoded, worker_class_name
+from pengserve.replicas.kv.tiered import TieredKv
+from pengserve.replicas.memory.kv_views import KvView
 from pengserve.replicas.own_arguments import OWN_ARGUMENTS
 
 logger = logging.getLogger(__name__)
@@ -56,6 +62,11 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
         raise ConfigError("memory_bytes already says what KV may have: leave engine.kv_cache_memory_bytes out")
     if config.max_stages > 1 and not config.memory_bytes:
         raise ConfigError("dropping parameters needs a budget of memory: set memory_bytes, or leave max_stages at 1")
+    if config.host_bytes and (config.degrees or config.max_stages > 1):
+        raise ConfigError(
+            "memory.host_bytes gives instances a host tier, which works in dp alone: set shape.degrees to [] and"
+            " shape.drop.max_stages to 1, or leave it out"
+        )
     defaults: dict[str, Any] = {
         "async_scheduling": False,
         "enable_prefix_caching": True,
@@ -86,6 +97,12 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
         own_arguments["additional_config"] = given | {OPTIONS: asdict(options)}
         # Until the worker has loaded the weights, and knows what they leave.
         own_arguments["kv_cache_memory_bytes"] = options.memory_bytes
+    if config.host_bytes:
+        tier = TierOptions(
+            host_bytes=config.host_bytes, link_bytes_per_s=config.link_bytes_per_s, file=config.host_file
+        )
+        given = dict(own_arguments.get("additional_config") or config.engine.get("additional_config") or {})
+        own_arguments["additional_config"] = given | {TIER_OPTIONS: asdict(tier)}
     return defaults | dict(config.engine) | own_arguments
 
 
@@ -109,7 +126,8 @@ class DpLane(Lane):
             # A group may hold longer contexts than one instance: the dp lane takes as much context as fits its memory.
             vllm_config.model_config.original_max_model_len = -1
         self.log_stats = not arguments.disable_log_stats
-        with plain_weights() if is_elastic or config.memory_bytes else contextlib.nullcontext():
+        has_arena = config.memory_bytes and not config.host_bytes
+        with plain_weights() if is_elastic or has_arena else contextlib.nullcontext():
             self.core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=self.log_stats)
         self._step_core = self.core.step_fn
         guides: Any = self.core.structured_output_manager
@@ -119,6 +137,7 @@ class DpLane(Lane):
         kv_config = scheduler.kv_cache_config
         self.num_kv_groups = len(kv_config.kv_cache_groups)
         self._num_lent = 0
+        self.residency: ResidentRequests | None = None  # where KV has a host tier
         super().__init__(
             shape="dp",
             scheduler=scheduler,
@@ -132,6 +151,11 @@ class DpLane(Lane):
                 weight_bytes=sum(self.core.model_executor.collective_rpc("weight_bytes")),
             ),
         )
+
+        if (tiers := self.tiers) is not None:
+            # Once the host is full, so many blocks have room on the device alone.
+            num_reserved = max(0, kv_config.num_blocks - 1 - tiers.host.num_rows)
+            self.residency = ResidentRequests(self.scheduler, tiers, num_reserved)
 
     @property
     def worker(self) -> Any:
@@ -160,6 +184,12 @@ class DpLane(Lane):
         return str(self.worker.memory_failure) if self._has_worker else ""
 
     @property
+    def tiers(self) -> TieredKv | None:
+        """Where KV is on the device and on the host; None where there is no host tier."""
+        tiers: TieredKv | None = self.worker.tiers if self._has_worker else None
+        return tiers
+
+    @property
     def num_held(self) -> int:
         """Blocks that are not lent to other lanes."""
         return self.capacity.num_blocks - self._num_lent
@@ -178,6 +208,11 @@ class DpLane(Lane):
         """Ends a loan."""
         self.scheduler.offer(block_ids)
         self._num_lent -= len(block_ids)
+
+    def kv(self, dp_view: KvView) -> LaneKv:
+        """All of it. Its blocks are their own."""
+        [share] = shares_of(self.shape, dp_view.num_layers, dp_view.layout.num_heads)
+        return LaneKv(dp_view, share, dp_view.layout.num_tokens, list)
 
     def adopt(self, request: Request) -> None:
         """Makes each of vLLM's workers, also those in other processes, know a half-decoded request as a preempted one.
@@ -205,22 +240,39 @@ class DpLane(Lane):
         if not output_token_ids:
             then(prepared)
             return
-        structured = prepared.structured_output_request
+        self._lead_through(prepared, output_token_ids, then)
+
+    def revive(self, handoff: Handoff, then: Callable[[Request], None]) -> None:
+        """Makes the request as it was in another instance, and calls `then`: at once, or where it has a grammar from
+        another thread, when that stands where it stood there. The request is PREEMPTED then, unless its grammar cannot
+        be compiled.
+        """
+        request = Request.from_engine_core_request(handoff.request, None)
+        self.core.structured_output_manager.grammar_init(request)
+        self._lead_through(request, handoff.output_token_ids, then)
+
+    def _lead_through(self, request: Request, output_token_ids: Sequence[int], then: Callable[[Request], None]) -> None:
+        """Appends output tokens, also to the grammar, and calls `then` with a request as one that was preempted."""
+        structured = request.structured_output_request
         if structured is None:
-            prepared.append_output_token_ids(list(output_token_ids))
-            then(_as_preempted(prepared))
+            request.append_output_token_ids(list(output_token_ids))
+            then(as_preempted(request))
             return
 
         def replay(_: object) -> None:
             # A grammar that does not compile stays WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: the scheduler fails it.
             if not isinstance(structured.grammar, Exception):
-                for token_id in output_token_ids:
-                    prepared.append_output_token_ids(token_id)
-                    self.core.structured_output_manager.accept_tokens(prepared, [token_id])
-                _as_preempted(prepared)
-            then(prepared)
+                self.append(request, output_token_ids)
+                as_preempted(request)
+            then(request)
 
         structured._grammar.add_done_callback(replay)
+
+    def append(self, request: Request, output_token_ids: Iterable[int]) -> None:
+        """Appends tokens that another instance has sampled, also to the request's grammar, whichever lane it is in."""
+        for token_id in output_token_ids:
+            request.append_output_token_ids(token_id)
+            self.core.structured_output_manager.accept_tokens(request, [token_id])
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forgets requests; unknown ids are left alone. Their blocks are free at once."""
@@ -228,12 +280,30 @@ class DpLane(Lane):
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
+        if self.residency is not None and self.residency.has_work():
+            return True
         return super().has_work() or bool(self.core.batch_queue)
+
+    def num_requests(self) -> int:
+        """Running, waiting and parked requests."""
+        num_parked = self.residency.num_parked() if self.residency is not None else 0
+        return super().num_requests() + num_parked
+
+    def stats(self, last_step_s: float = 0.0, idle: Mapping[str, int] = NOTHING, **shown: Any) -> InstanceStats:
+        """As every lane's; with a host tier, parked requests count as waiting."""
+        if self.residency is None:
+            return super().stats(last_step_s, idle, **shown)
+        found = super().stats(last_step_s, idle, **self.residency.figures(), **shown)
+        return replace(found, num_waiting=found.num_waiting + found.num_parked)
 
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Schedules, executes and samples one step; outputs by client index."""
         started_s = time.perf_counter()
-        outputs, executed = self._step_core()
+        if self.residency is None:
+            outputs, executed = self._step_core()
+        else:
+            with self.residency.step():
+                outputs, executed = self._step_core()
         self.core.post_step(executed)
         self._count((outputs or {}).values(), time.perf_counter() - started_s)
         return outputs or {}
@@ -244,6 +314,8 @@ class DpLane(Lane):
 
     def close(self) -> None:
         """Frees the model, its memory and its process groups."""
+        if (tiers := self.tiers) is not None:
+            tiers.close()
         self.core.shutdown()
 
 
@@ -254,11 +326,3 @@ def _copied(vllm_config: Any) -> Any:
     except Exception:
         logger.exception("vLLM's configuration cannot be copied; this instance works alone")
         return None
-
-
-def _as_preempted(request: Request) -> Request:
-    """Marks a half-decoded request as the scheduler marks one that it has preempted."""
-    request.status = RequestStatus.PREEMPTED
-    request.num_preemptions = 1
-    request.prefill_stats = None  # its first prefill was counted where it began
-    return request

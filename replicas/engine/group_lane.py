@@ -4,7 +4,7 @@ A lane has no memory of its own. Its block ids are logical; each member's table 
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from pengserve.replicas.engine.lane_groups import ActiveGroup, LaneGroup
 from pengserve.replicas.engine.step_message import ResumedRequest, StepCodec
 from pengserve.replicas.engine.vllm_seam import (
     Request,
-    RequestStatus,
     SchedulerOutput,
     VllmConfig,
     set_current_vllm_config,
@@ -52,6 +51,7 @@ class GroupLane(Lane):
         self._is_held = False
         self._codec = StepCodec()
         self._known: list[ResumedRequest] = []
+        self._forgotten: list[str] = []
         super().__init__(
             shape=f"{group.kind}{group.world_size}",
             scheduler=scheduler,
@@ -84,11 +84,11 @@ class GroupLane(Lane):
         """Gives vLLM's code back to the `dp` lane."""
         self._active.activate(None)
         self._run = self.group.collectives = None
-        self._known = []
+        self._known, self._forgotten = [], []
         torch.set_rng_state(self._random_state)
 
     def hold(self, is_held: bool) -> None:
-        """Leader: while it is held no new step begins, so that soon none is in flight."""
+        """Leader: while the lane is held no new step begins, so that soon none is in flight."""
         self._is_held = is_held
 
     @property
@@ -120,8 +120,10 @@ class GroupLane(Lane):
     def follow(self, parts: Sequence[Buffer]) -> None:
         """Follower: executes a step of the leader's."""
 
-    def _learn(self, known: Iterable[ResumedRequest]) -> None:
-        """Follower: requests that came to the leader half decoded."""
+    def _learn(self, forgotten: Sequence[str], known: Iterable[ResumedRequest]) -> None:
+        """Follower: requests that have left the leader, and then those that came to it half decoded."""
+        if forgotten:
+            self.forget(forgotten)
         for resumed in known:
             request = Request(resumed.req_id, resumed.prompt_token_ids, resumed.sampling_params, None)
             request.append_output_token_ids(resumed.output_token_ids)
@@ -153,12 +155,30 @@ class GroupLane(Lane):
 
     # Requests that come and go ----------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
-        """Gives a prepared request to the scheduler. Followers get a half-decoded one with the next step."""
-        if request.status is RequestStatus.PREEMPTED:
-            params, outputs = request.sampling_params, list(request.output_token_ids)
-            self._known.append(ResumedRequest(request.request_id, request.prompt_token_ids, params, outputs))
-        super().add(request)
+    def take_over(self, request: Request) -> None:
+        """Leader: followers get to know the request with the next step."""
+        super().take_over(request)
+        params, outputs = request.sampling_params, list(request.output_token_ids)
+        self._known.append(ResumedRequest(request.request_id, request.prompt_token_ids, params, outputs))
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """As of any lane. Followers forget with the next step, before they get to know others by the same ids.
+
+        A request that a step in flight is about is forgotten by all with the next step.
+        """
+        ids = list(request_ids)
+        self.abort(ids)
+        finished = self.scheduler.take_finished(i for i in ids if i not in self._ids_in_flight())
+        self._forgotten += finished
+        self._known = [resumed for resumed in self._known if resumed.req_id not in finished]
+        self.forget(finished)
+
+    def _ids_in_flight(self) -> Set[str]:
+        """Leader: requests that steps are about which have begun and not ended."""
+        return frozenset()
+
+    def accept_lease(self, logical_ids: Sequence[int]) -> None:
+        """Follower: backs blocks that the leader has leased (`take_lease`)."""
 
     def adopt(self, request: Request) -> None:
         """Makes this member's runner know a half-decoded request as one that it had preempted itself."""

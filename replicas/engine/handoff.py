@@ -23,6 +23,12 @@ def revive(handoff: Handoff, client_index: int) -> Request:
     request.client_index = client_index
     if handoff.output_token_ids:
         request.append_output_token_ids(handoff.output_token_ids)
+    return as_preempted(request)
+
+
+def as_preempted(request: Request) -> Request:
+    """Marks a half-decoded request as the scheduler marks one that it has preempted."""
+    if request.num_output_tokens:
         request.prefill_stats = None  # its first prefill was counted where it ended
     request.status = RequestStatus.PREEMPTED
     request.num_preemptions = 1
@@ -30,13 +36,20 @@ def revive(handoff: Handoff, client_index: int) -> Request:
 
 
 def can_carry(request: Request) -> bool:
-    """Whether its KV can move. A grammar's state cannot be sent, nor prompt logprobs that are half collected: such
-    requests are resumed from their tokens.
+    """Whether it can go along with a switch, with its KV. A grammar's state cannot be sent, and a switch waits for
+    none to be compiled: such requests are resumed from their tokens.
+    """
+    return request.structured_output_request is None and can_migrate(request)
+
+
+def can_migrate(request: Request) -> bool:
+    """Whether its KV can move. Prompt logprobs that are half collected cannot: the request is resumed from its tokens.
+
+    A grammar is led through the tokens where the request comes.
     """
     params = request.sampling_params
     return (
         request.num_computed_tokens > 0
-        and request.structured_output_request is None
         and not request.mm_features
         and request.prompt_token_ids is not None
         and request.lora_request is None

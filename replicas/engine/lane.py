@@ -9,8 +9,10 @@ from typing import Any
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 from pengserve.planners.types.step_cost import StepTotals
 from pengserve.replicas.engine.handoff import can_carry
+from pengserve.replicas.engine.kv_shares import LaneKv
 from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import EngineCoreEventType, EngineCoreOutputs, Request, RequestStatus
+from pengserve.replicas.memory.kv_views import KvView
 from pengserve.replicas.memory.layers import LayerMemory
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
@@ -61,6 +63,10 @@ class Lane(ABC):
     def forget(self, request_ids: Iterable[str]) -> None:
         """Makes the runner (each member's) forget requests now, so that they can come back under the same ids."""
 
+    @abstractmethod
+    def kv(self, dp_view: KvView) -> LaneKv:
+        """What this member has of the lane's KV; `dp_view` is the KV of its `dp` lane."""
+
     @property
     def num_held(self) -> int:
         """Blocks that this lane may hand out, used or not."""
@@ -78,8 +84,12 @@ class Lane(ABC):
             self.scheduler.add(request)
             return
         self._resumed += 1
-        self.adopt(request)
+        self.take_over(request)
         self.scheduler.add(request, first=True)
+
+    def take_over(self, request: Request) -> None:
+        """Makes all members' runners know a half-decoded request before its next step, as `adopt` does one."""
+        self.adopt(request)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forgets requests; unknown ids are left alone. Their blocks are free at once."""
@@ -152,23 +162,37 @@ class Lane(ABC):
         """Blocks that so many tokens fill, the last one perhaps in part."""
         return -(-num_tokens // self.capacity.block_size)
 
-    def reserve(self, request: Request, num_tokens: int) -> bool:
-        """Gives a request whose KV is to come room for so many tokens; False where there is none.
+    def reserve(self, request: Request, num_tokens: int, num_computed_tokens: int) -> int | None:
+        """Gives a request whose KV is to come room for so many tokens; None where there is none.
 
-        It is not scheduled before `go_on`. `enlarge` gives it more room.
+        Returns how many of its computed tokens, from the first on, the prefix cache has already: their blocks are
+        shared, and must not be written. The request is not scheduled before `go_on`. `enlarge` gives it more room.
         """
-        return self._make_room(request, num_tokens) is not None
+        self.rehash(request)
+        return self.scheduler.reserve_cached(request, num_tokens, num_computed_tokens)
 
     def enlarge(self, request: Request, num_tokens: int) -> bool:
         """Gives a reserved request room for so many tokens in all; whether there was any."""
         return self.scheduler.grow(request, num_tokens)
 
-    def hold(self, request: Request) -> None:
+    def take_lease(self) -> list[int]:
+        """Logical blocks that the other members must back before they hear of them, and have not been told of yet."""
+        return []
+
+    def num_written(self, request: Request) -> int:
+        """Tokens of a running request whose KV members have once they have made the steps that they were sent."""
+        return int(request.num_computed_tokens)
+
+    def is_between_steps(self, request: Request) -> bool:
+        """Whether no step that has begun and not ended is about this request."""
+        return True
+
+    def set_aside(self, request: Request) -> None:
         """No step takes a running request any more, until `go_on`. Its blocks stay its own."""
         self.scheduler.hold(request)
 
     def go_on(self, request: Request) -> None:
-        """A request that is held, or whose KV has come, may be scheduled."""
+        """A request that was set aside, or whose KV has come, may be scheduled."""
         self.scheduler.enqueue(request)
 
     def settle(self, request: Request) -> None:

@@ -22,6 +22,7 @@ from pengserve.replicas.engine.vllm_seam import (
     set_default_torch_dtype,
 )
 from pengserve.replicas.engine.worker import replayable
+from pengserve.replicas.memory.kv_layout import kv_blocks, kv_memory, require_whole_blocks
 
 Share = Callable[[nn.Module, nn.Module], None]
 """Gives a model that was built on `meta` (first) the storage of the base model (second)."""
@@ -96,7 +97,7 @@ def build_runner(base: DpLane, config: VllmConfig, share: Share, block_bytes: in
     kv_config = get_kv_cache_configs(config, [specs], [page * len(specs) * num_blocks])[0]
     kv_config.kv_cache_layout = config.cache_config.kv_cache_layout
     layers = base_runner.compilation_config.static_forward_context
-    runner.memory = {name: layers[name].kv_cache for name in specs}
+    runner.memory = {name: kv_memory(layers[name].kv_cache) for name in specs}
     runner.initialize_kv_cache(kv_config)
     return runner, kv_config
 
@@ -115,14 +116,17 @@ def _runner_class(base: type) -> type:
     """`base` (vLLM's CPU or GPU runner) with KV in memory that exists already."""
 
     class SharedKvRunner(base):
-        memory: dict[str, torch.Tensor]  # by layer, as another lane sees it
+        memory: dict[str, torch.Tensor]  # by layer, [blocks, elements of a block]
 
-        def initialize_kv_cache_tensors(self, kv_cache_config: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        def initialize_kv_cache_tensors(
+            self, kv_cache_config: Any, kernel_block_sizes: list[int], *args: Any, **kwargs: Any
+        ) -> dict[str, Any]:
             """Binds views of existing KV memory where vLLM would allocate, over all blocks that there may ever be."""
             group = kv_cache_config.kv_cache_groups[0]
-            spec = group.kv_cache_spec
-            shape = (-1, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
-            views = {name: self.memory[name].view(shape) for name in group.layer_names}
+            spec, layout = group.kv_cache_spec, self.cache_config.kv_cache_layout
+            require_whole_blocks(spec.block_size, kernel_block_sizes)
+            sizes = {"num_heads": spec.num_kv_heads, "num_tokens": spec.block_size}
+            views = {name: kv_blocks(self.memory[name], layout, **sizes) for name in group.layer_names}
             bind_kv_cache(
                 views,
                 self.compilation_config.static_forward_context,

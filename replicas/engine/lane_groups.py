@@ -1,5 +1,6 @@
 """Which process groups vLLM's code sees. A lane is active while vLLM's `_TP` or `_PP` points to its group."""
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -20,23 +21,31 @@ class Collectives(Protocol):
     def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
         """Members' tensors side by side along `dim`, in rank order."""
 
+    def require_whole(self) -> None:
+        """Raises where a member is gone, so that what the device has computed since is not the group's answer."""
+
 
 class LaneGroup:
     """Stands where vLLM expects a `GroupCoordinator`, for one group ("tp" or "pp") whose communicator comes later.
 
     vLLM builds its groups within one world of processes, which the death of one process breaks. This group has a
     communicator of its own, which can be replaced.
+
+    A compiled model calls vLLM's own operators `vllm::all_reduce` and `vllm::all_gather`, as it does for vLLM's groups:
+    a compiler cannot look into a communicator. These find the group by its name, and give it tensors to leave alone.
     """
 
-    def __init__(self, kind: str, name: str, rank: int, size: int) -> None:
+    def __init__(self, kind: str, name: str, rank: int, size: int, *, is_compiled: bool = False) -> None:
         """`rank` is vLLM's: of a pipeline, the stage."""
         self.kind, self.unique_name = kind, name
         self.rank = self.rank_in_group = self.local_rank = rank
         self.world_size = size
         self.ranks = list(range(size))
         self.device_communicator = None
-        self.use_custom_op_call = False
+        self.use_custom_op_call = is_compiled
         self.collectives: Collectives | None = None
+        if is_compiled:
+            parallel_state._groups[name] = weakref.ref(self)
 
     @property
     def first_rank(self) -> int:
@@ -59,16 +68,34 @@ class LaneGroup:
         return self.rank == self.last_rank
 
     def all_reduce(self, input_: torch.Tensor) -> torch.Tensor:
-        """Sum over the group, in place: only the vLLM layer that passes the tensor reads it."""
+        """Sum over the group; in place where nothing is compiled: only the vLLM layer that passes `input_` reads it."""
+        if self.use_custom_op_call:
+            summed: torch.Tensor = torch.ops.vllm.all_reduce(input_, group_name=self.unique_name)
+            return summed
         return self._connected().all_reduce(input_)
+
+    def _all_reduce_out_place(self, input_: torch.Tensor) -> torch.Tensor:
+        """What `vllm::all_reduce` calls."""
+        return self._connected().all_reduce(input_.clone())
 
     def all_gather(self, input_: torch.Tensor, dim: int = -1) -> torch.Tensor:
         """The members' tensors, concatenated along `dim` in the order of ranks."""
+        if self.use_custom_op_call:
+            joined: torch.Tensor = torch.ops.vllm.all_gather(input_, dim, self.world_size, group_name=self.unique_name)
+            return joined
+        return self._all_gather_out_place(input_, dim)
+
+    def _all_gather_out_place(self, input_: torch.Tensor, dim: int) -> torch.Tensor:
+        """What `vllm::all_gather` calls."""
         return self._connected().all_gather(input_, dim)
 
     def gather(self, input_: torch.Tensor, dst: int = 0, dim: int = -1) -> torch.Tensor:
         """As all_gather: every member samples, so every member needs the whole."""
-        return self._connected().all_gather(input_, dim)
+        return self.all_gather(input_, dim)
+
+    def require_whole(self) -> None:
+        """To be called when the device has ended a step: calls on a GPU are not waited for, and raise nothing."""
+        self._connected().require_whole()
 
     def _connected(self) -> Collectives:
         if self.collectives is None:

@@ -47,7 +47,8 @@ class Lanes:
         self.registry = LaneRegistry(config, self.dp, self.leases.lease)
         self.on_broken: Callable[[BaseException], None] = lambda error: None  # the group that runs cannot go on
         self.stepper = Stepper(self.dp, self.transfers, lambda error: self.on_broken(error))
-        self.num_migrated = 0  # requests that went on elsewhere with their KV, one by one
+        self.num_migrated = 0  # requests that went on elsewhere with their KV, one by one,
+        self.migrated_bytes = 0  # ... and that KV
         self.num_predicted = 0  # prompt tokens that ingresses expected in the prefix cache
         self._idle_totals: dict[str, int] = {}
         self._dp_view: KvView | None = None
@@ -133,6 +134,8 @@ class Lanes:
         wrong = [*self.leases.check(list(self.registry), self.running), *self.transfers.check()]
         if self.dp.memory is not None:
             wrong += (self.running or self.dp).check_memory(self.dp.memory.layers)
+        if self.dp.tiers is not None:
+            wrong += self.dp.tiers.check()
         return tuple(wrong)
 
     # Requests ---------------------------------------------------------------------------------------------------------
@@ -176,7 +179,7 @@ class Lanes:
         """Load of the lane that runs; totals of all lanes."""
         clock, running = self.registry.clock, self.running
         totals = {"total_stage_busy_s": clock.busy_s, "total_stage_idle_s": clock.idle_s}
-        totals["total_migrated"] = self.num_migrated
+        totals |= {"total_migrated": self.num_migrated, "total_migrated_bytes": self.migrated_bytes}
         totals["total_prefix_predicted"] = self.num_predicted
         if running is None:
             return self.dp.stats(last_step_s, self._idle_totals, **totals)

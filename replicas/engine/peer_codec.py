@@ -12,6 +12,16 @@ from pengserve.replicas.engine.vllm_seam import MsgpackDecoder, MsgpackEncoder
 M = TypeVar("M", bound=msgspec.Struct)
 
 
+class PeerWord(msgspec.Struct, kw_only=True, tag=True, tag_field="word"):
+    """A word of a conversation; its name goes along."""
+
+
+class Cancel(PeerWord):
+    """What the conversation is about is called off, or has failed."""
+
+    why: str
+
+
 class PeerCodec(Generic[M]):
     """Encoder and decoder of one kind of messages; any thread may use its own."""
 

@@ -11,7 +11,7 @@ a time, but for chunks of its prompt; stages run microbatches in the order in wh
 """
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.group_lane import GroupLane
 from pengserve.replicas.engine.group_run import HIDDEN, GroupRun
 from pengserve.replicas.engine.hidden import HiddenCodec, HiddenInbox
+from pengserve.replicas.engine.kv_shares import KvShare, LaneKv
 from pengserve.replicas.engine.lane_build import build_runner, build_scheduler, group_config
 from pengserve.replicas.engine.lane_groups import ActiveGroup, LaneGroup
 from pengserve.replicas.engine.microbatches import FIRST_MODEL, Microbatches, chunks_of
@@ -40,6 +41,7 @@ from pengserve.replicas.engine.vllm_seam import (
     layer_partition,
     set_current_vllm_config,
 )
+from pengserve.replicas.memory.kv_views import KvView
 from pengserve.replicas.memory.layers import LayerMemory
 
 
@@ -258,6 +260,25 @@ class PpLane(GroupLane):
         """Running and waiting requests, and those whose KV is on its way."""
         return super().num_requests() + len(self._arriving)
 
+    # Requests that come and go one by one -----------------------------------------------------------------------------
+
+    def kv(self, dp_view: KvView) -> LaneKv:
+        """This member's layers; blocks are as large as those of `dp`."""
+        share = KvShare(self.layers, (0, dp_view.layout.num_heads))
+        return LaneKv(dp_view.part(*self.layers), share, dp_view.layout.num_tokens, self.table.physical)
+
+    def num_written(self, request: Request) -> int:
+        """Without the tokens of microbatches in flight: this member's stage has not run them yet."""
+        in_flight = sum(other.output.num_scheduled_tokens.get(request.request_id, 0) for other in self._in_flight)
+        return super().num_written(request) - in_flight
+
+    def is_between_steps(self, request: Request) -> bool:
+        """Whether it is in no microbatch in flight."""
+        return request.request_id not in self._ids_in_flight()
+
+    def _ids_in_flight(self) -> Set[str]:
+        return {request_id for other in self._in_flight for request_id in other.output.num_scheduled_tokens}
+
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def has_work(self) -> bool:
@@ -294,8 +315,9 @@ class PpLane(GroupLane):
             self._recompute_if_stuck(output)
         if not output.total_num_scheduled_tokens and not output.finished_req_ids and not self._known:
             return False
-        self.run.send_step(self._codec.encode(output, None, (), self._known, is_first=self._was_empty))
-        self._known = []
+        parts = self._codec.encode(output, None, (), self._forgotten, self._known, is_first=self._was_empty)
+        self.run.send_step(parts)
+        self._forgotten, self._known = [], []
         self._in_flight.append(_Microbatch(output, self._was_empty))
         if output.total_num_scheduled_tokens:
             self._was_empty = False
@@ -304,7 +326,7 @@ class PpLane(GroupLane):
     def follow(self, parts: Sequence[Buffer]) -> None:
         """Follower: runs its layers over a microbatch, and hands on what comes out."""
         step = self._codec.decode(parts)
-        self._learn(step.known)
+        self._learn(step.forgotten, step.known)
         self._steps += 1
         self._execute(_Microbatch(step.output, step.is_first))
 

@@ -11,13 +11,17 @@ Requests of a scheduler are in one of these queues:
     waiting              hold none
 """
 
+import contextlib
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from pengserve.replicas.engine.block_groups import blocks_of
 from pengserve.replicas.engine.vllm_seam import (
+    EngineCoreEventType,
     EngineCoreOutputs,
     GrammarOutput,
     KVCacheBlock,
@@ -26,6 +30,7 @@ from pengserve.replicas.engine.vllm_seam import (
     RequestStatus,
     SchedulerOutput,
 )
+from pengserve.replicas.kv.placement import Use
 
 
 class SchedulerHandle:
@@ -50,10 +55,14 @@ class SchedulerHandle:
         self._scheduler.finish_requests(list(request_ids), RequestStatus.FINISHED_ABORTED)
 
     def take_finished(self, request_ids: Iterable[str]) -> set[str]:
-        """Ids that the next step would tell the runner are over; the caller tells it. `request_ids` may come again."""
-        finished: set[str] = self._scheduler.finished_req_ids
-        self._scheduler.finished_req_ids = set()
-        self._scheduler.prev_step_scheduled_req_ids.difference_update(request_ids)
+        """Those of these ids that the next step would tell the runner are over; the caller tells it, at once.
+
+        They may come again then. Others stay: a step in flight may be about one of them.
+        """
+        ids = set(request_ids)
+        finished: set[str] = self._scheduler.finished_req_ids & ids
+        self._scheduler.finished_req_ids = self._scheduler.finished_req_ids - finished
+        self._scheduler.prev_step_scheduled_req_ids.difference_update(ids)
         return finished
 
     def knows(self, request_id: str) -> bool:
@@ -135,6 +144,24 @@ class SchedulerHandle:
         self._scheduler.requests[request.request_id] = request
         return self.block_ids(request.request_id)
 
+    def reserve_cached(self, request: Request, num_tokens: int, num_computed_tokens: int) -> int | None:
+        """As `reserve`, for so many tokens, and shares the full blocks that the prefix cache has.
+
+        Returns how many of the first `num_computed_tokens` tokens these hold, or None where there is no room.
+        """
+        blocks, num_cached, _ = self._manager.get_computed_blocks(request)
+        num_cached = min(num_cached, num_computed_tokens)
+        num_cached -= num_cached % int(self._scheduler.block_size)
+        blocks = self._manager.truncate_computed_blocks(blocks, num_cached)
+        found = self._manager.allocate_slots(
+            request, num_tokens - num_cached, num_cached, blocks, delay_cache_blocks=True, has_scheduled_reqs=False
+        )
+        if found is None:
+            return None
+        request.num_computed_tokens = num_tokens
+        self._scheduler.requests[request.request_id] = request
+        return num_cached
+
     def enqueue(self, request: Request) -> None:
         """A reserved request may be scheduled, before all that hold no KV."""
         self._scheduler._enqueue_waiting_request(request)
@@ -152,9 +179,21 @@ class SchedulerHandle:
         self._scheduler.running.remove(request)
         request.status = RequestStatus.PREEMPTED
 
+    def withdraw(self, request: Request) -> None:
+        """A request that waits with its KV for a slot is held again; see `hold`."""
+        self.holding.remove_requests([request])
+
     def cache(self, request: Request) -> None:
         """Its full blocks join the prefix cache: their KV is there."""
         self._manager.cache_blocks(request, request.num_computed_tokens)
+
+    def preempt(self, request: Request) -> None:
+        """A held request gives up its KV and waits for all of it to be computed again, before all others that wait."""
+        self._manager.free(request)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.record_event(EngineCoreEventType.PREEMPTED)
+        self._scheduler.waiting.prepend_request(request)
 
     def give_up_one(self) -> Request | None:
         """Where requests that came with their KV leave no block for any of them, one gives up its own and waits.
@@ -190,6 +229,19 @@ class SchedulerHandle:
     def offer(self, block_ids: Sequence[int]) -> None:
         """Gives blocks back that were withheld, as free ones without content."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
+
+    @property
+    def num_blocks(self) -> int:
+        """All blocks of the pool, vLLM's null block among them."""
+        return len(self._pool.blocks)
+
+    def uses(self) -> np.ndarray:
+        """What each block is used for: a `Use` each, uint8 `[num_blocks]`."""
+        codes = [
+            Use.HELD if block.ref_cnt else (Use.DEAD if block.block_hash is None else Use.CACHED)
+            for block in self._pool.blocks
+        ]
+        return np.array(codes, dtype=np.uint8)
 
     def extend(self, count: int) -> list[int]:
         """Makes `count` new blocks, which are withheld; their ids."""
@@ -264,6 +316,21 @@ class SchedulerHandle:
             for request in passed:
                 request.next_decode_eligible_step = 0
             scheduler.running.sort(key=lambda request: order.get(request.request_id, len(order)))
+
+    @contextlib.contextmanager
+    def limited(self, *, num_new: int, max_tokens: int) -> Iterator[None]:
+        """Within it, a step takes so many tokens at most, and so many of the requests that hold no KV.
+
+        Requests that hold KV and wait for a slot ("holding") are not counted.
+        """
+        scheduler = self._scheduler
+        active, tokens = scheduler.max_num_active_reqs, scheduler.max_num_scheduled_tokens
+        scheduler.max_num_active_reqs = min(active, len(scheduler.running) + len(self.holding) + num_new)
+        scheduler.max_num_scheduled_tokens = min(tokens, max_tokens)
+        try:
+            yield
+        finally:
+            scheduler.max_num_active_reqs, scheduler.max_num_scheduled_tokens = active, tokens
 
     def grammar_bitmask(self, output: SchedulerOutput) -> GrammarOutput | None:
         """Which tokens the grammars of a step's requests allow; None where no request has one."""

@@ -42,6 +42,7 @@ class StepMessage(msgspec.Struct, array_like=True):
     """One step. Block ids are logical ones of the lane."""
 
     lease: list[int]  # blocks that join the lane before this step
+    forgotten: list[str]  # requests that have left it since the last step, with their KV
     known: list[ResumedRequest]  # requests that join it before this step
     new: list[NewRequest]
     req_ids: list[str]  # of requests that ran before; the next four or five lists go with it
@@ -64,6 +65,7 @@ class Step(NamedTuple):
     output: SchedulerOutput
     grammar: GrammarOutput | None
     lease: list[int]
+    forgotten: list[str]
     known: list[ResumedRequest]
     is_first: bool
 
@@ -80,6 +82,7 @@ class StepCodec:
         output: SchedulerOutput,
         grammar: GrammarOutput | None,
         lease: Sequence[int],
+        forgotten: Sequence[str],
         known: Sequence[ResumedRequest],
         *,
         is_first: bool = False,
@@ -90,6 +93,7 @@ class StepCodec:
         return self._encoder.encode(
             StepMessage(
                 lease=list(lease),
+                forgotten=list(forgotten),
                 known=list(known),
                 new=[
                     NewRequest(
@@ -149,4 +153,4 @@ class StepCodec:
         if message.grammar_ids:
             bits = np.frombuffer(message.grammar_bits, dtype=np.int32).reshape(message.grammar_shape)
             grammar = GrammarOutput(message.grammar_ids, bits)
-        return Step(output, grammar, message.lease, message.known, message.is_first)
+        return Step(output, grammar, message.lease, message.forgotten, message.known, message.is_first)

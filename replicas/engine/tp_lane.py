@@ -17,15 +17,18 @@ import torch
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.group_lane import GroupLane
+from pengserve.replicas.engine.kv_shares import LaneKv, shares_of
 from pengserve.replicas.engine.lane_build import build_runner, build_scheduler, group_config
 from pengserve.replicas.engine.lane_groups import ActiveGroup, LaneGroup
 from pengserve.replicas.engine.shared_model import share_weights
 from pengserve.replicas.engine.vllm_seam import (
     EngineCoreOutputs,
     GrammarOutput,
+    Request,
     SchedulerOutput,
     set_current_vllm_config,
 )
+from pengserve.replicas.memory.kv_layout import kv_blocks, kv_memory
 from pengserve.replicas.memory.kv_views import KvView, block_layout
 from pengserve.replicas.memory.weight_views import Shard
 
@@ -52,7 +55,8 @@ class TpLane(GroupLane):
             UnsupportedShapeError: this model, or this device's attention backend, cannot run in this shape.
         """
         self.shard, self.on_lease = shard, on_lease
-        group = LaneGroup("tp", name, shard.rank, shard.degree)
+        is_compiled = not base.pristine_config.model_config.enforce_eager
+        group = LaneGroup("tp", name, shard.rank, shard.degree, is_compiled=is_compiled)
         num_blocks, block_size = base.capacity.num_blocks, kv_factor(base, shard.degree) * base.capacity.block_size
         config = group_config(
             base, tp=shard.degree, rank=shard.rank, block_size=block_size, num_blocks=num_blocks
@@ -117,6 +121,30 @@ class TpLane(GroupLane):
         """Leader: withdraws all free blocks; their ids."""
         return self.shrink(self.num_free())
 
+    def take_lease(self) -> list[int]:
+        """Logical blocks that the other members must back before they hear of them, and have not been told of yet."""
+        lease, self._lease = self._lease, []
+        return lease
+
+    def accept_lease(self, logical_ids: Sequence[int]) -> None:
+        """Follower: backs blocks that the leader has leased."""
+        self.on_lease(self, list(logical_ids))
+
+    def reserve(self, request: Request, num_tokens: int, num_computed_tokens: int) -> int | None:
+        """As of any lane; leases what is missing, while the members have it."""
+        self._lease_missing(self.blocks_needed(num_tokens))
+        return super().reserve(request, num_tokens, num_computed_tokens)
+
+    def enlarge(self, request: Request, num_tokens: int) -> bool:
+        """As of any lane; leases what is missing, while the members have it."""
+        self._lease_missing(self.blocks_for(num_tokens) - len(self.block_ids(request.request_id)))
+        return super().enlarge(request, num_tokens)
+
+    def kv(self, dp_view: KvView) -> LaneKv:
+        """All layers of this member's heads."""
+        shares = shares_of(self.shape, dp_view.num_layers, dp_view.layout.num_heads)
+        return LaneKv(self.kv_view, shares[self.rank], dp_view.layout.num_tokens, self.table.physical)
+
     def check_table(self, num_leased: int) -> Sequence[str]:
         """Whether the lane's table and the ledger agree; a sentence where they do not."""
         found = len(self.table.leased())
@@ -131,8 +159,8 @@ class TpLane(GroupLane):
         output = self.scheduler.schedule()
         self._recompute_if_stuck(output)
         grammar = self.scheduler.grammar_bitmask(output)
-        self.run.send_step(self._codec.encode(output, grammar, self._lease, self._known))
-        self._lease, self._known = [], []
+        self.run.send_step(self._codec.encode(output, grammar, self._lease, self._forgotten, self._known))
+        self._lease, self._forgotten, self._known = [], [], []
         result = self._execute(output, grammar)
         outputs = self.scheduler.update(output, result)
         self._count(outputs.values(), time.perf_counter() - started_s)
@@ -140,16 +168,18 @@ class TpLane(GroupLane):
 
     def follow(self, parts: Sequence[Buffer]) -> None:
         """Follower: executes a step of the leader's."""
-        output, grammar, lease, known, _ = self._codec.decode(parts)
-        self.on_lease(self, lease)
-        self._learn(known)
+        step = self._codec.decode(parts)
+        self.on_lease(self, step.lease)
+        self._learn(step.forgotten, step.known)
         self._steps += 1
-        self._execute(output, grammar)
+        self._execute(step.output, step.grammar)
 
     def _execute(self, output: SchedulerOutput, grammar: GrammarOutput | None) -> Any:
         with set_current_vllm_config(self.config), torch.inference_mode():
             result = self.runner.execute_model(self._placed(output))
-            return self.runner.sample_tokens(grammar) if result is None else result
+            result = self.runner.sample_tokens(grammar) if result is None else result
+        self.group.require_whole()
+        return result
 
     def _lease_ahead(self) -> None:
         """Leases what the next step may need at most, while the members have it."""
@@ -158,12 +188,16 @@ class TpLane(GroupLane):
         scheduler = self.config.scheduler_config
         waiting = max((request.num_tokens for request in self.scheduler.waiting), default=0)
         tokens = max(scheduler.max_num_batched_tokens, waiting)
-        wanted = -(-tokens // self.capacity.block_size) + sum(self.scheduler.counts())
-        missing = wanted - self.num_free()
-        if missing > 0:
+        self._lease_missing(-(-tokens // self.capacity.block_size) + sum(self.scheduler.counts()))
+
+    def _lease_missing(self, num_wanted: int) -> None:
+        """Leases what is missing of so many free blocks, while the members have it."""
+        missing = num_wanted - self.num_free()
+        if missing > 0 and self.num_lendable > 0:
             count = min(max(missing, LEASE_CHUNK), self.num_lendable, len(self._withheld))
-            self._lease = self.grow(count)
-            self.on_lease(self, self._lease)
+            lease = self.grow(count)
+            self._lease += lease
+            self.on_lease(self, lease)
             self.num_lendable -= count
 
 
@@ -178,11 +212,11 @@ def kv_view(runner: Any) -> KvView:
     layers = runner.compilation_config.static_forward_context
     names = [name for group in runner.kv_cache_config.kv_cache_groups for name in group.layer_names]
     spec = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    layer = layers[names[0]]
+    layer, order = layers[names[0]], runner.cache_config.kv_cache_layout
 
     def write(keys: torch.Tensor, values: torch.Tensor, block: torch.Tensor) -> None:
         slots = torch.arange(spec.block_size, device=block.device)
-        cache = block.view(1, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
+        cache = kv_blocks(block, order, num_heads=spec.num_kv_heads, num_tokens=spec.block_size)
         layer.impl.do_kv_cache_update(layer, keys.contiguous(), values.contiguous(), cache, slots)
 
     layout = block_layout(
@@ -193,4 +227,4 @@ def kv_view(runner: Any) -> KvView:
         dtype=spec.dtype,
         device=runner.device,
     )
-    return KvView([layers[name].kv_cache.flatten(1) for name in names], layout)
+    return KvView([kv_memory(layers[name].kv_cache) for name in names], layout)

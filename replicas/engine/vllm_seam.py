@@ -19,8 +19,12 @@ from vllm.config import (
     set_current_vllm_config,
 )
 from vllm.distributed import parallel_state
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorBase_V1
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 from vllm.distributed.utils import get_pp_indices
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     LinearBase,
@@ -96,6 +100,8 @@ __all__ = [
     "KVCacheConfig",
     "KVCacheGroupSpec",
     "KVCacheManager",
+    "KVConnectorBase_V1",
+    "KVConnectorMetadata",
     "LinearBase",
     "MergedColumnParallelLinear",
     "ModelRunnerOutput",
@@ -123,11 +129,13 @@ __all__ = [
     "VocabParallelEmbedding",
     "bind_kv_cache",
     "generate_scheduler_kv_cache_config",
+    "get_forward_context",
     "get_hash_fn_by_name",
     "get_kv_cache_configs",
     "get_pp_indices",
     "get_request_block_hasher",
     "initialize_model",
+    "kv_transfer_state",
     "layer_partition",
     "parallel_state",
     "set_current_vllm_config",
@@ -184,6 +192,12 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "get_kv_cache_spec",
         "execute_model",
         "sample_tokens",
+        "_model_forward",  # within the forward context: the one place where a step's tables can be exchanged
+    ),
+    KVConnectorBase_V1: (  # around each attention, while `kv_transfer_state._KV_CONNECTOR_AGENT` is one
+        "wait_for_layer_load",
+        "save_kv_layer",
+        "has_connector_metadata",
     ),
     GPUWorker: ("init_device", "execute_model", "load_model", "determine_available_memory"),
     InputBatch: ("add_request", "remove_request"),

@@ -20,6 +20,18 @@ from pengserve.planners.types.errors import ConfigError, PengServeError, one_lin
 from pengserve.planners.types.units import format_bytes
 from pengserve.replicas.engine.base_memory import OPTIONS, BaseMemory, MemoryOptions, block_bytes_of
 from pengserve.replicas.engine.block_groups import blocks_of, grouped
+from pengserve.replicas.engine.tier_memory import OPTIONS as TIER_OPTIONS
+from pengserve.replicas.engine.tier_memory import (
+    TierOptions,
+    TierSizes,
+    bind_pool,
+    check_engine,
+    check_one_kind,
+    host_bytes_of,
+    open_tiers,
+    tier_sizes,
+)
+from pengserve.replicas.engine.tier_runner import TierRunner
 from pengserve.replicas.engine.vllm_seam import (
     CachedRequestState,
     GPUWorker,
@@ -30,6 +42,8 @@ from pengserve.replicas.engine.vllm_seam import (
     set_current_vllm_config,
     set_default_torch_dtype,
 )
+from pengserve.replicas.kv.tiered import TieredKv
+from pengserve.replicas.memory.kv_layout import require_whole_blocks
 from pengserve.replicas.parent_death import signal_when_parent_ends
 
 logger = logging.getLogger(__name__)
@@ -72,6 +86,9 @@ class LaneWorkerMixin:
     device: torch.device
     memory: BaseMemory | None = None  # where weights and KV share memory
     memory_failure = ""  # why they do not, though they were to
+    tiers: TieredKv | None = None  # where KV is on the device and on the host
+    tier_sizes: TierSizes | None = None
+    tier_failure = ""  # why there is no host tier, though there was to be one
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if multiprocessing.parent_process() is not None:
@@ -86,7 +103,7 @@ class LaneWorkerMixin:
             torch.compiler.set_stance("force_eager")
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         options = self.vllm_config.additional_config.get(OPTIONS)
-        if options is not None:
+        if options is not None and TIER_OPTIONS not in self.vllm_config.additional_config:
             self._share_memory(MemoryOptions(**options))
 
     def _share_memory(self, options: MemoryOptions) -> None:
@@ -113,7 +130,15 @@ class LaneWorkerMixin:
             layers = self.memory.layers
             return layers.base_blocks * layers.sizes.block_bytes * layers.sizes.num_layers
         available = int(super().determine_available_memory())  # type: ignore[misc]
-        if not self.memory_failure:
+        device_bytes = self._kv_bytes(available)
+        options = self.vllm_config.additional_config.get(TIER_OPTIONS)
+        if options is not None:
+            self._open_tiers(TierOptions(**options), device_bytes)
+        return device_bytes if self.tier_sizes is None else self.tier_sizes.num_bytes
+
+    def _kv_bytes(self, available: int) -> int:
+        """Of the device: `available`, less the weights where these are counted in it."""
+        if self.memory is not None or OPTIONS not in self.vllm_config.additional_config:
             return available
         left = available - self.weight_bytes()
         if left <= 0:
@@ -122,6 +147,29 @@ class LaneWorkerMixin:
                 "model's weights; raise it"
             )
         return left
+
+    def _open_tiers(self, options: TierOptions, device_bytes: int) -> None:
+        """KV has a host tier from now on, or the log and `tier_failure` say why not, and vLLM's own KV serves."""
+        runner = self.model_runner
+        try:
+            check_engine(self.vllm_config)
+            num_layers, block_size, block_bytes = check_one_kind(runner)
+            sizes = tier_sizes(
+                num_layers=num_layers,
+                block_size=block_size,
+                block_bytes=block_bytes,
+                device_bytes=device_bytes,
+                host_bytes=host_bytes_of(options, device_bytes),
+                max_model_len=self.vllm_config.model_config.max_model_len,
+            )
+            tiers = open_tiers(sizes, options, self.device)
+        except Exception as error:
+            self.tier_failure = f"no host tier here: {one_line(error)}"
+            logger.warning("%s", self.tier_failure, exc_info=not isinstance(error, PengServeError))
+            return
+        self.tiers, self.tier_sizes = tiers, sizes
+        runner.initialize_kv_cache_tensors = partial(bind_pool, runner, tiers.pool)
+        TierRunner(runner, tiers, list(runner.get_kv_cache_spec()))
 
     def adopt_request(self, state: CachedRequestState) -> str:
         """Makes the runner know a half-decoded request as one that it had preempted itself; why not, where it cannot.
@@ -158,9 +206,12 @@ class LaneWorkerMixin:
             return initialize_model(config)
 
 
-def bind_kv(runner: Any, memory: BaseMemory, kv_cache_config: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def bind_kv(
+    runner: Any, memory: BaseMemory, kv_cache_config: Any, kernel_block_sizes: list[int], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
     """In place of `GPUModelRunner.initialize_kv_cache_tensors`: binds the arena's ranges instead of allocating."""
-    tensors = memory.kv_tensors(kv_cache_config)
+    require_whole_blocks(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size, kernel_block_sizes)
+    tensors = memory.kv_tensors(kv_cache_config, runner.cache_config.kv_cache_layout)
     bind_kv_cache(
         tensors,
         runner.compilation_config.static_forward_context,

@@ -80,32 +80,33 @@ class WeightRows(Rows):
         self._weights[first : first + len(data)].copy_(data)
 
 
-class BlockRows(Rows):
-    """KV of whole blocks, all layers and heads of each in one row."""
+class PartRows(Rows):
+    """KV of some layers and heads of a request, a tile a row (`memory/kv_views.py`). Rows may come one by one."""
 
-    def __init__(self, view: KvView, blocks: Sequence[int]) -> None:
-        self._view, self._blocks, self.device = view, blocks, view.device
-        self._heads, self._size = (0, view.layout.num_heads), view.layout.num_tokens
-        self.num_rows = len(blocks)
-        self.row_bytes = prod(view.shape(view.layout.num_heads, 1, self._size)) * view.dtype.itemsize
+    def __init__(self, view: KvView, tiles: Tiles, heads: tuple[int, int], first_layer: int) -> None:
+        """
+        Args:
+            view: of these layers; the first of them is `first_layer` of the model.
+            heads: of the view's own, half-open.
+        """
+        self.num_rows, self.device = tiles.count, view.device
+        self.row_bytes = prod(view.shape(heads[1] - heads[0], 1, tiles.size)) * view.dtype.itemsize
+        self._view, self._tiles, self._heads, self._first_layer = view, tiles, heads, first_layer
 
     @property
     def cells(self) -> Cells:
-        return Cells((0, self._view.num_layers), self._blocks)
+        layers = (self._first_layer, self._first_layer + self._view.num_layers)
+        return Cells(layers, self._tiles.blocks.unique().tolist())
 
     def read(self, first: int, stop: int) -> torch.Tensor:
-        found = self._view.read(self._tiles(first, stop), self._heads)
+        found = self._view.read(self._tiles.part(first, stop), self._heads)
         return found.movedim(2, 0).contiguous()
 
     def write(self, first: int, data: torch.Tensor) -> None:
-        count = data.numel() // self.row_bytes
-        layers, kinds, _, heads, elements = self._view.shape(self._heads[1], count, self._size)
+        count, (start, stop) = data.numel() // self.row_bytes, self._heads
+        layers, kinds, _, heads, elements = self._view.shape(stop - start, count, self._tiles.size)
         rows = data.view(self._view.dtype).view(count, layers, kinds, heads, elements)
-        self._view.write(self._tiles(first, first + count), rows.movedim(0, 2), self._heads)
-
-    def _tiles(self, first: int, stop: int) -> Tiles:
-        blocks = self._blocks[first:stop]
-        return self._view.tiles([(blocks, len(blocks) * self._size)], self._size)
+        self._view.write(self._tiles.part(first, first + count), rows.movedim(0, 2), self._heads)
 
 
 class TileRows(Rows):

@@ -70,7 +70,12 @@ class Transfer:
     """A plan under way, on one member. `Transfers` makes it."""
 
     def __init__(
-        self, plan: TransferPlan, channel: Channel, ledger: CellLedger, on_end: Callable[["Transfer"], None]
+        self,
+        plan: TransferPlan,
+        channel: Channel,
+        ledger: CellLedger,
+        on_end: Callable[["Transfer"], None],
+        pace: Pace | None = None,
     ) -> None:
         self.plan = plan
         self.is_done = False
@@ -87,7 +92,7 @@ class Transfer:
         self._unsent = Counter(segment.layer for segment in plan.outgoing)  # segments by layer
         self._unwritten = Counter(segment.layer for segment in coming)
         self._waiting: list[_Waiting] = []
-        self._pace = Pace()
+        self._pace = pace or Pace()
 
     def begin(self) -> None:
         """All its cells are in flight. Raises ValueError, and nothing has changed, where others are in the way."""
@@ -120,10 +125,12 @@ class Transfer:
         if self._outgoing:
             flow = self._outgoing[0]
             rows, started_s = flow.segment.rows, time.perf_counter()
-            count = min(flow.num_left, max(1, self._pace.num_bytes // rows.row_bytes))
+            most = max(1, self._pace.num_bytes // rows.row_bytes)
+            count = min(flow.num_left, most)
             self._send(flow, count)
-            if count:
-                self._pace.took(count * rows.row_bytes, time.perf_counter() - started_s, budget_s)
+            took_s = time.perf_counter() - started_s
+            if 4 * count >= most or took_s > budget_s:  # a small piece that fits into the link's buffer says little
+                self._pace.took(count * rows.row_bytes, took_s, budget_s)
             if not flow.num_left:
                 self._outgoing.popleft()
                 self._sent(flow)

@@ -104,6 +104,10 @@ class Tiles:
         """Number of tiles."""
         return len(self.blocks)
 
+    def part(self, first: int, stop: int) -> "Tiles":
+        """Tiles `[first, stop)` of these."""
+        return Tiles(self.size, self.blocks[first:stop], self.parts[first:stop])
+
 
 class KvView:
     """One lane's KV of all layers on one member, addressed by physical block."""
@@ -114,6 +118,7 @@ class KvView:
         self._strides = [layout.strides(kv) for kv in (0, 1)]
         self._views: dict[int, list[list[torch.Tensor]]] = {}  # by tile size; where packing needs no index
         self._by_dim = [strides is not None and strides[2] < strides[3] for strides in self._strides]
+        self._parts: dict[tuple[int, int], KvView] = {}  # by range of layers
 
     @property
     def num_layers(self) -> int:
@@ -129,6 +134,14 @@ class KvView:
     def device(self) -> torch.device:
         """Where the KV is."""
         return self._layers[0].device
+
+    def part(self, first: int, stop: int) -> "KvView":
+        """The view of layers `[first, stop)` of these alone."""
+        if (first, stop) == (0, self.num_layers):
+            return self
+        if (first, stop) not in self._parts:
+            self._parts[first, stop] = KvView(self._layers[first:stop], self.layout)
+        return self._parts[first, stop]
 
     def shape(self, num_heads: int, num_tiles: int, size: int) -> tuple[int, ...]:
         """Of what `read` returns."""

@@ -1,32 +1,42 @@
-"""Requests that come to this instance from others: the target's side of migrations.
+"""Requests that come to the group that this instance leads: the target's side of migrations.
 
-Offer --room is reserved--> Copy, pieces, ... --> Tail: the request joins the lane
+Offer --(grammar compiled)--> room is reserved, Ready --Copy, pieces, ...--> Tail, all is written --> in the lane
 
-Until its Tail a request is known to the scheduler but not scheduled, and its blocks are its own.
+Until it is taken a request is known to the scheduler but not scheduled, and its blocks are its own.
 """
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pengserve.planners.types.errors import EngineError, LinkLostError
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.replicas.channel.frames import Buffer
-from pengserve.replicas.engine.handoff import Handoff, revive
-from pengserve.replicas.engine.vllm_seam import Request
-from pengserve.replicas.kv.channel import PeerChannel
-from pengserve.replicas.kv.rows import BlockRows
-from pengserve.replicas.kv.transfer import Segment, Transfer, TransferPlan
-from pengserve.replicas.migration.leaving import SOURCE, TARGET, Say
-from pengserve.replicas.migration.messages import Cancel, Copy, Offer, Ready, Tail, Taken
+from pengserve.replicas.engine.handoff import Handoff
+from pengserve.replicas.engine.lane import Lane
+from pengserve.replicas.engine.vllm_seam import Request, RequestStatus
+from pengserve.replicas.migration.messages import (
+    Cancel,
+    Copy,
+    Expect,
+    Name,
+    Offer,
+    Over,
+    Ready,
+    Side,
+    Tail,
+    Taken,
+    Word,
+)
+from pengserve.replicas.migration.receiving import Receivers
+from pengserve.replicas.migration.sides import followers, side_of
 from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.member import Member
+from pengserve.replicas.switching.step_thread import Submit
 
 logger = logging.getLogger(__name__)
 
-Name = tuple[InstanceKey, int]
-"""The source, and its number for the migration."""
+Say = Callable[[InstanceKey, Name, Word], None]
 
 
 @dataclass(eq=False)
@@ -35,121 +45,171 @@ class Coming:
 
     name: Name
     handoff: Handoff
-    request: Request
-    transfer: Transfer | None = None  # of the newest Copy
-    num_blocks: int = 0  # that have been named by a Copy
-    heard_s: float = field(default_factory=time.monotonic)  # when its source last said something
+    lane: Lane  # that it goes on in
+    source: Side
+    target: Side
+    request: Request | None = None  # once room for it is reserved
+    num_tiles: int = 0  # that are here, or have been named by a Copy
+    num_copies: int = 0
+    written: dict[InstanceKey, int] = field(default_factory=dict)  # copies by member
+    tail: Tail | None = None
+    heard_s: float = field(default_factory=time.monotonic)  # when its source, or a member, last said something
+
+    @property
+    def is_written(self) -> bool:
+        """Whether all members have all that has been named."""
+        return all(self.written.get(key, 0) == self.num_copies for key in self.target.members)
 
 
 class Arrivals:
     """Belongs to the step thread. `why_not` says why nothing can come now, or is empty."""
 
-    def __init__(self, member: Member, say: Say, why_not: Callable[[], str]) -> None:
-        self._member, self._say, self._why_not = member, say, why_not
-        self._lane = member.lanes.dp
+    def __init__(
+        self, member: Member, submit: Submit, say: Say, receivers: Receivers, why_not: Callable[[], str]
+    ) -> None:
+        self._member, self._submit, self._say, self._receivers = member, submit, say, receivers
+        self._why_not = why_not
         self._coming: dict[Name, Coming] = {}
 
     def __len__(self) -> int:
         return len(self._coming)
 
-    def offer(self, name: Name, word: Offer) -> None:
-        """Reserves room, or says why not."""
-        why = self._why_not() or self._refusal(word)
-        request = revive(word.handoff, 0)
-        if not why and not self._lane.reserve(request, word.num_tokens):
-            why = "there is no room"
-        if why:
-            self._say(*name, Cancel(why=why))
-            return
-        self._coming[name] = Coming(name, word.handoff, request)
-        reached("reserved")
-        self._say(*name, Ready())
+    # Before the first copy --------------------------------------------------------------------------------------------
 
-    def _refusal(self, word: Offer) -> str:
-        handoff = word.handoff
-        if self._lane.knows(handoff.request.request_id):
+    def offer(self, name: Name, word: Offer) -> None:
+        """Reserves room, or says why not. A grammar is compiled first, in another thread."""
+        if why := self._why_not() or self._refusal(word.handoff):
+            self._say(name[0], name, Cancel(why=why))
+            return
+        lanes = self._member.lanes
+        self._coming[name] = coming = Coming(name, word.handoff, lanes.current, word.source, side_of(self._member))
+
+        def made(request: Request) -> None:
+            if self._coming.get(name) is coming:
+                self._reserve(coming, request, word.num_tokens)
+
+        is_guided = word.handoff.request.sampling_params.structured_outputs is not None
+        later = (lambda request: self._submit(lambda: made(request))) if is_guided else made
+        lanes.dp.revive(word.handoff, later)
+
+    def _refusal(self, handoff: Handoff) -> str:
+        if self._member.lanes.current.knows(handoff.request.request_id):
             return "the request is here already"
         if not self._member.owner.serves(handoff.client_id):
             return "its ingress is not connected here"
         return ""
 
-    def copy(self, name: Name, word: Copy) -> None:
-        """Blocks are about to come."""
-        coming = self._find(name)
-        stop = word.first + word.count
-        if not self._is_written(coming) or word.first != coming.num_blocks or word.count < 1:
-            raise EngineError("it announced blocks out of their order")
-        if not self._lane.enlarge(coming.request, stop * self._lane.capacity.block_size):
+    def _reserve(self, coming: Coming, request: Request, num_tokens: int) -> None:
+        lane, name = coming.lane, coming.name
+        if request.status is not RequestStatus.PREEMPTED:
+            self.give_up(name, "its grammar cannot be compiled here")
+            return
+        num_cached = lane.reserve(request, num_tokens, coming.handoff.num_computed_tokens)
+        if num_cached is None:
             self.give_up(name, "there is no room")
             return
-        coming.num_blocks = stop
-        blocks = self._lane.block_ids(coming.request.request_id)[word.first : stop]
-        plan = TransferPlan(
-            lane=self._lane.shape,
-            what="KV",
-            rank=TARGET,
-            outgoing=(),
-            incoming=[Segment(SOURCE, 0, BlockRows(self._member.lanes.dp_view(), blocks))],
-        )
-        coming.transfer = self._member.lanes.transfers.submit(plan, PeerChannel(lambda *_: None))
-        coming.transfer.advance(0.0)  # it sends nothing
+        coming.request, coming.num_tiles = request, num_cached // self._tile_tokens
+        self._receivers.open(name)
+        reached("reserved")
+        self._say(name[0], name, Ready(num_tiles=coming.num_tiles, target=coming.target))
 
-    def piece(self, name: Name, parts: Sequence[Buffer]) -> None:
-        """Bytes of blocks have come."""
-        if (coming := self._coming.get(name)) is None:
-            return  # of a migration that has ended here
-        coming.heard_s = time.monotonic()
-        if coming.transfer is None:
-            raise EngineError("it sent KV that it did not announce")
-        coming.transfer.receive(SOURCE, parts)
+    @property
+    def _tile_tokens(self) -> int:
+        return self._member.lanes.dp.capacity.block_size
+
+    # Copies -----------------------------------------------------------------------------------------------------------
+
+    def copy(self, name: Name, word: Copy) -> None:
+        """Tiles are about to come."""
+        coming = self._find(name)
+        request, lane, stop = coming.request, coming.lane, word.first + word.count
+        if (word.first, word.number) != (coming.num_tiles, coming.num_copies) or word.count < 1 or request is None:
+            raise EngineError("it announced tiles out of their order")
+        if not lane.enlarge(request, stop * self._tile_tokens):
+            self.give_up(name, "there is no room")
+            return
+        coming.num_tiles, coming.num_copies = stop, coming.num_copies + 1
+        in_block = lane.capacity.block_size // self._tile_tokens
+        blocks = lane.block_ids(request.request_id)[word.first // in_block : -(-stop // in_block)]
+        expect = Expect(copy=word, blocks=blocks, source=coming.source, lease=lane.take_lease())
+        for key in followers(coming.target, self._member.key):
+            self._say(key, name, expect)
+        self._receivers.expect(name, expect)
+
+    def heard(self, name: Name) -> None:
+        """Something of a migration has come."""
+        if (coming := self._coming.get(name)) is not None:
+            coming.heard_s = time.monotonic()
+
+    def written(self, name: Name, key: InstanceKey, number: int) -> None:
+        """Member `key` has its share of a copy."""
+        if (coming := self._coming.get(name)) is not None:
+            coming.heard_s = time.monotonic()
+            coming.written[key] = number + 1
+            self._take_if_complete(coming)
 
     def tail(self, name: Name, word: Tail) -> None:
-        """All has come: the request goes on here, in the next step."""
+        """All has left the source: the request goes on here, as soon as all is written."""
         reached("tail-came")
-        coming, computed = self._find(name), word.num_computed_tokens
-        request, known = coming.request, coming.request.num_output_tokens
-        if not self._is_written(coming) or coming.num_blocks != self._lane.blocks_for(computed):
+        coming = self._find(name)
+        coming.tail = word
+        self._take_if_complete(coming)
+
+    def _take_if_complete(self, coming: Coming) -> None:
+        word, request = coming.tail, coming.request
+        if word is None or not coming.is_written:
+            return
+        lane, name, dp, computed = coming.lane, coming.name, self._member.lanes.dp, word.num_computed_tokens
+        if request is None or coming.num_tiles != -(-computed // self._tile_tokens):
             raise EngineError("it did not send all KV")
-        request.append_output_token_ids(word.output_token_ids[known:])
-        if not self._lane.enlarge(request, min(request.num_tokens, computed + 1)):
+        dp.append(request, word.output_token_ids[request.num_output_tokens :])
+        if not lane.enlarge(request, min(request.num_tokens, computed + 1)):
             self.give_up(name, "there is no room")
             return
         if (client_index := self._member.owner.welcome(coming.handoff)) is None:
             self.give_up(name, "its ingress is not connected here")
             return
         request.client_index = client_index
-        self._lane.adopt(request)
+        lane.take_over(request)
         request.num_computed_tokens = computed
-        self._lane.settle(request)
-        self._lane.go_on(request)
+        lane.settle(request)
+        lane.go_on(request)
         del self._coming[name]
         self._end(coming)
-        self._say(*name, Taken())
+        self._say(name[0], name, Taken())
         reached("taken")
+
+    # Ends -------------------------------------------------------------------------------------------------------------
 
     def cancelled(self, name: Name) -> None:
         """The source has called it off. Where the request has been taken, its ingress ends one of the two."""
         if (coming := self._coming.pop(name, None)) is not None:
-            self._end(coming)
-            self._lane.release([coming.request.request_id])
+            self._end(coming)  # no member writes into its blocks from here on
+            if coming.request is not None:
+                coming.lane.release([coming.request.request_id])
 
     def give_up(self, name: Name, why: str) -> None:
         """Ends a migration from this side: the request stays at its source."""
         self.cancelled(name)
-        try:
-            self._say(*name, Cancel(why=why))
-        except LinkLostError:
-            logger.debug("instance %s is gone and is not told that a migration ends", name[0])
+        self._tell(name[0], name, Cancel(why=why))
 
     def give_up_all(self, why: str) -> None:
         """Ends all migrations from this side."""
         for name in list(self._coming):
             self.give_up(name, why)
 
+    def break_off(self, why: str) -> None:
+        """The lane breaks, with all that it has: ends all migrations without touching it."""
+        for name in list(self._coming):
+            del self._coming[name]
+            self._receivers.end(name)
+            self._tell(name[0], name, Cancel(why=why))
+
     def lost(self, key: InstanceKey) -> None:
         """A peer is gone."""
-        for name in [name for name in self._coming if name[0] == key]:
-            self.cancelled(name)
+        for name, coming in list(self._coming.items()):
+            if key in coming.source.members:
+                self.give_up(name, f"instance {key} was lost")
 
     def check_time(self, timeout_s: float) -> None:
         """Gives up what has made no progress for so long."""
@@ -163,10 +223,13 @@ class Arrivals:
         coming.heard_s = time.monotonic()
         return coming
 
-    @staticmethod
-    def _is_written(coming: Coming) -> bool:
-        return coming.transfer is None or coming.transfer.is_done
-
     def _end(self, coming: Coming) -> None:
-        if coming.transfer is not None:
-            self._member.lanes.transfers.cancel(coming.transfer)
+        self._receivers.end(coming.name)
+        for key in followers(coming.target, self._member.key):
+            self._tell(key, coming.name, Over(lease=coming.lane.take_lease()))
+
+    def _tell(self, key: InstanceKey, name: Name, word: Word) -> None:
+        try:
+            self._say(key, name, word)
+        except LinkLostError:
+            logger.debug("instance %s is gone and is not told that a migration ends", key)

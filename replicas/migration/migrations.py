@@ -1,39 +1,42 @@
 """All migrations of one instance: orders of the controller, requests that leave, and requests that come.
 
-Orders wait while the shape changes or a group runs, and for each other: one request leaves at a time. Switches win: one
-that is prepared ends every migration, which leaves the requests where they are.
+The leader of a group decides for its group; its other members send and get their shares of the KV. Orders wait while
+the shape changes. As many requests leave a group at once as its connections have bytes for in a few steps. Switches
+win: one that is prepared ends every migration of its members, which leaves the requests where they are.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from pengserve.planners.types.errors import FenceError, LinkLostError, PengServeError, one_line
+from pengserve.planners.types.errors import FenceError, PengServeError, one_line
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.orders import Migrate
-from pengserve.replicas.engine.handoff import can_carry
-from pengserve.replicas.engine.lanes import Lanes
+from pengserve.replicas.engine.handoff import can_migrate
+from pengserve.replicas.engine.lane import Lane
 from pengserve.replicas.engine.vllm_seam import Request
 from pengserve.replicas.migration.coming import Arrivals
 from pengserve.replicas.migration.leaving import Departures, Leaving
+from pengserve.replicas.migration.members import Members, why_never
 from pengserve.replicas.migration.messages import (
     Cancel,
     Copy,
-    MigrationCodec,
-    MigrationMessage,
+    Failed,
+    Name,
     Offer,
     Ready,
+    Sent,
     Tail,
     Taken,
     Word,
+    Written,
 )
 from pengserve.replicas.switching.member import Member
 from pengserve.replicas.switching.step_thread import StepThread, Submit
 
 logger = logging.getLogger(__name__)
 
-MIGRATE, MIGRATE_KV = "migrate", "migrate-kv"  # kinds of peer messages: words, and pieces of KV
 MAX_REMEMBERED_ORDERS = 1024
 WATCH_PERIOD_S = 1.0
 
@@ -45,6 +48,12 @@ class _Open:
     order: Migrate
     tried: set[str] = field(default_factory=set)
     num_tokens: int = 0  # of what was offered
+    num_leaving: int = 0  # requests that are under way
+
+    def gives_way_to(self, newer: Migrate) -> bool:
+        """Whether it need not be carried out any more, since `newer` has come."""
+        is_named = self.order.request_ids or newer.request_ids
+        return not self.tried and not is_named and self.order.target == newer.target
 
 
 class Migrations:
@@ -57,25 +66,30 @@ class Migrations:
         self._member, self._submit, self._is_switching, self._on_changed = member, submit, is_switching, on_changed
         self._why_never: str | None = None  # None: it has not been looked at
         self._steps = StepThread(submit, member.timeout_s)
-        self._codec = MigrationCodec()
-        self._departures = Departures(member, self._say_to_target, self._send_piece, self._ended)
-        self._arrivals = Arrivals(member, self._say_to_source, self._why_none_comes)
-        self._orders: deque[_Open] = deque()
+        self._members = members = Members(member, submit, self._hear, self._lost)
+        self._departures = Departures(member, members.say, members.senders, self._ended)
+        self._arrivals = Arrivals(member, submit, members.say, members.receivers, self._why_none_comes)
+        members.on_piece = self._arrivals.heard
+        self._orders: list[_Open] = []
         self._known: dict[str, None] = {}  # ids of orders, the newest last
         self._is_emptied = False
         self._is_watched = False
-        member.network.subscribe(MIGRATE, self._on_word, self._on_lost)
-        member.network.subscribe(MIGRATE_KV, self._on_piece)
 
     @property
     def is_moving(self) -> bool:
         """Whether a request is on its way."""
-        return self._departures.current is not None or len(self._arrivals) > 0
+        return len(self._departures) > 0 or len(self._arrivals) > 0
 
     @property
     def is_busy(self) -> bool:
         """Whether step boundaries matter: a request is on its way, may soon be, or must not wait here."""
         return self._is_emptied or bool(self._orders) or self.is_moving
+
+    @property
+    def _lane(self) -> Lane | None:
+        """The lane whose requests may leave; None where another instance schedules."""
+        lanes = self._member.lanes
+        return lanes.current if lanes.running is None or lanes.current is lanes.running else None
 
     # Orders -----------------------------------------------------------------------------------------------------------
 
@@ -97,62 +111,82 @@ class Migrations:
             self._known[order.order_id] = None
             while len(self._known) > MAX_REMEMBERED_ORDERS:
                 del self._known[next(iter(self._known))]
+            # The newest knows best where there is room: it stands for those to its target that have not begun.
+            self._orders = [found for found in self._orders if not found.gives_way_to(order)]
             self._orders.append(_Open(order))
             if order.empties:
-                self._is_emptied = True
-                self._arrivals.give_up_all("the instance is being emptied")
-        self._empty()
+                self.begin_leaving()
         self._go_on()
         self._on_changed()  # where nothing runs here, no step tells that a drain is over
 
-    def _empty(self) -> None:
-        """What waits without KV is sent again elsewhere, where an order says so."""
-        if self._is_emptied and self._member.lanes.running is None:
-            self._redirect([r for r in self._member.lanes.dp.requests() if not r.num_computed_tokens])
+    def begin_leaving(self) -> None:
+        """The instance is being emptied: nothing comes any more, and what waits without KV is sent again elsewhere."""
+        self._is_emptied = True
+        self._arrivals.give_up_all("the instance is being emptied")
+        self._empty()
 
-    def _redirect(self, requests: Sequence[Request]) -> None:
+    def _empty(self) -> None:
+        if self._is_emptied and (lane := self._lane) is not None:
+            self._redirect(lane, [r for r in lane.requests() if not r.num_computed_tokens])
+
+    def _redirect(self, lane: Lane, requests: Sequence[Request]) -> None:
         ids = [request.request_id for request in requests]
         if ids:
-            self._member.lanes.dp.release(ids)
+            lane.release(ids)
             self._member.owner.moved(ids, None, carried=False)
             self._on_changed()
 
     def _go_on(self) -> None:
-        """Begins the next migration, where none is under way."""
-        while self._orders and self._departures.current is None and not self._why_not():
-            found = self._orders[0]
-            request = self._next_request(found)
-            if request is None:
-                self._orders.popleft()
-                self._close(found)
-                continue
-            found.tried.add(request.request_id)
-            found.num_tokens += request.num_computed_tokens
-            try:
-                self._departures.begin(found.order, request)
-            except LinkLostError as error:
-                self._departures.stay(str(error))
+        """Begins the next migrations, as far as there is room on the link, and closes orders that have no more."""
+        if self._lane is None:
+            self._orders.clear()  # they are about what this instance ran alone, or led: its leader gets its own
+        if self._orders and not self._why_not():
+            for found in self._orders.copy():
+                while self._departures.has_room() and (request := self._next_request(found)) is not None:
+                    self._begin(found, request)
+                if not self._departures.has_room():
+                    break
+                if not found.num_leaving and not self._able(found):
+                    self._orders.remove(found)
+                    self._close(found)
         self._watch()
 
+    def _begin(self, found: _Open, request: Request) -> None:
+        found.tried.add(request.request_id)
+        found.num_tokens += request.num_computed_tokens
+        found.num_leaving += 1
+        if self._departures.begin(found.order, request) is None:
+            found.num_leaving -= 1
+
     def _next_request(self, found: _Open) -> Request | None:
-        """The shortest running request that the order is about: it is copied soonest."""
-        order, lane = found.order, self._member.lanes.dp
-        able = [r for r in lane.scheduler.running if can_carry(r) and r.request_id not in found.tried]
-        if order.request_ids:
-            able = [r for r in able if r.request_id in order.request_ids]
-        else:
-            able = [r for r in able if found.num_tokens + r.num_computed_tokens <= order.max_tokens]
+        """The shortest running request that the order is about: it is copied soonest.
+
+        One that shares a prefix with a request under way comes after that: the target has the prefix then.
+        """
+        lane, busy = self._member.lanes.current, self._departures.first_blocks()
+        able = [r for r in self._able(found) if busy.isdisjoint(lane.block_ids(r.request_id)[:1])]
         return min(able, key=lambda r: (r.num_computed_tokens, r.request_id), default=None)
 
+    def _able(self, found: _Open) -> list[Request]:
+        """Running requests that the order is about, and that it has not tried."""
+        order, lane = found.order, self._member.lanes.current
+        passed = found.tried | self._departures.request_ids()
+        able = [r for r in lane.scheduler.running if can_migrate(r) and r.request_id not in passed]
+        if order.request_ids:
+            return [r for r in able if r.request_id in order.request_ids]
+        return [r for r in able if found.num_tokens + r.num_computed_tokens <= order.max_tokens]
+
     def _close(self, found: _Open) -> None:
-        """All that could move has moved, or has stayed."""
-        order, lanes = found.order, self._member.lanes
-        if not order.must_leave or lanes.running is not None:
-            return
-        left = [r for r in lanes.dp.requests() if not order.request_ids or r.request_id in order.request_ids]
-        self._redirect(left)
+        """All that could move has moved, or has stayed. What moves by another order is left to that."""
+        order, lane = found.order, self._lane
+        if order.must_leave and lane is not None:
+            ids, moving = order.request_ids, self._departures.request_ids()
+            left = [r for r in lane.requests() if not ids or r.request_id in ids]
+            self._redirect(lane, [request for request in left if request.request_id not in moving])
 
     def _ended(self, leaving: Leaving, has_left: bool) -> None:
+        for found in self._orders:
+            found.num_leaving -= found.order is leaving.order
         self._submit(lambda: self._guarded(self._go_on))
         if has_left:
             self._on_changed()
@@ -161,9 +195,8 @@ class Migrations:
 
     def boundary(self) -> None:
         """After each step."""
-        if self._departures.current is not None:
-            self._guarded(self._departures.boundary)
-        elif self._orders:
+        self._departures.boundary()
+        if self._orders:
             self._guarded(self._go_on)
         if self._is_emptied:
             self._guarded(self._empty)
@@ -171,17 +204,25 @@ class Migrations:
     def give_way(self) -> None:
         """A switch begins: all requests stay where they are."""
         why = f"instance {self._member.key} changes its shape"
-        self._departures.give_up(why)
+        self._departures.give_up_all(why)
         self._arrivals.give_up_all(why)
+        self._members.fail_all(why)
+
+    def break_off(self) -> None:
+        """The group that runs here breaks: its lane ends, with all that is on its way from it and to it."""
+        why = f"the group of instance {self._member.key} has ended"
+        self._departures.break_off(why)
+        self._arrivals.break_off(why)
+        self._members.end_all()
 
     def _guarded(self, work: Callable[[], None]) -> None:
-        """A fault of a migration ends that migration, never the instance."""
+        """A fault in what concerns all migrations ends those that leave, never the instance."""
         try:
             work()
         except Exception as error:
             if not isinstance(error, PengServeError):
-                logger.exception("a migration failed")
-            self._departures.give_up(one_line(error))
+                logger.exception("migrations failed")
+            self._departures.give_up_all(one_line(error))
 
     def _why_not(self) -> str:
         """Why no request can move now; empty where it can."""
@@ -190,7 +231,12 @@ class Migrations:
         if self._why_never or self._is_switching():
             return self._why_never or f"instance {self._member.key} changes its shape"
         running = self._member.lanes.running
-        return f"instance {self._member.key} runs {running.name}" if running is not None else ""
+        if running is None:
+            return ""
+        if self._lane is None:
+            return f"instance {self._member.key} follows in {running.name}; ask its leader"
+        waits = running.is_exchanging or not running.is_settled
+        return f"{running.name} still waits for KV, memory or weights" if waits else ""
 
     def _why_none_comes(self) -> str:
         return "the instance is being emptied" if self._is_emptied else self._why_not()
@@ -203,6 +249,7 @@ class Migrations:
 
         def look() -> None:
             self._is_watched = False
+            self._departures.boundary()  # where no step is made, no step shows that the request has ended
             self._departures.check_time(self._member.timeout_s)
             self._arrivals.check_time(4 * self._member.timeout_s)
             self._go_on()
@@ -211,93 +258,50 @@ class Migrations:
 
     # What peers say ---------------------------------------------------------------------------------------------------
 
-    def _say_to_target(self, to: InstanceKey, number: int, word: Word) -> None:
-        self._member.network.send(to, MIGRATE, self._codec.encode(MigrationMessage(number, True, word)))
-
-    def _say_to_source(self, to: InstanceKey, number: int, word: Word) -> None:
-        self._member.network.send(to, MIGRATE, self._codec.encode(MigrationMessage(number, False, word)))
-
-    def _send_piece(self, to: InstanceKey, number: int, parts: list) -> None:
-        self._member.network.send(to, MIGRATE_KV, [b"%d" % number, *parts])
-
-    def _on_word(self, key: InstanceKey, kind: str, parts: list[memoryview]) -> None:
-        """In a reader thread."""
-        message = MigrationCodec().decode(parts)
-        self._submit(lambda: self._hear(key, message))
-
-    def _hear(self, key: InstanceKey, message: MigrationMessage) -> None:
-        if message.from_source:
-            self._hear_source(key, message)
-        else:
-            self._guarded(lambda: self._hear_target(key, message))
-
-    def _hear_target(self, key: InstanceKey, message: MigrationMessage) -> None:
-        leaving = self._departures.current
-        if leaving is None or (leaving.order.target, leaving.number) != (key, message.number):
-            return  # of a migration that has ended here
-        match message.word:
-            case Ready():
-                self._departures.on_ready(leaving)
-            case Taken():
-                self._departures.on_taken(leaving)
-            case Cancel(why=why):
-                self._departures.stay(why)
-
-    def _hear_source(self, key: InstanceKey, message: MigrationMessage) -> None:
-        name, arrivals = (key, message.number), self._arrivals
+    def _hear(self, key: InstanceKey, name: Name, word: Word) -> None:
+        """A word to a leader, from the other one or from a member of the own group."""
+        if name[0] == self._member.key:
+            if (leaving := self._departures.find(name)) is not None:
+                self._departures.guarded(leaving, partial(self._hear_of_departure, key, leaving, word))
+            return
         try:
-            match message.word:
-                case Offer() as word:
-                    arrivals.offer(name, word)
-                    self._watch()
-                case Copy() as word:
-                    arrivals.copy(name, word)
-                case Tail() as word:
-                    arrivals.tail(name, word)
-                case Cancel():
-                    arrivals.cancelled(name)
+            self._hear_of_arrival(key, name, word)
         except Exception as error:
-            self._arrival_failed(name, error)
+            if not isinstance(error, PengServeError):
+                logger.exception("a request that comes from instance %s could not be taken", name[0])
+            self._arrivals.give_up(name, one_line(error))
 
-    def _on_piece(self, key: InstanceKey, kind: str, parts: list[memoryview]) -> None:
-        """In a reader thread."""
+    def _hear_of_departure(self, key: InstanceKey, leaving: Leaving, word: Word) -> None:
+        is_target = key == leaving.order.target
+        match word:
+            case Ready() if is_target:
+                self._departures.on_ready(leaving, word)
+            case Taken() if is_target:
+                self._departures.on_taken(leaving)
+            case Cancel() if is_target:
+                self._departures.stay(leaving, word.why)
+            case Sent():
+                self._departures.on_sent(leaving, key, word.number)
+            case Failed():
+                self._departures.give_up(leaving, f"instance {key}: {word.why}")
 
-        def take() -> None:
-            name = (key, int(bytes(parts[0])))
-            try:
-                self._arrivals.piece(name, parts[1:])
-            except Exception as error:
-                self._arrival_failed(name, error)
+    def _hear_of_arrival(self, key: InstanceKey, name: Name, word: Word) -> None:
+        match word:
+            case Offer():
+                self._arrivals.offer(name, word)
+                self._watch()
+            case Copy():
+                self._arrivals.copy(name, word)
+            case Written():
+                self._arrivals.written(name, key, word.number)
+            case Tail():
+                self._arrivals.tail(name, word)
+            case Cancel():
+                self._arrivals.cancelled(name)
+            case Failed():
+                self._arrivals.give_up(name, f"instance {key}: {word.why}")
 
-        self._submit(take)
-
-    def _arrival_failed(self, name: tuple[InstanceKey, int], error: Exception) -> None:
-        if not isinstance(error, PengServeError):
-            logger.exception("a request that came from instance %s could not be taken", name[0])
-        self._arrivals.give_up(name, one_line(error))
-
-    def _on_lost(self, key: InstanceKey) -> None:
-        """In a reader thread."""
-
-        def lost() -> None:
-            self._arrivals.lost(key)
-            leaving = self._departures.current
-            if leaving is not None and leaving.order.target == key:
-                # Tokens of a target that is gone count for nothing: its ingresses wait for MOVED.
-                self._departures.stay(f"instance {key} was lost")
-
-        self._submit(lambda: self._guarded(lost))
-
-
-def why_never(lanes: Lanes) -> str:
-    """Why KV of running requests cannot leave this engine, or come to it; empty where it can."""
-    config = lanes.dp.pristine_config
-    if config is None or config.speculative_config is not None:
-        return "requests do not move with speculative decoding"
-    if lanes.dp.num_kv_groups != 1 or lanes.dp.core.batch_queue is not None:
-        return "requests of this model move only where all its layers keep KV alike and one step runs at a time"
-    try:
-        lanes.dp_view()
-    except Exception as error:
-        return f"KV of this attention backend cannot be moved ({one_line(error)})"
-    return ""
+    def _lost(self, key: InstanceKey) -> None:
+        """A peer is gone."""
+        self._guarded(lambda: self._arrivals.lost(key))
+        self._guarded(lambda: self._departures.lost(key))

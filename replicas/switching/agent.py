@@ -40,6 +40,7 @@ class Agent:
     def __init__(self, member: Member, submit: Submit, on_changed: Callable[[], None]) -> None:
         self._member, self._submit, self._on_changed = member, submit, on_changed
         self.before_switch: Callable[[], None] = lambda: None  # what a switch in preparation ends
+        self.before_break: Callable[[], None] = lambda: None  # what ends with the lane of a group that breaks
         self._steps = StepThread(submit, member.timeout_s)
         self._wiring = Wiring(member, submit, self._require_group)
         self._running_group = RunningGroup(member, self._wiring, submit, self._broken)
@@ -215,6 +216,7 @@ class Agent:
         if key in self._running_group.members:
             self._running_group.pipeline.interrupt()
         self._member.inbox.put((key, None))
+        self._wiring.lost(key)  # here, and not in the step thread: that may wait for the peer on a device
         self._submit(lambda: self._lost(key))
 
     def _lost(self, key: InstanceKey) -> None:
@@ -224,7 +226,6 @@ class Agent:
         self._following.lost(key)
         if key in self._running_group.members:
             self._broken(EngineError(f"instance {key} was lost"))
-        self._wiring.lost(key)
 
     def _require_group(self) -> None:
         """Leaves a group whose communicators the controller has ended. An idle group runs no step that would notice."""
@@ -248,6 +249,7 @@ class Agent:
         if lanes.running is None:
             return
         logger.warning("instance %s leaves %s: %s", self._member.key, lanes.running.name, error)
+        self.before_break()
         if self._running_group.run is not None:
             end_run(self._member, self._running_group.run)
         self._running_group.end()

@@ -23,6 +23,12 @@ Places in a migration:
     held        the source has told the target to go on with the request
     tail-came   the target has heard that
     taken       the target has said that it goes on with the request
+
+Where source or target is a group, at its members that do not lead:
+
+    sharing       a member of the source is about to send its share of a copy
+    sharing-last  ... of the last one
+    expecting     a member of the target has heard of a copy
 """
 
 import os

@@ -21,48 +21,38 @@ from typing import TypeVar
 import msgspec
 
 from pengserve.planners.types.plans import SwitchPlan
-from pengserve.replicas.engine.peer_codec import PeerCodec
+from pengserve.replicas.engine.peer_codec import Cancel, PeerCodec, PeerWord
 from pengserve.replicas.engine.reshard import Traveller
 
 
-class _Word(msgspec.Struct, kw_only=True, tag=True, tag_field="word"):
-    """A word of the conversation."""
-
-
-class Drain(_Word):
+class Drain(PeerWord):
     """Let what runs end, and say when it has."""
 
     plan: SwitchPlan
 
 
-class Drained(_Word):
+class Drained(PeerWord):
     """What ran has ended."""
 
 
-class Return(_Word):
+class Return(PeerWord):
     """Let the weights come back that the plan's parts need."""
 
     plan: SwitchPlan
     withheld: list[int]  # logical blocks whose memory becomes room for them
 
 
-class Meet(_Word):
+class Meet(PeerWord):
     """Stop at the next step boundary."""
 
     plan: SwitchPlan
 
 
-class Commit(_Word):
+class Commit(PeerWord):
     """The new shape holds from the next step on."""
 
 
-class Cancel(_Word):
-    """The plan is called off, or has failed."""
-
-    why: str
-
-
-class MergeMet(_Word):
+class MergeMet(PeerWord):
     """A member stands still, and brings these requests."""
 
     num_free: int  # blocks of `dp`
@@ -71,7 +61,7 @@ class MergeMet(_Word):
     travellers: list[Traveller]
 
 
-class MergeWave(_Word):
+class MergeWave(PeerWord):
     """These requests move into the group's lane."""
 
     travellers: list[Traveller]
@@ -79,74 +69,74 @@ class MergeWave(_Word):
     given_up: list[str]  # requests for whose KV there is no room: they go on from their tokens
 
 
-class MergeDone(_Word):
+class MergeDone(PeerWord):
     """A wave has moved."""
 
     num_free: int  # blocks of `dp`
 
 
-class SplitMet(_Word):
+class SplitMet(PeerWord):
     """A member stands still."""
 
     num_free: int  # blocks of `dp`
 
 
-class SplitWave(_Word):
+class SplitWave(PeerWord):
     """These requests leave the group's lane."""
 
     travellers: list[Traveller]
     release: list[int]  # logical blocks that leave the lane before it
 
 
-class SplitDone(_Word):
+class SplitDone(PeerWord):
     """A wave has moved."""
 
     num_free: int  # blocks of `dp`
     refused: list[str]  # requests that were to come here and found no room
 
 
-class DropMet(_Word):
+class DropMet(PeerWord):
     """A member stands still, and brings these requests."""
 
     travellers: list[Traveller]
 
 
-class DropWave(_Word):
+class DropWave(PeerWord):
     """Memory of weights becomes room for KV, and these requests go to the leader."""
 
     travellers: list[Traveller]
     order: list[int]  # the lane's other logical blocks, in the order in which they get memory
 
 
-class DropDone(_Word):
+class DropDone(PeerWord):
     """Memory has changed hands."""
 
     num_backed: int  # blocks of `order` that have memory here
 
 
-class RestoreMet(_Word):
+class RestoreMet(PeerWord):
     """A member stands still."""
 
 
-class Place(_Word):
+class Place(PeerWord):
     """Give these requests blocks where they go on."""
 
     travellers: list[Traveller]
 
 
-class Placed(_Word):
+class Placed(PeerWord):
     """These have blocks, in parts that this member leads."""
 
     travellers: list[Traveller]
 
 
-class RestoreWave(_Word):
+class RestoreWave(PeerWord):
     """The KV of these requests goes to their parts."""
 
     travellers: list[Traveller]
 
 
-class RestoreDone(_Word):
+class RestoreDone(PeerWord):
     """It is there."""
 
 
@@ -154,7 +144,7 @@ Met = MergeMet | SplitMet | DropMet | RestoreMet
 Round = MergeWave | SplitWave | DropWave | Place | RestoreWave
 Answer = MergeDone | SplitDone | DropDone | Placed | RestoreDone
 Word = Drain | Drained | Return | Meet | Met | Round | Answer | Commit | Cancel
-SomeWord = TypeVar("SomeWord", bound=_Word)
+SomeWord = TypeVar("SomeWord", bound=PeerWord)
 
 
 class SwitchMessage(msgspec.Struct, array_like=True):

@@ -49,7 +49,8 @@ class Wiring:
     def lost(self, key: InstanceKey) -> None:
         """Marks the groups with that peer as failed: without its connection no member can ask the others for a switch.
 
-        Their communicators may be whole. The next round connects again.
+        Their communicators may be whole. The next round connects again. From any thread: a call that waits for the peer
+        ends with an error.
         """
         for spec in self._directory.groups:
             if key in spec.members:

@@ -38,6 +38,9 @@ MATERIAL: dict[str, Any] = {
     "max_in_flight": 3,
     "memory_bytes": 1 << 30,
     "chunk_bytes": 4 << 20,
+    "host_bytes": 1 << 30,
+    "link_bytes_per_s": 1e9,
+    "host_file": "/mnt/kv",
     "versions": "PengServe 9.9.9, vLLM 9.9.9",
 }
 

@@ -14,6 +14,8 @@ from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.snapshot import InstanceState, InstanceStats
 from tests.controller.fakes import FakePort, life
 from tests.controller.test_loop import CONFIG, routed, routes, running, until
+from tests.controller.test_switches import CONFIG as SWITCHES
+from tests.controller.test_switches import formable, layout, log, shapes, target
 
 ELASTIC = replace(CONFIG, num_instances=3, degrees=(2,), lost_after_s=30.0)
 BLOCKS = {"kv_blocks_total": 64, "block_size": 32}
@@ -90,6 +92,26 @@ async def test_peers_stay_connected_to_an_instance_that_is_being_drained() -> No
         assert life(1) in {peer.key for peer in port.instances[life(0)].directories[-1].peers}
 
 
+async def test_one_that_leaves_by_itself_is_told_where_its_requests_may_go_and_its_slot_is_filled_again() -> None:
+    port = FakePort(degrees=(2,))
+    async with running(port, ELASTIC) as controller:
+        await routed(controller, routes(life(0), life(1), life(2)))
+        for instance_id in range(3):
+            load(port, instance_id, num_running=4, used=20)
+        await until(lambda: controller.snapshot().instances[1].stats.num_running == 4)
+        source = port.instances[life(1)]
+        source.waits_to_drain = True
+        source.said = replace(source.said, state=InstanceState.DRAINING)  # it has had a SIGTERM
+        await routed(controller, routes(life(0), life(2)))
+        await until(lambda: {order.target for order in source.orders} == {life(0), life(2)})
+        assert life(1) in {peer.key for peer in port.instances[life(0)].directories[-1].peers}
+        load(port, 1, num_running=0, used=0)
+        source.drained.set()
+        await routed(controller, routes(life(0), life(1, 2), life(2)))
+        kinds = [e.kind for e in controller.events(limit=1000) if e.span == "instance:1.1"]
+        assert kinds[-2:] == [EventKind.INSTANCE_DRAIN_START, EventKind.INSTANCE_DRAIN_END]
+
+
 async def test_what_cannot_be_drained_says_why() -> None:
     port = FakePort(degrees=(2,))
     async with running(port, replace(ELASTIC, num_instances=2)) as controller:
@@ -151,15 +173,57 @@ async def test_the_next_controller_keeps_the_slot_empty(tmp_path: Path, is_over:
         assert controller.snapshot().instances[1].state is InstanceState.READY
 
 
-async def test_an_instance_of_a_group_is_drained_after_the_group_ends() -> None:
+GROUPS = replace(SWITCHES, lost_after_s=30.0)
+
+
+@pytest.mark.parametrize("instance_id", (0, 1))
+@pytest.mark.parametrize("pair", ("tp2@(0,1)", "tp2@(0,1) tp2@(2,3)"))
+async def test_a_member_of_a_group_serves_on_until_the_group_has_ended(pair: str, instance_id: int) -> None:
+    port = FakePort(GROUPS.degrees)
+    async with running(port, GROUPS) as controller:
+        await formable(controller)
+        controller.set_layout(target(pair))
+        await until(lambda: all(group in layout(controller) for group in pair.split()))
+        port.may_commit.clear()
+        operation = await controller.drain_instance(instance_id, 60.0)
+        assert operation.phase is DrainPhase.LEAVING and not operation.safe_to_delete
+        await port.in_commit.wait()
+        assert controller.drain_operation(instance_id).phase is DrainPhase.LEAVING
+        assert ("0.1", "tp2") in shapes(controller), "the group serves until its switch is over"
+        assert (await controller.drain_instance(instance_id, 60.0)).id == operation.id
+        port.may_commit.set()
+        await until(lambda: is_done(controller, instance_id))
+        ends = log(controller, EventKind.TRANSITION_END)
+        assert ends[-1].data["what"] == "split tp2@(0,1) (carry)" and "being drained" in ends[-1].why
+        for _ in range(5):
+            await controller.tick()
+        others = [g for g in controller.snapshot().layout.groups if instance_id not in g.members and g.degree > 1]
+        assert [str(group) for group in others] == (["tp2@(2,3)"] if "(2,3)" in pair else [])
+
+
+async def test_a_group_that_cannot_end_is_left_when_the_time_is_over() -> None:
+    port = FakePort(GROUPS.degrees)
+    async with running(port, GROUPS) as controller:
+        await formable(controller)
+        controller.set_layout(target("tp2@(0,1)"))
+        await until(lambda: "tp2@(0,1)" in layout(controller))
+        port.instances[life(0)].refusal = "a request is too long for one instance"
+        await controller.drain_instance(1, 0.3)
+        assert controller.drain_operation(1).phase is DrainPhase.LEAVING
+        await until(lambda: is_done(controller, 1))
+        assert log(controller, EventKind.TRANSITION_ERROR)
+
+
+async def test_the_last_that_stays_is_not_drained_while_others_leave_their_groups() -> None:
     port = FakePort(degrees=(2,))
     async with running(port, replace(ELASTIC, num_instances=2)) as controller:
-        await routed(controller, routes(life(0), life(1)))
-        for instance in port.instances.values():
-            instance.said = replace(instance.said, lane="tp2@(0,1)")
-        await until(lambda: any(group.degree == 2 for group in controller.snapshot().layout.groups))
-        with pytest.raises(PlanError, match="layout set dp"):
-            await controller.drain_instance(1, 1.0)
+        await formable(controller, 1)
+        controller.set_layout(target("tp2@(0,1)"))
+        await until(lambda: "tp2@(0,1)" in layout(controller))
+        port.instances[life(0)].refusal = "not now"
+        await controller.drain_instance(1, 30.0)
+        with pytest.raises(PlanError, match="the only one that serves"):
+            await controller.drain_instance(0, 30.0)
 
 
 @pytest.mark.parametrize("is_auto", (False, True))

@@ -85,7 +85,10 @@ def test_what_is_kept_is_what_would_be_made_anew(data: st.DataObject) -> None:
         state = transitions.observe(state, number(data.draw(observations(state))), now_s).state
         assert state.parts == tuple(routes.part(slot) for slot in state.slots)
         assert state.formable == wirings.formable(state.wiring, state.slots)
-        peers = {slot.key: slot.ready.peer_endpoint for slot in state.slots if slot.ready and slot.ready.peer_endpoint}
+        # One that drains sends its requests on: it keeps its peers.
+        serving = [slot for slot in state.slots if slot.state in (InstanceState.READY, InstanceState.DRAINING)]
+        found = {slot.key: slot.snapshot.peer_endpoint for slot in serving if slot.snapshot is not None}
+        peers = {key: endpoint for key, endpoint in found.items() if endpoint}
         assert {peer.key: peer.endpoint for peer in state.wiring.directory.peers} == peers
         assert [spec.name for spec in state.wiring.directory.groups] == list(state.wiring.names)
         placed = state.wiring.topology.groups if state.wiring.is_placed else ()

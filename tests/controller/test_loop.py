@@ -43,7 +43,7 @@ async def running(
         loop.cancel()
         await asyncio.gather(loop, return_exceptions=True)
         await controller._coordinator.close()
-        await controller._calls.close()
+        await controller._supervision.calls.close()
 
 
 async def routed(controller: Controller, wanted: Callable[[RoutingTable], bool], timeout_s: float = 40) -> RoutingTable:

@@ -194,6 +194,25 @@ async def test_a_switch_that_fails_undoes_only_itself() -> None:
         await until(lambda: layout(controller) == "tp2@(0,1) tp2@(2,3)")
 
 
+async def test_after_a_failure_only_the_members_of_that_switch_rest() -> None:
+    port = FakePort(CONFIG.degrees)
+    async with running(port, replace(CONFIG, restart_backoff_s=60.0, restart_backoff_max_s=60.0)) as controller:
+        await formable(controller)
+        port.instances[life(1)].refusal = "it cannot"
+        controller.set_layout(target("tp2@(0,1) tp2@(2,3)"))
+        await until(lambda: layout(controller) == "dp@(0) dp@(1) tp2@(2,3)")
+        await until(lambda: bool(log(controller, EventKind.TRANSITION_ERROR)))
+        port.fall_back(life(2))
+        port.fall_back(life(3))
+        await until(lambda: len(log(controller, EventKind.TRANSITION_END)) == 2)
+        assert layout(controller) == "dp@(0) dp@(1) tp2@(2,3)", "it was formed again at once"
+        assert [str(plan.group) for plan in controller.snapshot().resting] == ["tp2@(0,1)"]
+        assert len(log(controller, EventKind.TRANSITION_ERROR)) == 1
+        port.instances[life(1)].refusal = ""
+        controller.set_layout(target("tp2@(0,1) tp2@(2,3)"))  # who asks again need not wait
+        await until(lambda: layout(controller) == "tp2@(0,1) tp2@(2,3)")
+
+
 async def test_a_refused_commit_leaves_the_layout_as_it_was() -> None:
     port = FakePort(CONFIG.degrees)
     port.commit_error = "a member did not come"

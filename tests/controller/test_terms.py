@@ -67,7 +67,7 @@ async def first_table(port: FakePort, wall_clock: Callable[[], float]) -> Routin
     finally:
         loop.cancel()
         await asyncio.gather(loop, return_exceptions=True)
-        await controller._calls.close()
+        await controller._supervision.calls.close()
 
 
 async def test_a_wall_clock_set_back_between_two_controllers_freezes_no_route() -> None:
@@ -120,7 +120,7 @@ async def test_the_older_of_two_controllers_stops_and_says_so_once() -> None:
     assert ports[0].orders == orders, "the older one creates and kills nothing any more"
     running_new.cancel()
     await asyncio.gather(running_new, return_exceptions=True)
-    await new._calls.close()
+    await new._supervision.calls.close()
 
 
 async def test_a_controller_looks_for_its_successor_before_it_creates_or_kills() -> None:
@@ -146,7 +146,7 @@ async def test_a_term_is_above_what_instances_remember_where_the_store_has_lost_
     assert table.version.term == 8
     loop.cancel()
     await asyncio.gather(loop, return_exceptions=True)
-    await controller._calls.close()
+    await controller._supervision.calls.close()
 
 
 def test_an_instance_refuses_orders_of_an_older_term_alone() -> None:

@@ -9,6 +9,7 @@ import yaml
 from pengserve.cluster.ingress.serve_front import IMPORT_PATH
 from pengserve.cluster.settings import Settings, load_settings, parse_settings
 from pengserve.planners.types.errors import ConfigError
+from pengserve.replicas.ending import EXIT_MARGIN_S
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 SERVE_FILES = ["serve.yaml", "serve-cpu.yaml"]
@@ -144,6 +145,22 @@ def test_images_are_pinned_by_more_than_a_name() -> None:
     assert re.search(r":\d+\.\d+\.\d+-", base)
     for image in re.findall(r"image: (\S+)", (DEPLOY / "kuberay.yaml").read_text()):
         assert re.search(r":\d+\.\d+\.\d+-gpu$", image)
+
+
+def test_kuberay_has_its_instances_leave_before_the_node_stops() -> None:
+    pytest.importorskip("ray")
+    from pengserve.replicas.actor import InstanceActor
+
+    document = _load("kuberay.yaml")
+    cluster = document["spec"]["rayClusterConfig"]
+    args = _check_serve_document(yaml.safe_load(document["spec"]["serveConfigV2"]))
+    for group in cluster["workerGroupSpecs"]:
+        (container,) = group["template"]["spec"]["containers"]
+        python, option, code = container["lifecycle"]["preStop"]["exec"]["command"]
+        assert (python, option) == ("python", "-c") and f'"ray::{InstanceActor.__name__}"' in code
+        compile(code, "preStop", "exec")
+        grace_s = group["template"]["spec"]["terminationGracePeriodSeconds"]
+        assert grace_s >= parse_settings(args).controller.drain_timeout_s + EXIT_MARGIN_S
 
 
 def test_kuberay_pods_are_whole() -> None:

@@ -13,6 +13,7 @@ from pengserve.replicas.channel.door import MAX_PAUSE_S, MAX_WAITING, MAX_WAITIN
 from pengserve.replicas.channel.handshake import HANDSHAKE_TIMEOUT_S
 from pengserve.replicas.channel.server import SILENT_S
 from pengserve.replicas.ending import EXIT_MARGIN_S
+from pengserve.replicas.instance import SEND_AGAIN_S
 from pengserve.replicas.lease import MAX_UNANSWERED
 from pengserve.replicas.step_watch import FIRST_S, LEAST_S
 
@@ -28,6 +29,7 @@ SECONDS = {
     "HEALTH_TIMEOUT_S": HEALTH_TIMEOUT_S,
     "LEAST_S": LEAST_S,
     "MAX_PAUSE_S": MAX_PAUSE_S,
+    "SEND_AGAIN_S": SEND_AGAIN_S,
     "SILENT_S": SILENT_S,
     "STEP_GRACE_S": STEP_GRACE_S,
     "SUPERSEDED_WAIT_S": SUPERSEDED_WAIT_S,

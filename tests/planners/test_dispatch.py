@@ -159,6 +159,12 @@ def test_a_token_to_be_computed_delays_more_than_one_that_is_there(pending: int,
     assert choose([one, other], 0) == expected
 
 
+def test_homes_count_as_far_as_no_instance_is_known_to_hold_more() -> None:
+    at, other = (InstanceKey(instance_id=InstanceId(i), incarnation=0) for i in range(2))
+    assert expected_hits({at: 100}, None, 1000, {other: 128}) == {at: 100, other: 128}
+    assert expected_hits({at: 200}, None, 1000, {other: 128, at: 64}) == {at: 200}
+
+
 @given(st.integers(0, 5000), st.integers(0, 5000), st.booleans())
 def test_a_session_counts_as_a_part_of_the_prompt_where_no_more_is_known(
     tokens: int, known: int, is_known: bool

@@ -111,7 +111,7 @@ def test_after_an_abort_it_waits_and_the_next_try_has_its_own_id() -> None:
     first = plan(seen)
     assert first is not None
     record = SwitchRecord(plan_id=first.plan_id, what="", phase="aborted", why="", started_s=T0_S, seconds=0.1)
-    assert plan(replace(seen, last_switch=record, time_s=T0_S + 0.5)) is None
+    assert plan(replace(seen, last_switch=record, resting=(first,), time_s=T0_S + 0.5)) is None
     second = plan(replace(seen, last_switch=record, time_s=T0_S + 1.5))
     assert second is not None and second.plan_id != first.plan_id and second.group == first.group
 

@@ -5,7 +5,7 @@ from itertools import accumulate
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pengserve.planners.prefix_index import PrefixIndex
+from pengserve.planners.prefix_index import PrefixIndex, home_of, homes
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from tests.support.effort import examples
 
@@ -34,6 +34,7 @@ def test_with_room_it_finds_the_longest_prefix_that_was_sent_to_each_route(
         sent.setdefault(key, []).append(noted)
     found = {key: shared(prompt, prompts) for key, prompts in sent.items()}
     assert index.hits(prompt) == {key: count for key, count in found.items() if count}
+    assert all(index.hits_at(key, prompt) == count for key, count in found.items())
 
 
 @settings(max_examples=examples(400))
@@ -56,6 +57,21 @@ def test_the_end_of_what_was_used_longest_ago_goes_first() -> None:
     index.note(key, old, 8)
     index.note(key, new, 8)
     assert index.hits(new) == {key: 6} and index.hits(old) == {key: 2}
+
+
+def test_homes_agree_and_stay_where_they_are_when_a_route_goes() -> None:
+    keys = [InstanceKey(instance_id=InstanceId(i), incarnation=1) for i in range(5)]
+    before = {entry: home_of(entry, keys) for entry in range(1000)}
+    assert all(home_of(entry, keys[::-1]) == home for entry, home in before.items())
+    assert min(list(before.values()).count(key) for key in keys) > 100
+    assert all(home_of(entry, keys[1:]) == home for entry, home in before.items() if home != keys[0])
+
+
+def test_prompts_that_share_much_have_the_same_deep_home() -> None:
+    keys = [InstanceKey(instance_id=InstanceId(i), incarnation=1) for i in range(50)]
+    one, other = tuple(range(70)), (*range(66), *range(100, 150))
+    assert homes(one, keys) == homes(other, keys) and max(homes(one, keys).values()) == 64
+    assert list(homes(one[:3], keys).values()) == [1] and homes((), keys) == homes(one, []) == {}
 
 
 def test_a_route_that_is_forgotten_holds_nothing() -> None:

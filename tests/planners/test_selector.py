@@ -348,10 +348,12 @@ def test_with_one_stage_it_does_what_the_merge_planner_does(seen: list[ClusterSn
         assert (plan, history) == (expected, SelectorHistory(load=load))
 
 
-def test_after_an_abort_nothing_is_dropped_for_a_while() -> None:
+def test_after_an_abort_its_members_drop_nothing_for_a_while() -> None:
     seen = snapshot(2, "", {0: FULL}, degrees=(), max_stages=2)
+    first, _, _ = select(seen, MERGE, DROP, SelectorHistory())
+    assert first is not None
     record = SwitchRecord(plan_id="7:drop:pp2@(0,1)", what="", phase="aborted", why="", started_s=T0_S, seconds=0.1)
-    assert chosen(replace(seen, last_switch=record, time_s=T0_S + 0.5))[0] == ""
+    assert chosen(replace(seen, last_switch=record, resting=(first,), time_s=T0_S + 0.5))[0] == ""
     plan, _, _ = select(replace(seen, last_switch=record, time_s=T0_S + 1.5), MERGE, DROP, SelectorHistory())
     assert plan is not None and plan.plan_id.startswith("7:drop:pp2@(0,1)+")
 

@@ -20,9 +20,9 @@ from pengserve.planners.types.ids import InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.snapshot import InstanceSnapshot, InstanceState
 from pengserve.replicas.engine.link import InstanceLink
-from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
 from tests.support.broken_host import VARIABLE
 from tests.support.processes import CHANNEL_TOKEN, ENGINE, OFFLINE, START_TIMEOUT_S, InstanceProcess
+from tests.support.vllm_requests import sent_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -89,18 +89,7 @@ async def broken(model: Path) -> AsyncIterator[Broken]:
 async def answer(endpoint: str, half: Sequence[int] = ()) -> list[int]:
     """Greedy tokens from an instance, after those of `half`; none where it refuses to go on from there."""
     link = await InstanceLink.connect(endpoint, token=CHANNEL_TOKEN, client_id="test")
-    request = EngineCoreRequest(
-        request_id="one",
-        prompt_token_ids=PROMPT,
-        mm_features=None,
-        sampling_params=SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True),
-        pooling_params=None,
-        arrival_time=time.time(),
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-        external_req_id="one",
-    )
+    request = sent_request("one", PROMPT, SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True))
     link.add(request, half)
     tokens: list[int] = []
     async with asyncio.timeout(120):

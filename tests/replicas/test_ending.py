@@ -1,6 +1,7 @@
 """Law: once its lease has ended an instance's process exits with all its children, also where a part of it hangs."""
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pengserve.replicas.ending import LeaseWatch, answer_within
+from pengserve.replicas.ending import GentleEnd, LeaseWatch, answer_within
 from pengserve.replicas.lease import Lease
 
 WAIT_S = 60.0
@@ -29,6 +30,10 @@ class Scene:
         self._do("retire")
         return True
 
+    def leave(self, timeout_s: float) -> bool:
+        self._do("leave")
+        return True
+
     def stop(self) -> None:
         self._do("stop")
 
@@ -41,15 +46,18 @@ class Scene:
 
     def watch(self, lease: Any = None) -> None:
         silent = Lease(0.01, now=time.monotonic, application_exists=lambda: False)
-        LeaseWatch(
-            lease or silent,
+        LeaseWatch(lease or silent, self.end()).start()
+        assert self.exited.wait(WAIT_S)
+
+    def end(self) -> GentleEnd:
+        return GentleEnd(
             self,
             drain_timeout_s=0.05,
             release=self.release,
             exit_process=self.exit,
             exit_margin_s=0.05,
-        ).start()
-        assert self.exited.wait(WAIT_S)
+            linger_s=0.0,
+        )
 
     def _do(self, name: str) -> None:
         self.done.append(name)
@@ -84,6 +92,19 @@ def test_a_part_that_hangs_does_not_keep_the_process(part: str) -> None:
     assert scene.done[-1] == part and scene.statuses == [1]
 
 
+def test_sigterm_makes_it_leave_once() -> None:
+    scene, before = Scene(), signal.getsignal(signal.SIGTERM)
+    try:
+        scene.end().on_sigterm()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert scene.exited.wait(WAIT_S)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    time.sleep(0.1)
+    assert scene.done == ["leave", "stop", "release"] and scene.statuses[0] == 0
+
+
 def test_a_question_that_fails_is_asked_again() -> None:
     class Failing(Lease):
         calls = 0
@@ -107,19 +128,20 @@ def test_a_question_has_an_end() -> None:
 def test_a_process_whose_step_hangs_exits_with_its_children() -> None:
     code = """
 import signal, subprocess, sys, threading, time
-from pengserve.replicas.ending import LeaseWatch
+from pengserve.replicas.ending import GentleEnd, LeaseWatch
 from pengserve.replicas.lease import Lease
 
 class Hanging:
     def retire(self, timeout_s):
         threading.Event().wait()
+    leave = retire
     def stop(self):
         threading.Event().wait()
 
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
 print(child.pid, flush=True)
 lease = Lease(0.01, now=time.monotonic, application_exists=lambda: False)
-LeaseWatch(lease, Hanging(), drain_timeout_s=0.1, release=lambda: None, exit_margin_s=0.1).start()
+LeaseWatch(lease, GentleEnd(Hanging(), drain_timeout_s=0.1, release=lambda: None, exit_margin_s=0.1)).start()
 threading.Event().wait()  # the step
 """
     process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

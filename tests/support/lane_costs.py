@@ -14,7 +14,7 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.layout import Group
 from pengserve.replicas.engine.lanes import Lanes
 from pengserve.replicas.engine.tp_lane import TpLane
-from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
+from tests.support.vllm_requests import sent_request
 
 GROUPS = ("tp2@(0,1)", "tp4@(0,1,2,3)")
 
@@ -27,16 +27,8 @@ def rss_bytes() -> int:
 def steps(lanes: Lanes, tag: str, count: int) -> float:
     """Median seconds of a step that decodes four requests."""
     for i in range(4):
-        request = EngineCoreRequest(
-            request_id=f"{tag}{i}",
-            prompt_token_ids=[7 + i] * 20,
-            mm_features=None,
-            sampling_params=SamplingParams(max_tokens=count, temperature=0, ignore_eos=True),
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
+        request = sent_request(
+            f"{tag}{i}", [7 + i] * 20, SamplingParams(max_tokens=count, temperature=0, ignore_eos=True)
         )
         lanes.prepare(request, [], lanes.add)
     took = []

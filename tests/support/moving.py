@@ -23,6 +23,7 @@ from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 from pengserve.replicas.engine.wire import Moved, Trial
 from pengserve.replicas.trial_gate import TrialGate
+from tests.support.vllm_requests import sent_request
 
 PROMPT = [1, 2, 3]
 MAX_MODEL_LEN = 1 << 16
@@ -40,18 +41,7 @@ def true_tokens(number: int, length: int) -> list[int]:
 def a_request(number: int, length: int, *, priority: int = 0, max_tokens: int | None = None) -> EngineCoreRequest:
     """A request whose answer has `length` tokens: even numbers end by their limit, odd ones by themselves."""
     limit = max_tokens if max_tokens is not None else (length if number % 2 == 0 else length + 50)
-    return EngineCoreRequest(
-        request_id=f"r{number}",
-        prompt_token_ids=PROMPT,
-        mm_features=None,
-        sampling_params=SamplingParams(max_tokens=limit),
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-        priority=priority,
-    )
+    return sent_request(f"r{number}", PROMPT, SamplingParams(max_tokens=limit), priority=priority)
 
 
 @dataclass

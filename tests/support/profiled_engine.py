@@ -3,7 +3,6 @@
 import json
 import os
 import sys
-import time
 from itertools import count
 from typing import Any
 
@@ -16,23 +15,17 @@ from pengserve.planners.types.errors import EngineError
 from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.idle_profile import NUM_STEPS, IdleProfile
 from pengserve.replicas.engine.profiling import choose_batches, profile
-from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
+from tests.support.vllm_requests import sent_request
 
 
 def generate(lane: DpLane, tag: str) -> list[list[int]]:
     """Greedy answers to three prompts."""
     answers: dict[str, list[int]] = {}
     for index in range(3):
-        request = EngineCoreRequest(
-            request_id=f"{tag}{index}",
-            prompt_token_ids=[10 + index] * (40 + 30 * index),
-            mm_features=None,
-            sampling_params=SamplingParams(max_tokens=8, temperature=0, ignore_eos=True),
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
+        request = sent_request(
+            f"{tag}{index}",
+            [10 + index] * (40 + 30 * index),
+            SamplingParams(max_tokens=8, temperature=0, ignore_eos=True),
         )
         lane.prepare(request, [], lane.add)
         answers[request.request_id] = []

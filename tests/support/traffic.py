@@ -18,7 +18,8 @@ TIMEOUT_S = 120.0
 class TimedStream:
     """One streamed completion: token ids with the time each chunk came, and how it ended."""
 
-    token_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)  # as they came, of all choices
+    by_choice: dict[int, list[int]] = field(default_factory=dict)
     logprobs: list[float] = field(default_factory=list)  # of the tokens, where they were asked for
     times_s: list[float] = field(default_factory=list)
     started_s: float = 0.0
@@ -97,6 +98,7 @@ def _take(result: TimedStream, chunk: dict[str, Any]) -> None:
     for choice in chunk.get("choices", ()):
         if choice.get("token_ids"):
             result.token_ids += choice["token_ids"]
+            result.by_choice.setdefault(choice.get("index", 0), []).extend(choice["token_ids"])
             result.times_s.append(time.monotonic())
             result.logprobs += (choice.get("logprobs") or {}).get("token_logprobs") or []
         result.finish_reason = choice.get("finish_reason") or result.finish_reason

@@ -4,6 +4,8 @@ One cluster of two serves all cases. A case that kills costs a replacement: most
 """
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -20,6 +22,7 @@ from tests.support.elastic import elastic_cluster
 from tests.support.scene import Scene
 from tests.support.streams import make_prompts
 from tests.support.traffic import TimedStream, Traffic
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
@@ -80,6 +83,31 @@ def test_a_drain_under_load_loses_nothing(scene: Scene) -> None:
     assert httpx.post(f"{url}/undrain", json={}).status_code == 200
     cluster.wait_formable()
     assert cluster.key(1).incarnation == 2
+
+
+def test_sigterm_loses_nothing(scene: Scene) -> None:
+    """Also a request with a grammar, which cannot move with its KV, and what arrives while the instance leaves."""
+    cluster, traffic = scene.cluster, scene.traffic
+    cluster.wait_formable()
+    prompts = make_prompts(NUM_STREAMS, seed=22, longest=200)
+    requests: list[dict[str, Any]] = [{"prompt": prompt, "max_tokens": 200} for prompt in prompts]
+    requests[1] |= {"structured_outputs": {"regex": "[a-z ]{400,}"}}
+    expected = [future.result(ENDS_WITHIN_S) for future in [traffic.start(**request) for request in requests]]
+    live = [TimedStream() for _ in requests]
+    running = [traffic.start(**request, into=stream) for request, stream in zip(requests, live, strict=True)]
+    until(lambda: all(stream.token_ids for stream in live), timeout_s=240.0)
+    key, pid, num_events = cluster.key(1), cluster.pid(1), len(cluster.events())
+    os.kill(pid, signal.SIGTERM)
+    running += [traffic.start(**request) for request in requests]
+    scene.wait_dead(pid)
+    streams = [future.result(ENDS_WITHIN_S) for future in running]
+    assert [stream.error for stream in streams] == [""] * 2 * NUM_STREAMS
+    assert [stream.token_ids for stream in streams] == 2 * [stream.token_ids for stream in expected]
+    kinds = [e.kind for e in cluster.events()[num_events:] if e.span == f"instance:{key}"]
+    assert kinds == [EventKind.INSTANCE_DRAIN_START, EventKind.INSTANCE_DRAIN_END]
+    cluster.require_memory(0)
+    cluster.wait_formable()
+    assert cluster.key(1).incarnation == key.incarnation + 1
 
 
 def cases() -> list[Any]:

@@ -1,11 +1,14 @@
 """Law: whatever process dies, no stream ends in an error and every greedy token is the one it would have been."""
 
 import asyncio
+import os
 import random
+import signal
 import time
 
 import pytest
 
+from pengserve.planners.types.events import EventKind
 from tests.support.application import Application, kill, ready
 from tests.support.effort import is_long
 from tests.support.streams import Stream, make_prompts, stream_all, stream_completion
@@ -72,6 +75,25 @@ async def test_streams_survive_kills_of_instances(application: Application) -> N
     assert_equal([stream for _, stream in finished], [expected[which] for which, _ in finished])
     application.wait_ready()
     assert "requests go on elsewhere" in application.ingress_log()
+
+
+async def test_sigterm_of_an_instance_moves_its_requests(application: Application) -> None:
+    """As before a node stops: its actor drains, ends, and is replaced."""
+    prompts = make_prompts(NUM_STREAMS, seed=3)
+    before = application.wait_ready()
+    expected = await undisturbed_streams(application, prompts, MAX_TOKENS)
+    known = application.client.events(limit=1000)[-1].seq
+    running = asyncio.create_task(stream_all(application.url, application.model_name, prompts, MAX_TOKENS))
+    await asyncio.sleep(0.5)
+    leaving = before.instances[1]
+    os.kill(leaving.device.pid, signal.SIGTERM)
+    late = asyncio.create_task(stream_all(application.url, application.model_name, prompts, MAX_TOKENS))
+    assert_equal(await running, expected)
+    assert_equal(await late, expected)
+    after = await asyncio.to_thread(application.wait_ready)
+    assert leaving.device.pid not in ready(after)
+    kinds = [e.kind for e in application.client.events(after=known) if e.span == f"instance:{leaving.key}"]
+    assert kinds == [EventKind.INSTANCE_DRAIN_START, EventKind.INSTANCE_DRAIN_END]
 
 
 async def test_death_of_the_controller_disturbs_nobody(application: Application) -> None:

@@ -1,4 +1,5 @@
-"""Any request, through any sequence of merges, splits, drops and restores, gives the tokens it gives undisturbed.
+"""Any request, through any sequence of merges, splits, drops, restores and migrations, gives the tokens it gives
+undisturbed.
 
 A Hypothesis state machine drives a real cluster: instances as processes, the real controller, a real ingress. After
 each event every instance's memory ledger must hold its laws.
@@ -17,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pengserve.cluster.ingress.config import OpenAIConfig
 from pengserve.planners.types.events import EventKind
+from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import SwitchStrategy
 from tests.support.elastic import ElasticCluster, elastic_cluster
 from tests.support.guided import Answer, GuidedRequest, GuidedTraffic, guided_requests
@@ -64,7 +66,7 @@ class Disturbed:
     def __init__(self, cluster: ElasticCluster, traffic: Traffic, count: int, max_tokens: int) -> None:
         self.cluster, self.traffic = cluster, traffic
         cluster.set_layout("dp")
-        self.requests = requests(count, max_tokens)
+        self.requests, self._num_orders = requests(count, max_tokens), 0
         undisturbed = [traffic.start(**request) for request in self.requests]
         self.expected = [future.result(ENDS_WITHIN_S) for future in undisturbed]
         assert all(not stream.error for stream in self.expected), self.expected
@@ -76,6 +78,18 @@ class Disturbed:
             assert not stream.error, stream.error
             assert stream.token_ids == self.expected[index].token_ids, f"request {index} {self.requests[index]}"
             assert stream.finish_reason == self.expected[index].finish_reason
+
+    def migrate(self, source: int, target: int) -> None:
+        """What runs in one group, or instance alone, is told to go on in another; who leads none refuses."""
+        self._num_orders += 1
+        cluster = self.cluster
+        order = Migrate(
+            order_id=f"exact-{self._num_orders}",
+            source=cluster.key(source),
+            target=cluster.key(target),
+            max_tokens=1 << 20,
+        )
+        cluster.call(cluster.port.order(order.source, [order]))
 
     def check_memory(self) -> None:
         """Conservation laws of every instance."""
@@ -101,6 +115,12 @@ class Machine(RuleBasedStateMachine):
     def change(self, data: st.DataObject, strategy: str) -> None:
         layout = data.draw(st.sampled_from(LAYOUTS[self.disturbed.cluster.config.num_instances]))
         self.disturbed.cluster.set_layout(layout, strategy)
+
+    @rule(data=st.data())
+    def migrate(self, data: st.DataObject) -> None:
+        ids = range(self.disturbed.cluster.config.num_instances)
+        source, target = data.draw(st.sampled_from([(a, b) for a in ids for b in ids if a != b]))
+        self.disturbed.migrate(source, target)
 
     @rule(delay_s=st.floats(0.0, 0.2))
     def let_it_run(self, delay_s: float) -> None:
@@ -233,8 +253,12 @@ def test_random_boundaries(disturbed: Disturbed) -> None:
     generator = random.Random(11)
     layouts = LAYOUTS[disturbed.cluster.config.num_instances]
     running = [(i, disturbed.traffic.start(**request)) for i, request in enumerate(disturbed.requests)]
+    ids = range(disturbed.cluster.config.num_instances)
     for _ in range(6):
+        disturbed.migrate(*generator.sample(ids, 2))
+        time.sleep(generator.random() * 0.1)
         disturbed.cluster.set_layout(generator.choice(layouts), "carry")
+        disturbed.migrate(*generator.sample(ids, 2))
         time.sleep(generator.random() * 0.05)
     disturbed.check_memory()
     disturbed.check_all(running)

@@ -65,7 +65,7 @@ class ControllerProcess:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
             await self.controller._coordinator.close()
-            await self.controller._calls.close()
+            await self.controller._supervision.calls.close()
 
 
 class Controllers:

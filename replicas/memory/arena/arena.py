@@ -157,7 +157,7 @@ class Arena:
     def unmap(self, region: Region, first: int, stop: int) -> None:
         """Takes the memory behind chunks `[first, stop)` of `region` away and gives it to the free list.
 
-        On CUDA the caller has waited for all work that uses it, here and in `move`.
+        Waits for the device first, as `move` does: what it was given before may use the memory.
 
         Raises:
             StepError: the system refused; nothing changed.
@@ -236,6 +236,7 @@ class Arena:
     def _unmap(self, region: Region, first: int, stop: int) -> None:
         if first == stop:
             return
+        self._backend.wait()
         start_s = time.perf_counter()
         calls = self._backend.unmap(self._address(region, first), stop - first)
         self._count(0, calls, time.perf_counter() - start_s)
@@ -278,6 +279,8 @@ class Arena:
 
 
 def _give_back(backend: Backend, tables: dict[int, _Table], chunk_bytes: int) -> None:
+    if any(chunk is not None for table in tables.values() for chunk in table):
+        backend.wait()
     for address, table in tables.items():
         backed = [index for index, chunk in enumerate(table) if chunk is not None]
         for _, first, count in runs(backed):

@@ -38,8 +38,15 @@ class Backend(Protocol):
             EngineError: the system refused, and then refused to put back what was before.
         """
 
+    def wait(self) -> None:
+        """Returns when no work that the device has been given can touch its memory any more.
+
+        Raises:
+            StepError: that work has failed.
+        """
+
     def unmap(self, address: int, num_chunks: int) -> int:
-        """Takes away what is behind the range. The range stays reserved.
+        """Takes away what is behind the range. The range stays reserved. To be called after `wait`.
 
         Raises:
             StepError: the system refused; nothing changed.

@@ -60,7 +60,7 @@ class CpuBackend:
     def create(self, num_chunks: int, chunk_bytes: int) -> None:
         """Takes all memory as one memfd, in huge pages where it can. Raises ConfigError where the system has less."""
         num_bytes = num_chunks * chunk_bytes
-        available = _available_bytes()
+        available = available_bytes()
         if num_bytes > available:  # or the system would kill processes until it has it
             raise ConfigError(f"the arena wants {format_bytes(num_bytes)}, {format_bytes(available)} are available")
         self._chunk_bytes = chunk_bytes
@@ -113,6 +113,9 @@ class CpuBackend:
             raise
         return num_calls
 
+    def wait(self) -> None:
+        """Nothing: what a CPU was given it has done when the call returns."""
+
     def unmap(self, address: int, num_chunks: int) -> int:
         """Takes away what is behind the range, which stays reserved; one call. Raises StepError as `map` does."""
         _mmap(address, num_chunks * self._chunk_bytes, _PROT_NONE, _RESERVED | _MAP_FIXED)
@@ -161,7 +164,8 @@ def _mmap(address: int | None, num_bytes: int, protection: int, flags: int, fd: 
     return int(got)
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
+    """Memory that the system can give without swapping."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) << 10

@@ -2,9 +2,10 @@
 
     reserve   cuMemAddressReserve
     map       cuMemMap for each chunk, then one cuMemSetAccess for all
+    wait      cuCtxSynchronize: kernels of any stream may use the memory
     unmap     one cuMemUnmap: a range may span handles, if it ends where they end
 
-The caller of `unmap` has waited for the streams that use the memory. Kernels that are launched later, and replays of
+Kernels that are launched later, and replays of
 graphs that were captured before, see what is mapped then. The driver's documentation says so. This file has run
 over the tests' `libcuda` alone, which keeps the driver's rules, and not on a GPU yet.
 """
@@ -85,11 +86,13 @@ class CudaBackend:
             raise
         return len(chunks) + 1
 
-    def unmap(self, address: int, num_chunks: int) -> int:
-        """Takes away what is behind the range, which stays reserved; one call. Raises StepError as `map` does.
+    def wait(self) -> None:
+        """Waits for all streams of the device's context. Raises StepError where a kernel has failed."""
+        self._enter()
+        self._call("cuCtxSynchronize")
 
-        The caller has waited for all work that uses the range.
-        """
+    def unmap(self, address: int, num_chunks: int) -> int:
+        """Takes away what is behind the range, which stays reserved; one call. Raises StepError as `map` does."""
         self._enter()
         self._call("cuMemUnmap", address, num_chunks * self._chunk_bytes)
         return 1

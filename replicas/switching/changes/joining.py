@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Set
 
-from pengserve.planners.types.errors import StepError
+from pengserve.planners.taking_part import require_joining
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.replicas.engine.reshard import Traveller
 from pengserve.replicas.engine.vllm_seam import Request
@@ -19,12 +18,9 @@ def check_joining(member: Member, wiring: Wiring, plan: SwitchPlan) -> None:
         StepError, EngineError: why it cannot.
     """
     member.pool.get(wiring.spec_of(plan.group, plan.members).name)
-    running, part = member.lanes.running, plan.part_of(member.key)
-    runs, due = running.name if running is not None else "dp", "dp" if part.kind is GroupKind.DP else str(part)
-    if runs != due:
-        raise StepError(f"instance {member.key} runs {runs}, and the plan is made for {due}; plan again")
-    if running is not None and not (running.is_settled and not running.is_exchanging):
-        raise StepError(f"{running.name} still waits for KV, memory or weights; ask again when they have come")
+    running = member.lanes.running
+    is_waiting = running is not None and (running.is_exchanging or not running.is_settled)
+    require_joining(plan, member.key, running.name if running is not None else "dp", is_waiting=is_waiting)
     member.lanes.registry.require(plan.group)
 
 

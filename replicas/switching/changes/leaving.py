@@ -1,8 +1,11 @@
 """What a split and a restore have in common: one group ends in its parts."""
 
+from collections.abc import Iterator
+
 from pengserve.planners.stages import stage_layers
-from pengserve.planners.types.errors import StepError
+from pengserve.planners.taking_part import require_leaving
 from pengserve.planners.types.plans import SwitchPlan
+from pengserve.replicas.engine.group_lane import GroupLane
 from pengserve.replicas.switching.member import Member
 
 
@@ -12,20 +15,21 @@ def check_leaving(member: Member, plan: SwitchPlan) -> None:
     Raises:
         StepError: why it cannot leave.
     """
-    lane = member.lanes.running
-    if lane is None or lane.name != str(plan.group):
-        raise StepError(f"instance {member.key} does not run {plan.group}")
-    if member.key != plan.leader:
-        return
-    if lane.is_exchanging:
-        raise StepError(f"{lane.name} still waits for KV or memory since its drop; restore it when that has come")
-    limit = _most_tokens(member, plan)
-    for request in lane.requests():
-        if min(request.num_prompt_tokens + request.max_tokens, lane.capacity.max_model_len) > limit:
-            raise StepError(
-                f"request {request.request_id} may grow to {request.num_prompt_tokens + request.max_tokens} tokens and"
-                f" {min(plan.parts, key=lambda part: part.degree)} holds {limit}; wait until it has ended"
-            )
+    lane, leads = member.lanes.running, member.key == plan.leader
+    require_leaving(
+        plan,
+        member.key,
+        lane.name if lane is not None else "dp",
+        is_waiting=lane is not None and leads and lane.is_exchanging,
+        requests=_sizes(lane) if lane is not None and leads else (),
+        limit=lambda: _most_tokens(member, plan),
+    )
+
+
+def _sizes(lane: GroupLane) -> Iterator[tuple[str, int]]:
+    """Ids of its requests, and tokens that they may grow to."""
+    longest = lane.capacity.max_model_len
+    return ((r.request_id, min(r.num_prompt_tokens + r.max_tokens, longest)) for r in lane.requests())
 
 
 def _most_tokens(member: Member, plan: SwitchPlan) -> int:

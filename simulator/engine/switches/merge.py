@@ -2,6 +2,7 @@
 
 import asyncio
 
+from pengserve.planners.taking_part import require_joining
 from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.waves import Mover, merge_wave
@@ -14,13 +15,9 @@ from pengserve.simulator.requests import LiveRequest
 
 def check_merge(plan: SwitchPlan, member: SimInstance) -> None:
     """Raise StepError where this member cannot take part in a merge or drop now."""
-    run, part = member.group, plan.part_of(member.key)
-    if run is not None and run.group != part:
-        raise StepError(f"instance {member.key} runs {run.group}; end that first")
-    if run is None and part.degree > 1:
-        raise StepError(f"instance {member.key} is alone, and the plan is for {part}; plan again")
-    if run is not None and run.is_exchanging:
-        raise StepError(f"{run.group} still waits for KV since its drop; ask again when it has come")
+    run = member.group
+    is_waiting = run is not None and run.is_exchanging
+    require_joining(plan, member.key, "dp" if run is None else str(run.group), is_waiting=is_waiting)
     if not any(name.startswith(f"{plan.group}/") for name in member.groups_ready):
         raise StepError(f"instance {member.key} is not connected with the members of {plan.group}")
 

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from pengserve.planners.types.errors import StepError
+from pengserve.planners.taking_part import require_leaving
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
 from pengserve.planners.types.units import blocks_for
 from pengserve.planners.waves import split_wave
@@ -16,22 +16,17 @@ from pengserve.simulator.requests import LiveRequest
 
 def check_split(plan: SwitchPlan, member: SimInstance) -> None:
     """Raise StepError where this member cannot take part in a split or restore now."""
-    run = member.group
-    if run is None or run.group != plan.group:
-        raise StepError(f"instance {member.key} does not run {plan.group}")
-    if run.leader is not member:
-        return
-    if run.is_exchanging:
-        raise StepError(f"{run.group} still waits for KV since its drop; restore it when that has come")
+    run, leads = member.group, member.group is not None and member.group.leader is member
+    requests = [r.arrival for r in run.requests()] if run is not None and leads else []
     narrowest = min(plan.parts, key=lambda part: part.degree)
-    limit = member.sizes.lane(narrowest.shape).max_model_len
-    for request in run.requests():
-        total = request.arrival.prompt_tokens + request.arrival.output_tokens
-        if total > limit:
-            raise StepError(
-                f"request {request.request_id} may grow to {total} tokens and {narrowest} holds {limit};"
-                " wait until it has ended"
-            )
+    require_leaving(
+        plan,
+        member.key,
+        "dp" if run is None else str(run.group),
+        is_waiting=run is not None and leads and run.is_exchanging,
+        requests=((r.request_id, r.prompt_tokens + r.output_tokens) for r in requests),
+        limit=lambda: member.sizes.lane(narrowest.shape).max_model_len,
+    )
 
 
 async def split(switch: SimSwitch) -> SwitchReport:

@@ -6,17 +6,19 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pengserve.cluster import app
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.dispatcher import STEPS_UNTIL_SEEN
 from pengserve.cluster.ingress.prefixes import GRANULE, MAX_GRANULES, MAX_SESSIONS, Prefixes, chain_of
 from pengserve.cluster.ingress.record import RequestRecord
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
+from pengserve.cluster.settings import load_settings
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.snapshot import InstanceStats
 from tests.support.moving import Cluster, FakeLink, a_request
 
 KEYS = [InstanceKey(instance_id=InstanceId(i), incarnation=0) for i in range(3)]
-ROOM = 1 << 20  # tokens
+ROOM, KEY = 1 << 20, b"a secret"  # tokens; of the hashes
 LONG = [7 * i % 1000 for i in range(10 * GRANULE)]
 tokens = st.lists(st.integers(0, 3), max_size=3 * GRANULE)
 
@@ -32,7 +34,7 @@ def record(prompt: list[int], options: RequestOptions = NO_OPTIONS, **fields: An
 
 @given(tokens, tokens)
 def test_chains_share_as_many_hashes_as_the_tokens_share_granules(one: list[int], other: list[int]) -> None:
-    first, second = chain_of(one, None), chain_of(other, None)
+    first, second = chain_of(one, None, KEY), chain_of(other, None, KEY)
     assert len(first) == len(one) // GRANULE
     for i in range(min(len(first), len(second))):
         stop = GRANULE * (i + 1)
@@ -40,9 +42,9 @@ def test_chains_share_as_many_hashes_as_the_tokens_share_granules(one: list[int]
 
 
 def test_another_salt_is_another_chain_and_long_prompts_are_cut() -> None:
-    chains = [chain_of(LONG, salt) for salt in (None, "a", "b")]
+    chains = [chain_of(LONG, salt, KEY) for salt in (None, "a", "b")]
     assert not set(chains[0]) & set(chains[1]) and not set(chains[1]) & set(chains[2])
-    assert len(chain_of([1] * (GRANULE * (MAX_GRANULES + 5)), None)) == MAX_GRANULES
+    assert len(chain_of([1] * (GRANULE * (MAX_GRANULES + 5)), None, KEY)) == MAX_GRANULES
 
 
 def test_it_finds_what_was_sent_and_what_was_answered() -> None:
@@ -70,17 +72,30 @@ def test_sessions_belong_to_their_key_and_are_bounded() -> None:
     prefixes = Prefixes(1000)
     mine, theirs = (RequestOptions(session="s", key_id=key_id) for key_id in ("a", "b"))
     prefixes.sent(record([1] * 100, mine), KEYS[1], ROOM)
-    assert prefixes.expected(record([2] * 100, mine)) == {KEYS[1]: 50}
-    assert prefixes.expected(record([2] * 100, theirs)) == {}
+    assert prefixes.expected(record([2] * 100, mine), KEYS) == {KEYS[1]: 50}
+    assert prefixes.expected(record([2] * 100, theirs), KEYS) == {}
     for number in range(MAX_SESSIONS):
         prefixes.sent(record([1], replace(mine, session=f"{number}")), KEYS[0], ROOM)
-    assert prefixes.expected(record([2] * 100, mine)) == {}
+    assert prefixes.expected(record([2] * 100, mine), KEYS) == {}
 
 
 def test_nothing_is_remembered_where_that_is_off() -> None:
     prefixes = Prefixes(0)
     prefixes.sent(record(LONG, RequestOptions(session="s")), KEYS[0], ROOM)
-    assert prefixes.expected(record(LONG, RequestOptions(session="s"))) == {}
+    assert prefixes.expected(record(LONG, RequestOptions(session="s")), KEYS) == {}
+
+
+def test_ingresses_agree_on_a_home_for_what_none_of_them_knows() -> None:
+    ingresses = [Prefixes(1000, "the cluster's", is_only_ingress=False) for _ in range(2)]
+    long, in_session = record(LONG), record([1] * 100, RequestOptions(session="s"))
+    for asked in (long, in_session):
+        first, second = (ingress.expected(asked, KEYS) for ingress in ingresses)
+        assert first == second and first
+    strangers = Prefixes(1000, "another cluster's", is_only_ingress=False)
+    homes = [[who.expected(record([n] * 640), KEYS) for n in range(20)] for who in (*ingresses, strangers)]
+    assert homes[0] == homes[1] != homes[2]
+    ingresses[0].sent(long, KEYS[2], ROOM)
+    assert ingresses[0].expected(long, KEYS) == {KEYS[2]: len(LONG)}
 
 
 def three() -> tuple[Cluster, list[FakeLink]]:
@@ -134,3 +149,9 @@ def test_a_session_stays_where_it_was() -> None:
     assert sent_to(cluster, [2] * 200, 1) != first
     computed(links)
     assert sent_to(cluster, [3] * 400, 2, short) == first
+
+
+def test_the_setting_reaches_the_ingress_unless_instances_cache_no_prefixes() -> None:
+    for engine, expected in (({}, 7), ({"enable_prefix_caching": False}, 0)):
+        settings = load_settings(None, model="m", limits={"max_prefix_entries": 7}, engine=engine)
+        assert app.ingress_config(settings, app.instance_config(settings)).limits.max_prefix_entries == expected

@@ -14,10 +14,10 @@ from vllm import SamplingParams
 
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.replicas.engine.link import InstanceLink
-from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
 from tests.support.ingress import MODEL_NAME, FixedRoutes, ingress_config, serving, wait_ready
 from tests.support.processes import CHANNEL_TOKEN, InstanceProcess, start_instances
 from tests.support.streams import Stream, make_prompts, stream_completion
+from tests.support.vllm_requests import sent_request
 
 pytestmark = [pytest.mark.slow, pytest.mark.shapes, pytest.mark.timeout(1200)]
 
@@ -98,20 +98,7 @@ async def test_the_death_of_a_worker_ends_the_channel(pair: list[InstanceProcess
     link = await InstanceLink.connect(survivor.endpoint, token=CHANNEL_TOKEN, client_id="test", timeout_s=60)
     workers_of(survivor)[0].kill()
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0, ignore_eos=True)
-    link.add(
-        EngineCoreRequest(
-            request_id="lost",
-            prompt_token_ids=PROMPTS[0],
-            mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-            external_req_id="lost",
-        )
-    )
+    link.add(sent_request("lost", PROMPTS[0], params))
     with pytest.raises(LinkLostError):
         async with asyncio.timeout(END_TIMEOUT_S):
             async for _ in link.events():

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 
 pytest.importorskip("vllm")
-from vllm import SamplingParams
 
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.engine.pp_lane import PpLane
@@ -14,6 +13,7 @@ from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import Request, RequestStatus
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
+from tests.support.vllm_requests import scheduled_request
 
 BLOCK_SIZE, NUM_BLOCKS = 16, 8
 
@@ -39,7 +39,7 @@ def lane() -> Any:
 
 
 def half_decoded(name: str) -> Request:
-    request = Request(name, [1] * (3 * BLOCK_SIZE), SamplingParams(max_tokens=50, ignore_eos=True), None)
+    request = scheduled_request(name, 3 * BLOCK_SIZE)
     request.append_output_token_ids([7])
     request.status = RequestStatus.PREEMPTED
     return request

@@ -17,9 +17,9 @@ from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.step_message import ResumedRequest
 from pengserve.replicas.engine.tp_lane import LEASE_CHUNK, TpLane
-from pengserve.replicas.engine.vllm_seam import Request
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
+from tests.support.vllm_requests import scheduled_request
 
 BLOCK_SIZE, NUM_BLOCKS, STEP_TOKENS = 16, 64, 64
 CAPACITY = KvCapacity(
@@ -32,16 +32,13 @@ CAPACITY = KvCapacity(
 )
 
 
-def a_request(name: str, num_tokens: int = 8) -> Request:
-    return Request(name, [1] * num_tokens, SamplingParams(max_tokens=50, ignore_eos=True), None)
-
-
 def leader(kind: type[Any]) -> Any:
     """A leader's lane with a scheduler and no model."""
     lane = kind.__new__(kind)
     scheduler = build_vllm_scheduler(CAPACITY, SchedulerOptions(max_num_batched_tokens=STEP_TOKENS), is_terse=False)
     lane._handle, lane.capacity, lane.shape = SchedulerHandle(scheduler), CAPACITY, "test"
     lane._block_hasher, lane._added, lane._is_held, lane._run = None, 0, False, None
+    lane._known, lane._forgotten = [], []
     lane.config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS))
     lane.group = SimpleNamespace(unique_name="test")
     return lane
@@ -85,7 +82,7 @@ def test_what_a_lane_has_leased_and_what_it_has_not_is_all_that_there_is(moves: 
 def test_blocks_of_requests_stay_when_a_lane_shrinks() -> None:
     lane = tp_lane()
     lane.grow(8)
-    assert lane.admit(a_request("a", 40), 33) is not None
+    assert lane.admit(scheduled_request("a", 40), 33) is not None
     used = set(lane.block_ids("a"))
     assert len(used) == 3
     assert not used & set(lane.shrink_all()) and lane.num_held == 3 and lane.num_free() == 0
@@ -95,7 +92,7 @@ def test_blocks_of_requests_stay_when_a_lane_shrinks() -> None:
 def test_a_step_leases_ahead_what_it_may_need_and_never_what_members_lack(lendable: int) -> None:
     lane = tp_lane()
     lane.num_lendable = lendable
-    lane.scheduler.add(a_request("a", 100))
+    lane.scheduler.add(scheduled_request("a", 100))
     lane._lease_ahead()
     wanted = -(-100 // BLOCK_SIZE) + 1
     assert lane.leased == lane._lease and len(lane._lease) == min(max(wanted, LEASE_CHUNK), lendable)  # type: ignore[attr-defined]
@@ -119,7 +116,7 @@ def test_blocks_are_offered_in_the_order_in_which_they_get_memory() -> None:
 
 def test_requests_whose_kv_is_on_its_way_are_here_and_not_scheduled_until_it_has_come() -> None:
     lane = pp_lane()
-    assert lane.expect(a_request("a", 40), 33) is not None
+    assert lane.expect(scheduled_request("a", 40), 33) is not None
     lane.withhold_free()
     assert lane.num_requests() == 1 and lane.knows("a")
     assert lane.scheduler.schedule().total_num_scheduled_tokens == 0
@@ -130,9 +127,37 @@ def test_requests_whose_kv_is_on_its_way_are_here_and_not_scheduled_until_it_has
 
 def test_a_request_that_finds_no_room_changes_nothing() -> None:
     lane = pp_lane()
-    assert lane.expect(a_request("long", NUM_BLOCKS * BLOCK_SIZE), NUM_BLOCKS * BLOCK_SIZE) is not None
-    assert lane.expect(a_request("b", 40), 33) is None
+    assert lane.expect(scheduled_request("long", NUM_BLOCKS * BLOCK_SIZE), NUM_BLOCKS * BLOCK_SIZE) is not None
+    assert lane.expect(scheduled_request("b", 40), 33) is None
     assert lane.num_requests() == 1 and not lane.knows("b")
+
+
+def test_a_token_in_flight_is_not_written_yet() -> None:
+    """Of a pipeline's leader: its own stage runs a microbatch when the others have."""
+    lane = pp_lane()
+    request = scheduled_request("a")
+    request.num_computed_tokens = 32
+    assert lane.num_written(request) == 32 and lane.is_between_steps(request)
+    microbatch = SimpleNamespace(output=SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 7}))
+    lane._in_flight.append(microbatch)  # type: ignore[arg-type]
+    assert lane.num_written(request) == 31 and not lane.is_between_steps(request)
+    assert lane.is_between_steps(scheduled_request("c"))
+
+
+@pytest.mark.parametrize("make", [tp_lane, pp_lane])
+def test_members_hear_of_requests_that_left_before_those_that_came(make: Any) -> None:
+    lane, forgotten = make(), list[str]()
+    lane.adopt, lane.forget = lambda request: None, forgotten.extend  # type: ignore[method-assign]
+    if isinstance(lane, TpLane):
+        lane.grow(8)
+    request = scheduled_request("a", 40)
+    assert lane.reserve(request, 41, 40) == 0
+    lane.take_over(request)
+    assert [known.req_id for known in lane._known] == ["a"]
+    lane.release(["a"])
+    assert (lane._known, lane._forgotten, forgotten) == ([], ["a"], ["a"])
+    lane.take_over(scheduled_request("a", 40))
+    assert [known.req_id for known in lane._known] == ["a"] and lane._forgotten == ["a"]
 
 
 # Both -----------------------------------------------------------------------------------------------------------------
@@ -141,7 +166,7 @@ def test_a_request_that_finds_no_room_changes_nothing() -> None:
 @pytest.mark.parametrize("make", [tp_lane, pp_lane])
 def test_a_lane_that_is_held_begins_no_step(make: Any) -> None:
     lane = make()
-    lane.scheduler.add(a_request("a"))
+    lane.scheduler.add(scheduled_request("a"))
     assert lane.has_work()
     lane.hold(True)
     assert not lane.has_work() and not lane.num_in_flight

@@ -7,15 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
-from vllm import SamplingParams
 
 from pengserve.planners.types.config import MicrobatchPolicy
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.engine.microbatches import FIRST_MODEL, Microbatches, chunks_of
 from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
-from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput, Request, SchedulerOutput
+from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput, SchedulerOutput
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
+from tests.support.vllm_requests import scheduled_request
 
 BLOCK_SIZE, NUM_BLOCKS, STEP_TOKENS, MAX_TOKENS = 16, 64, 48, 5
 
@@ -50,8 +50,7 @@ def test_a_request_is_in_one_microbatch_at_a_time_and_all_requests_end(
     handle = make_handle()
     microbatches = Microbatches(handle, num_stages, FIRST_MODEL, policy)
     for index, num_tokens in enumerate(prompts):
-        params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
-        handle.add(Request(f"r{index}", [1] * num_tokens, params, None))
+        handle.add(scheduled_request(f"r{index}", num_tokens, max_tokens=MAX_TOKENS))
     in_flight: deque[SchedulerOutput] = deque()
     for _ in range(40 * len(prompts)):
         while len(in_flight) < num_stages:
@@ -73,7 +72,7 @@ def test_a_request_is_in_one_microbatch_at_a_time_and_all_requests_end(
 
 def test_what_a_step_computes_is_said_by_prefix_and_tokens() -> None:
     handle = make_handle()
-    handle.add(Request("a", [1] * 60, SamplingParams(max_tokens=3, ignore_eos=True), None))
+    handle.add(scheduled_request("a", 60, max_tokens=3))
     output = handle.schedule()
     assert [(chunk.prefix_tokens, chunk.num_tokens) for chunk in chunks_of(output)] == [(0, STEP_TOKENS)]
     finish(handle, output)

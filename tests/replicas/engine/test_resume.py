@@ -16,6 +16,7 @@ from pengserve.planners.types.errors import LinkLostError
 from pengserve.replicas.engine.link import InstanceLink, StepBatch
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest, FinishReason
 from tests.support.processes import CHANNEL_TOKEN, InstanceProcess
+from tests.support.vllm_requests import sent_request
 
 pytestmark = pytest.mark.slow
 
@@ -81,18 +82,7 @@ class Reader:
 
 
 def make_request(request_id: str, prompt: list[int], sampling_params: SamplingParams) -> EngineCoreRequest:
-    return EngineCoreRequest(
-        request_id=request_id,
-        prompt_token_ids=prompt,
-        mm_features=None,
-        sampling_params=sampling_params.clone(),
-        pooling_params=None,
-        arrival_time=time.time(),
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-        external_req_id=request_id,
-    )
+    return sent_request(request_id, prompt, sampling_params.clone())
 
 
 @pytest_asyncio.fixture(scope="module")

@@ -6,14 +6,26 @@ import pytest
 
 pytest.importorskip("vllm")
 from vllm import SamplingParams
+from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.replicas.engine.lane_build import get_hash_fn_by_name, get_request_block_hasher
 from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
+from pengserve.replicas.kv.placement import Use
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
+from tests.support.vllm_requests import scheduled_request
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_SEQS = 16, 8, 3
+CAPACITY = KvCapacity(
+    num_blocks=NUM_BLOCKS,
+    block_size=BLOCK_SIZE,
+    bytes_per_block=1,
+    max_model_len=NUM_BLOCKS * BLOCK_SIZE,
+    max_num_seqs=MAX_SEQS,
+    weight_bytes=0,
+)
 CALLED: set[str] = set()
 
 
@@ -27,20 +39,7 @@ class Counted(SchedulerHandle):
 
 @pytest.fixture
 def handle() -> SchedulerHandle:
-    capacity = KvCapacity(
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        bytes_per_block=1,
-        max_model_len=NUM_BLOCKS * BLOCK_SIZE,
-        max_num_seqs=MAX_SEQS,
-        weight_bytes=0,
-    )
-    return Counted(build_vllm_scheduler(capacity, SchedulerOptions(max_num_batched_tokens=64), is_terse=False))
-
-
-def a_request(name: str, num_tokens: int = 8) -> Request:
-    params = SamplingParams(max_tokens=50, ignore_eos=True)
-    return Request(name, [1] * num_tokens, params, None)
+    return Counted(build_vllm_scheduler(CAPACITY, SchedulerOptions(max_num_batched_tokens=64), is_terse=False))
 
 
 def step(handle: SchedulerHandle, output: SchedulerOutput | None = None) -> SchedulerOutput:
@@ -52,10 +51,48 @@ def step(handle: SchedulerHandle, output: SchedulerOutput | None = None) -> Sche
     return output
 
 
+def test_a_prompt_in_chunks_shows_what_no_step_has_taken(handle: SchedulerHandle) -> None:
+    handle.add(scheduled_request("long", 100))
+    assert handle.prefilling_tokens() == 0, "it only waits"
+    output = handle.schedule()
+    assert handle.prefilling_tokens() == 100 - 64
+    step(handle, output)
+    step(handle)
+    step(handle)
+    assert handle.prefilling_tokens() == 0, "it decodes"
+
+
+def test_the_full_blocks_of_a_prompt_are_found_in_the_cache() -> None:
+    options = SchedulerOptions(max_num_batched_tokens=64, prefix_caching=True)
+    capacity = KvCapacity(
+        num_blocks=NUM_BLOCKS,
+        block_size=BLOCK_SIZE,
+        bytes_per_block=1,
+        max_model_len=128,
+        max_num_seqs=3,
+        weight_bytes=0,
+    )
+    handle = Counted(build_vllm_scheduler(capacity, options, is_terse=False))
+
+    def hashed(name: str) -> Request:
+        params = SamplingParams(max_tokens=50, ignore_eos=True)
+        return Request(
+            name, [1] * 40, params, None,
+            block_hasher=lambda request: [
+                str(i).encode() for i in range(len(request.block_hashes), request.num_tokens // BLOCK_SIZE)
+            ],
+        )  # fmt: skip
+
+    assert handle.cached_tokens(hashed("second")) == 0
+    handle.add(hashed("first"))
+    step(handle)
+    assert handle.cached_tokens(hashed("second")) == 2 * BLOCK_SIZE
+
+
 def test_requests_wait_run_and_end_in_vllm_s_order(handle: SchedulerHandle) -> None:
     for name in "abcd":
-        handle.add(a_request(name))
-    handle.add(first := a_request("first"), first=True)
+        handle.add(scheduled_request(name))
+    handle.add(first := scheduled_request("first"), first=True)
     assert [request.request_id for request in handle.waiting] == ["first", "a", "b", "c", "d"]
     assert handle.queued_tokens() == 5 * 8
     assert handle.counts() == (0, 5) and handle.has_requests and handle.has_unfinished
@@ -71,11 +108,20 @@ def test_requests_wait_run_and_end_in_vllm_s_order(handle: SchedulerHandle) -> N
     assert handle.take_finished(["a"]) == {"a"} and handle.schedule().finished_req_ids == set()
 
 
+def test_of_those_that_ended_only_what_is_asked_for_is_taken(handle: SchedulerHandle) -> None:
+    for name in "ab":
+        handle.add(scheduled_request(name))
+    step(handle)
+    handle.end("ab")
+    assert handle.take_finished("a") == {"a"}
+    assert handle.schedule().finished_req_ids == {"b"}, "a step in flight may be about it"
+
+
 def test_a_paused_scheduler_begins_nothing_and_goes_on(handle: SchedulerHandle) -> None:
-    handle.add(a_request("a"))
+    handle.add(scheduled_request("a"))
     step(handle)
     handle.pause_new(True)
-    handle.add(a_request("b"))
+    handle.add(scheduled_request("b"))
     assert set(step(handle).num_scheduled_tokens) == {"a"}
     handle.pause_new(False)
     assert set(step(handle).num_scheduled_tokens) == {"a", "b"}
@@ -83,7 +129,7 @@ def test_a_paused_scheduler_begins_nothing_and_goes_on(handle: SchedulerHandle) 
 
 def test_a_step_takes_only_the_requests_that_are_chosen(handle: SchedulerHandle) -> None:
     for name in "abc":
-        handle.add(a_request(name))
+        handle.add(scheduled_request(name))
     step(handle)
     output = handle.schedule_only({"c": 1, "a": 1})
     assert list(output.num_scheduled_tokens) == ["c", "a"]
@@ -95,7 +141,7 @@ def test_a_step_takes_only_the_requests_that_are_chosen(handle: SchedulerHandle)
 
 def arrived(name: str, num_tokens: int) -> Request:
     """A request that ran elsewhere."""
-    request = a_request(name, num_tokens)
+    request = scheduled_request(name, num_tokens)
     request.append_output_token_ids([5])
     request.status, request.num_preemptions = RequestStatus.PREEMPTED, 1
     return request
@@ -126,9 +172,30 @@ def test_a_reserved_request_gets_more_room(handle: SchedulerHandle) -> None:
     assert handle.num_free() == NUM_BLOCKS
 
 
+def test_a_request_that_comes_shares_what_the_prefix_cache_has() -> None:
+    options = SchedulerOptions(max_num_batched_tokens=64, prefix_caching=True)
+    init_none_hash(get_hash_fn_by_name("sha256"))
+    handle = Counted(build_vllm_scheduler(CAPACITY, options, is_terse=False))
+
+    def hashed(request: Request) -> Request:
+        request._block_hasher = get_request_block_hasher(BLOCK_SIZE, get_hash_fn_by_name("sha256"))
+        request.update_block_hashes()
+        return request
+
+    handle.add(hashed(scheduled_request("a", 40)))
+    step(handle)
+    assert handle.reserve_cached(hashed(arrived("b", 40)), 45, 20) == BLOCK_SIZE, "no more than it has computed"
+    assert handle.block_ids("b")[0] == handle.block_ids("a")[0]
+    assert not set(handle.block_ids("b")[1:]) & set(handle.block_ids("a")) and len(handle.block_ids("b")) == 3
+    assert handle.grow(handle.request("b"), 49) and len(handle.block_ids("b")) == 4
+    assert handle.reserve_cached(hashed(arrived("c", 200)), 200, 190) is None
+    handle.end("ab")
+    assert handle.num_free() == NUM_BLOCKS
+
+
 def test_a_request_is_held_and_goes_on(handle: SchedulerHandle) -> None:
     for name in "ab":
-        handle.add(a_request(name))
+        handle.add(scheduled_request(name))
     step(handle)
     block_ids = handle.block_ids("a")
     handle.hold(request := handle.request("a"))
@@ -159,6 +226,37 @@ def test_one_gives_up_its_blocks_where_none_can_go_on(handle: SchedulerHandle) -
     assert handle.give_up_one() is None, "a request runs"
 
 
+def test_a_held_request_waits_again_or_gives_up_its_blocks(handle: SchedulerHandle) -> None:
+    handle.add(scheduled_request("a"))
+    step(handle)
+    handle.hold(request := handle.request("a"))
+    handle.enqueue(request)
+    handle.withdraw(request)
+    assert not handle.holding and not handle.schedule().num_scheduled_tokens
+    handle.preempt(request)
+    assert handle.num_free() == NUM_BLOCKS and request.num_computed_tokens == 0 and request.num_preemptions == 1
+    assert step(handle).num_scheduled_tokens == {"a": 9}, "all of it is computed again"
+
+
+def test_a_limited_step_takes_few_tokens_and_few_new_requests(handle: SchedulerHandle) -> None:
+    for name in "ab":
+        handle.add(scheduled_request(name))
+    with handle.limited(num_new=1, max_tokens=12):
+        assert step(handle).num_scheduled_tokens == {"a": 8}
+    assert step(handle).num_scheduled_tokens == {"a": 1, "b": 8}, "the limits are vLLM's again"
+
+
+def test_the_pool_says_what_each_block_is_used_for(handle: SchedulerHandle) -> None:
+    assert handle.num_blocks == NUM_BLOCKS + 1
+    handle.add(scheduled_request("a", 20))
+    step(handle)
+    blocks = handle.block_ids("a")
+    assert [handle.uses()[block] for block in blocks] == [Use.HELD, Use.HELD]
+    assert handle.prefilling_tokens() == 0 and handle.cached_tokens(scheduled_request("b", 20)) == 0
+    handle.end("a")
+    assert [handle.uses()[block] for block in blocks] == [Use.DEAD, Use.DEAD]
+
+
 def test_blocks_are_withheld_offered_and_made(handle: SchedulerHandle) -> None:
     withheld = handle.withhold(NUM_BLOCKS - 1)
     assert handle.num_free() == 1
@@ -176,7 +274,7 @@ def test_blocks_are_withheld_offered_and_made(handle: SchedulerHandle) -> None:
 
 
 def test_no_grammar_no_mask(handle: SchedulerHandle) -> None:
-    handle.add(a_request("a"))
+    handle.add(scheduled_request("a"))
     assert handle.grammar_bitmask(handle.schedule()) is None
 
 

@@ -55,12 +55,13 @@ def outputs(draw: st.DrawFn) -> SchedulerOutput:
 @given(outputs(), IDS, st.booleans())
 def test_a_step_comes_as_it_was_sent(output: SchedulerOutput, lease: list[int], is_first: bool) -> None:
     known = [ResumedRequest("k", [1, 2], SamplingParams(max_tokens=3), [4])]
-    found = StepCodec().decode(StepCodec().encode(output, None, lease, known, is_first=is_first))
+    found = StepCodec().decode(StepCodec().encode(output, None, lease, ["left"], known, is_first=is_first))
     assert found.output.scheduled_cached_reqs == output.scheduled_cached_reqs
     assert found.output.num_scheduled_tokens == output.num_scheduled_tokens
     assert found.output.total_num_scheduled_tokens == output.total_num_scheduled_tokens
     assert found.output.finished_req_ids == output.finished_req_ids
     assert (found.lease, found.is_first, found.grammar) == (lease, is_first, None)
+    assert found.forgotten == ["left"]
     assert [repr(request) for request in found.known] == [repr(request) for request in known]
     for one, other in zip(found.output.scheduled_new_reqs, output.scheduled_new_reqs, strict=True):
         assert repr(one) == repr(other)
@@ -68,7 +69,7 @@ def test_a_step_comes_as_it_was_sent(output: SchedulerOutput, lease: list[int], 
 
 def test_the_tokens_that_grammars_allow_come_with_the_step() -> None:
     grammar = GrammarOutput(["a", "b"], np.arange(10, dtype=np.int32).reshape(2, 5))
-    found = StepCodec().decode(StepCodec().encode(SchedulerOutput.make_empty(), grammar, (), ())).grammar
+    found = StepCodec().decode(StepCodec().encode(SchedulerOutput.make_empty(), grammar, (), (), ())).grammar
     assert found is not None and found.structured_output_request_ids == ["a", "b"]
     assert np.array_equal(found.grammar_bitmask, grammar.grammar_bitmask)
 

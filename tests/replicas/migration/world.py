@@ -1,127 +1,30 @@
 """Instances in this process that migrate requests to each other: real migrations, schedulers, transfers and KV memory.
 
-The model is a sum: the next token follows from the KV of all tokens before it, read from the request's own blocks. A
-block that is missing, stale or at the wrong place changes the answer. Nothing runs by itself: `World.act` lets one
-thing happen, in an order that the test's random source chooses.
+Instances are alone, or in groups of any shape. Nothing runs by itself: `World.act` lets one thing happen, in an order
+that the test's random source chooses.
 """
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
-import torch
-from vllm import SamplingParams
-
-from pengserve.planners.types.errors import LinkLostError
+from pengserve.planners.types.errors import EngineError, LinkLostError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.orders import Migrate
-from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.replicas.engine.group_run import STEP, GroupRun
 from pengserve.replicas.engine.handoff import Handoff
-from pengserve.replicas.engine.lane import Lane
-from pengserve.replicas.engine.vllm_seam import (
-    EngineCoreOutputs,
-    EngineCoreRequest,
-    ModelRunnerOutput,
-    Request,
-    RequestStatus,
-)
-from pengserve.replicas.kv.ledger import CellLedger
+from pengserve.replicas.engine.leases import Leases
+from pengserve.replicas.engine.vllm_seam import EngineCoreRequest, Request, RequestStatus
 from pengserve.replicas.kv.transfers import Transfers
-from pengserve.replicas.memory.kv_views import BlockLayout, KvView
 from pengserve.replicas.migration.migrations import Migrations
 from pengserve.replicas.switching.member import Member
-from pengserve.simulator.engine.options import SchedulerOptions
-from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
+from tests.replicas.migration.sum_lanes import SumLane, SumPpLane, SumTpLane, a_request, true_tokens
 
-BLOCK, LAYERS, VOCABULARY = 16, 2, 997
 TIMEOUT_S = 60.0
-
-
-def a_request(name: str, num_prompt: int, max_tokens: int, *, is_guided: bool = False) -> EngineCoreRequest:
-    """A request whose prompt follows from its name."""
-    source = random.Random(name)
-    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    if is_guided:
-        params.prompt_logprobs = 1  # as a grammar, it cannot be carried before its first token
-    return EngineCoreRequest(
-        request_id=name,
-        prompt_token_ids=[source.randrange(VOCABULARY) for _ in range(num_prompt)],
-        mm_features=None,
-        sampling_params=params,
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
-
-
-def true_tokens(request: EngineCoreRequest) -> list[int]:
-    """The only right answer."""
-    known = list(request.prompt_token_ids or ())
-    assert request.sampling_params is not None and request.sampling_params.max_tokens
-    total = sum((token + 1) * (place + 1) for place, token in enumerate(known))
-    answer: list[int] = []
-    for _ in range(request.sampling_params.max_tokens):
-        answer.append(total % VOCABULARY)
-        total += (answer[-1] + 1) * (len(known) + 1)
-        known.append(answer[-1])
-    return answer
-
-
-class SumLane(Lane):
-    """A lane of vLLM's scheduler over real KV memory. The runner knows nothing but what it is told."""
-
-    def __init__(self, num_blocks: int) -> None:
-        capacity = KvCapacity(
-            num_blocks=num_blocks,
-            block_size=BLOCK,
-            bytes_per_block=1,
-            max_model_len=num_blocks * BLOCK,
-            max_num_seqs=8,
-            weight_bytes=0,
-        )
-        scheduler = build_vllm_scheduler(capacity, SchedulerOptions(max_num_batched_tokens=64), is_terse=False)
-        super().__init__(shape="dp", capacity=capacity, scheduler=scheduler, block_hasher=None)
-        elements = 2 * BLOCK
-        self.kv = [torch.full((num_blocks + 1, elements), -1e6, dtype=torch.float64) for _ in range(LAYERS)]
-        place = torch.arange(elements).view(2, BLOCK, 1, 1)
-        self.view = KvView(self.kv, BlockLayout(place))
-        self.num_kv_groups = 1
-        self.core = SimpleNamespace(batch_queue=None)
-        self.pristine_config = SimpleNamespace(speculative_config=None)
-        self.adopted: set[str] = set()
-
-    def step(self) -> Mapping[int, EngineCoreOutputs]:
-        output = self.scheduler.schedule()
-        ids, sampled = list(output.num_scheduled_tokens), []
-        for request_id in ids:
-            request = self.request(request_id)
-            stop = request.num_computed_tokens
-            blocks = self.block_ids(request_id)
-            for position in range(stop - output.num_scheduled_tokens[request_id], stop):
-                value = (request.all_token_ids[position] + 1) * (position + 1)
-                for layer in self.kv:
-                    layer[blocks[position // BLOCK], [position % BLOCK, BLOCK + position % BLOCK]] = float(value)
-            sampled.append([self._next(blocks, stop)] if stop == request.num_tokens else [])
-        result = ModelRunnerOutput(ids, {name: index for index, name in enumerate(ids)}, sampled)
-        return self.scheduler.update(output, result)
-
-    def _next(self, blocks: Sequence[int], stop: int) -> int:
-        sums = [layer.view(-1, 2, BLOCK)[list(blocks)].transpose(0, 1).flatten(1)[:, :stop].sum(1) for layer in self.kv]
-        found = {int(total) for layer in sums for total in layer.tolist()}
-        assert len(found) == 1, f"layers, or keys and values, disagree: {found}"
-        return found.pop() % VOCABULARY
-
-    def adopt(self, request: Request) -> None:
-        assert request.request_id not in self.adopted, "it was taken twice"
-        self.adopted.add(request.request_id)
-
-    def forget(self, request_ids: Iterable[str]) -> None:
-        self.adopted -= set(request_ids)
 
 
 @dataclass
@@ -187,8 +90,9 @@ class Ingress:
         del self._by_wire[record.wire_id]
         record.num_sent += 1
         record.wire_id = f"{record.request.request_id}~{record.num_sent}"
-        others = [key for key in self._world.instances if key != record.at]
-        self._place(record, others[0] if others else record.at)
+        takers = [key for key, instance in self._world.instances.items() if instance.leads]
+        others = [key for key in takers if key != record.at]
+        self._place(record, others[0] if others else takers[0])
 
     def lose(self, link: InstanceKey) -> None:
         for record in list(self.records.values()):
@@ -198,23 +102,78 @@ class Ingress:
 
 
 class SumInstance:
-    """One instance."""
+    """One instance: alone, or a member of a group."""
 
     def __init__(self, world: "World", key: InstanceKey, num_blocks: int) -> None:
         self.world, self.key = world, key
-        self.lane = SumLane(num_blocks)
+        self.dp = SumLane(num_blocks)
         self.commands: deque[Callable[[], object]] = deque()
         self.open: dict[str, EngineCoreRequest] = {}
         self.is_switching = False
-        ledger = CellLedger(num_blocks + 1, "dp")
-        self.transfers = Transfers(ledger)
+        self.num_steps_sent: dict[InstanceKey, int] = {}
+        self.num_followed = 0
+        self.leases = Leases(self.dp)  # type: ignore[arg-type]
+        self.transfers = Transfers(self.leases.ledger)
         self.lanes: Any = SimpleNamespace(
-            dp=self.lane, running=None, transfers=self.transfers, dp_view=lambda: self.lane.view, num_migrated=0
+            dp=self.dp,
+            running=None,
+            current=self.dp,
+            transfers=self.transfers,
+            dp_view=lambda: self.dp.view,
+            num_migrated=0,
+            migrated_bytes=0,
         )
-        self.handlers: dict[str, Any] = {}
-        self.lost_handlers: list[Any] = []
+        self.handlers: dict[str, Any] = {STEP: lambda key, kind, parts: self.submit(lambda: self.follow(parts))}
+        self.lost_handlers: list[Any] = [lambda key: self.submit(lambda: self.lost(key))]
         member = Member(self.key, self.lanes, self, None, self, TIMEOUT_S)  # type: ignore[arg-type]
         self.migrations = Migrations(member, self.submit, lambda: self.is_switching, lambda: None)
+
+    # Its group --------------------------------------------------------------------------------------------------------
+
+    @property
+    def lane(self) -> Any:
+        """The lane that takes requests here."""
+        return self.lanes.current
+
+    @property
+    def leads(self) -> bool:
+        """Whether requests may be sent here."""
+        return self.lanes.running is None or self.lanes.running.leads
+
+    def enter(self, group: Group, members: tuple[InstanceKey, ...]) -> None:
+        """Runs in a group from now on."""
+        rank, name = members.index(self.key), str(group)
+        if group.kind is GroupKind.TP:
+            lane: Any = SumTpLane(self.dp, name, rank, group.degree, self.leases.lease)  # type: ignore[arg-type]
+        else:
+            lane = SumPpLane(self.dp, name, rank, group.degree)
+            every = range(1, lane.capacity.num_blocks + 1)
+            lane.table.lease(every, every)
+            self.leases.lend_all(lane)
+        communicator: Any = SimpleNamespace(name=name, members=members, timeout_s=TIMEOUT_S)
+        lane._run = GroupRun(communicator=communicator, seed=0, post=self)
+        self.lanes.running = lane
+        self.lanes.current = lane if rank == 0 else self.dp
+
+    def follow(self, parts: list[memoryview]) -> None:
+        self.num_followed += 1
+        if self.lanes.running is not None and not self.leads:
+            self.lanes.running.follow(parts[1:])
+
+    def lost(self, key: InstanceKey) -> None:
+        running = self.lanes.running
+        if running is not None and key in running.run.members:
+            self.break_group()
+
+    def break_group(self) -> None:
+        """As an agent leaves a group that cannot go on."""
+        lane = self.lanes.running
+        self.migrations.break_off()
+        lost = [request.request_id for request in lane.requests()] if lane.leads else []
+        self.lanes.running, self.lanes.current = None, self.dp
+        self.transfers.cancel_of(lane.name)
+        self.leases.return_all(lane)
+        self.moved(lost, None, carried=False)
 
     # The network and the owner of requests ----------------------------------------------------------------------------
 
@@ -225,6 +184,9 @@ class SumInstance:
     def send(self, key: InstanceKey, kind: str, parts: Sequence[Any]) -> None:
         if key not in self.world.instances or (self.key, key) in self.world.broken:
             raise LinkLostError(f"instance {key} is gone")
+        self.world.num_sent[kind] = self.world.num_sent.get(kind, 0) + 1
+        if kind == STEP:
+            self.num_steps_sent[key] = self.num_steps_sent.get(key, 0) + 1
         message = [memoryview(bytearray(bytes(memoryview(part).cast("B")))) for part in parts]
         self.world.wires.setdefault((self.key, key), deque()).append((kind, message))
 
@@ -257,6 +219,9 @@ class SumInstance:
         sent.request_id, sent.prompt_token_ids = wire_id, request.prompt_token_ids
         sent.sampling_params = request.sampling_params
         self.open[wire_id] = sent
+        if not self.leads:
+            self.moved([wire_id], None, carried=False)
+            return
         made = Request.from_engine_core_request(sent, None)
         if tokens:
             made.append_output_token_ids(tokens)
@@ -265,45 +230,80 @@ class SumInstance:
 
     def abort(self, wire_id: str) -> None:
         self.open.pop(wire_id, None)
-        self.lane.release([wire_id])
+        for lane in {id(lane): lane for lane in (self.dp, self.lane)}.values():
+            lane.abort([wire_id])
 
     def step(self) -> None:
-        if self.lane.has_work():
-            for batch in self.lane.step().values():
+        if self.leads and not self.is_ahead and self.lane.has_work():
+            try:
+                batches = self.lane.step()
+            except EngineError:  # a member is gone, and this one has not heard of it
+                self.break_group()
+                return
+            for batch in batches.values():
                 for output in batch.outputs:
                     for token in output.new_token_ids:
                         self.world.links.setdefault(self.key, deque()).append((output.request_id, token))
                     if output.finish_reason is not None:
                         self.open.pop(output.request_id, None)
         if self.transfers.is_busy:
-            self.transfers.advance(0.005)
+            self.transfers.advance(0.0)
         if self.migrations.is_busy:
             self.migrations.boundary()
+
+    @property
+    def is_ahead(self) -> bool:
+        """Whether it must wait for other members, as activations make it wait."""
+        others = self.world.instances
+        most = 0 if self.lanes.running is None or self.lanes.running.shape.startswith("tp") else 1
+        return any(
+            count - others[key].num_followed > most for key, count in self.num_steps_sent.items() if key in others
+        )
 
     def run_commands(self) -> None:
         for _ in range(len(self.commands)):
             self.commands.popleft()()
 
     def require_laws(self) -> None:
-        assert self.transfers.check() == () and self.transfers._ledger.check() == ()
+        running = self.lanes.running
+        assert self.transfers.check() == ()
+        assert self.leases.check([running] if running is not None else [], running) == []
 
 
 class World:
     """Some instances, their connections, and the ingress."""
 
-    def __init__(self, seed: int = 0, num_blocks: Sequence[int] = (80, 80)) -> None:
+    def __init__(
+        self, seed: int = 0, num_blocks: Sequence[int] = (80, 80), shapes: Sequence[str] | None = None
+    ) -> None:
+        """A group of each shape, or instances alone; `num_blocks` are of each instance of a group."""
         self.source = random.Random(seed)
         self.broken: set[tuple[InstanceKey, InstanceKey]] = set()
         self.unserved: set[InstanceKey] = set()  # instances that the ingress is not connected to
         self.wires: dict[tuple[InstanceKey, InstanceKey], deque[Any]] = {}
         self.links: dict[InstanceKey, deque[Any]] = {}
-        keys = [InstanceKey(instance_id=InstanceId(i), incarnation=1) for i in range(len(num_blocks))]
-        self.instances = {key: SumInstance(self, key, n) for key, n in zip(keys, num_blocks, strict=True)}
-        self.keys = keys
+        self.instances: dict[InstanceKey, SumInstance] = {}
+        self.sides: list[tuple[InstanceKey, ...]] = []
+        for shape, count in zip(shapes or ["dp"] * len(num_blocks), num_blocks, strict=True):
+            self._make(shape, count)
+        self.keys = [side[0] for side in self.sides]  # leaders
         self.ingress = Ingress(self)
         self._num_orders = 0
+        self.num_sent: dict[str, int] = {}  # messages between instances, by kind
+
+    def _make(self, shape: str, num_blocks: int) -> None:
+        degree = 1 if shape == "dp" else int(shape[2:])
+        ids = tuple(InstanceId(len(self.instances) + i) for i in range(degree))
+        keys = tuple(InstanceKey(instance_id=instance_id, incarnation=1) for instance_id in ids)
+        self.sides.append(keys)
+        for key in keys:
+            self.instances[key] = SumInstance(self, key, num_blocks)
+        if degree > 1:
+            for key in keys:
+                self.instances[key].enter(Group(kind=GroupKind(shape[:2]), members=ids), keys)
 
     def at(self, index: int) -> SumInstance:
+        """The leader of a group."""
         return self.instances[self.keys[index]]
 
     def order(self, source: int, target: int, **fields: Any) -> Migrate:
@@ -317,10 +317,10 @@ class World:
         self.at(source).migrations.order([order])
         return order
 
-    def send(self, count: int, at: int = 0, *, num_prompt: int = 70, max_tokens: int = 60) -> None:
+    def send(self, count: int, at: int = 0, *, num_prompt: int = 70, max_tokens: int = 60, family: str = "") -> None:
         for _ in range(count):
             name = f"r{len(self.ingress.records)}"
-            self.ingress.send(a_request(name, num_prompt, max_tokens), self.keys[at])
+            self.ingress.send(a_request(name, num_prompt, max_tokens, family=family), self.keys[at])
 
     def act(self) -> None:
         """One thing happens: an instance steps, a message arrives, or the ingress reads."""
@@ -338,7 +338,15 @@ class World:
         else:
             instance.run_commands()
             instance.step()
-        instance.require_laws()
+        if self.source.random() < 0.1:  # they cost as much as a step
+            instance.require_laws()
+
+    def deliver(self, source: int, target: int) -> None:
+        """All messages on the way between two instances arrive."""
+        pair = self.keys[source], self.keys[target]
+        while self.wires.get(pair):
+            kind, message = self.wires[pair].popleft()
+            self.instances[pair[1]].handlers[kind](pair[0], kind, message)
 
     def run(self, until: Callable[[], bool], limit: int = 200_000) -> None:
         """Acts until the condition holds."""
@@ -363,14 +371,17 @@ class World:
 
     def require_right(self) -> None:
         """All answers are right, and all blocks are free again."""
+        for instance in self.instances.values():
+            instance.require_laws()
         for record in self.ingress.records.values():
             assert record.tokens == true_tokens(record.request), record.request.request_id
         for instance in self.instances.values():
-            assert instance.lane.num_free() == instance.lane.capacity.num_blocks, f"{instance.key} keeps blocks"
+            for lane in (instance.dp, instance.lane):
+                assert lane.num_free() == lane.num_held, f"{instance.key} keeps blocks"
 
-    def kill(self, index: int) -> None:
-        """The process of an instance ends; what it had sent may arrive in part."""
-        key = self.keys[index]
+    def kill(self, index: int, rank: int = 0) -> None:
+        """The process of a member of a group ends; what it had sent may arrive in part."""
+        key = self.sides[index][rank]
         del self.instances[key]
         self.links.pop(key, None)
         for pair in [pair for pair in self.wires if key in pair]:

@@ -13,10 +13,10 @@ from vllm import SamplingParams
 from pengserve.planners.types.errors import EngineError
 from pengserve.replicas.engine.handoff import Handoff
 from pengserve.replicas.engine.reshard import Traveller
-from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
 from pengserve.replicas.switching import messages
 from pengserve.replicas.switching.messages import MergeWave, SwitchCodec, SwitchMessage, Word
 from tests.replicas.switching.members import plan
+from tests.support.vllm_requests import sent_request
 
 WORDS = typing.get_args(Word)
 PLAN = plan(1)
@@ -24,17 +24,7 @@ PLAN = plan(1)
 
 def traveller() -> Traveller:
     """A half-decoded request."""
-    request = EngineCoreRequest(
-        request_id="r",
-        prompt_token_ids=[1, 2, 3],
-        mm_features=None,
-        sampling_params=SamplingParams(max_tokens=7),
-        pooling_params=None,
-        arrival_time=0.0,
-        lora_request=None,
-        cache_salt=None,
-        data_parallel_rank=None,
-    )
+    request = sent_request("r", [1, 2, 3], SamplingParams(max_tokens=7))
     return Traveller("r", 1, [4, 5], Handoff(request, "client", [6, 7], 4), [8], 2, [9])
 
 

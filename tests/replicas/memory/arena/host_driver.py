@@ -50,6 +50,10 @@ class HostDriver:
         """Places where an allocation is mapped."""
         return int(self._library.host_num_mapped())
 
+    def launch(self, address: int, num_bytes: int) -> None:
+        """A kernel uses these bytes until the device is waited for. To unmap them meanwhile is refused."""
+        self._library.host_launch(ctypes.c_uint64(address), ctypes.c_size_t(num_bytes))
+
     def handle(self, address: int) -> int:
         """The allocation that is read and written at `address`; 0: a kernel would fail there."""
         return int(self._library.host_readable(ctypes.c_uint64(address)))

@@ -14,7 +14,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, NOT_FOUND = 500 };
+enum { OK = 0, INVALID_VALUE = 1, OUT_OF_MEMORY = 2, NOT_INITIALIZED = 3, INVALID_DEVICE = 101, INVALID_CONTEXT = 201, NOT_FOUND = 500, ILLEGAL_ADDRESS = 700 };
 enum { GRANULARITY = 2 << 20, MOST = 4096, NAMES_BYTES = 1 << 16 };
 enum { PINNED = 1, ON_DEVICE = 1, READ_WRITE = 3, HAS_VMM = 102, HAS_RDMA_WITH_VMM = 110 };
 
@@ -34,6 +34,7 @@ typedef struct { CUdeviceptr address; size_t size; uint64_t handle; int is_reada
 
 static Handle handles[MOST];
 static Range reserved[MOST], mapped[MOST]; /* `size` 0: none */
+static Range pending[MOST];                /* what kernels that have not ended read and write; `size` 0: none */
 static size_t free_bytes;
 static int can_remap, is_initialized, fail_in, num_failures;
 static char names[NAMES_BYTES];
@@ -44,6 +45,16 @@ static __thread void *context;
 /* Of a test: how much may be allocated from here on. What is allocated already stays with those who have it. */
 void host_begin(size_t memory_bytes, int remaps) {
     free_bytes = memory_bytes, can_remap = remaps, fail_in = -1, num_failures = 0, names[0] = 0, context = NULL;
+    memset(pending, 0, sizeof pending);
+}
+
+/* A kernel that uses this range runs from here on, until someone waits for the device. */
+void host_launch(CUdeviceptr address, size_t size) {
+    for (int i = 0; i < MOST; i++)
+        if (!pending[i].size) {
+            pending[i] = (Range){address, size, 0, 0};
+            return;
+        }
 }
 
 /* The call of a cuMem function that comes after `calls` others fails, and so do the next `times` - 1. */
@@ -104,6 +115,12 @@ CUresult cuDevicePrimaryCtxRetain(void **found, int device) {
 CUresult cuCtxGetCurrent(void **found) { return *found = context, OK; }
 
 CUresult cuCtxSetCurrent(void *given) { return context = given, OK; }
+
+CUresult cuCtxSynchronize(void) {
+    if (!context) return INVALID_CONTEXT;
+    memset(pending, 0, sizeof pending);
+    return OK;
+}
 
 /* Of memory -------------------------------------------------------------------------------------------------------- */
 
@@ -234,6 +251,8 @@ CUresult cuMemSetAccess(CUdeviceptr address, size_t size, const AccessDesc *acce
 
 CUresult cuMemUnmap(CUdeviceptr address, size_t size) {
     CALLED_IN_CONTEXT();
+    for (int i = 0; i < MOST; i++) /* the driver would do it, and the kernel end with an illegal address */
+        if (pending[i].size && address < pending[i].address + pending[i].size && pending[i].address < address + size) return ILLEGAL_ADDRESS;
     if (!is_whole(address, size) || make_empty(address, size)) return INVALID_VALUE;
     for (int i = 0; i < MOST; i++)
         if (address <= mapped[i].address && mapped[i].address < address + size) mapped[i].size = 0;

@@ -60,6 +60,32 @@ def test_memory_takes_its_bytes_along() -> None:
     assert driver.read(a.address) == 10 and not driver.handle(a.address + GRANULARITY)
 
 
+def test_memory_changes_hands_only_when_no_kernel_uses_it() -> None:
+    driver = HostDriver()
+    arena = opened()
+    a, b = (arena.reserve(8 * GRANULARITY, name) for name in "ab")
+    arena.map(a, 0, 4)
+    driver.launch(a.address, 4 * GRANULARITY)
+    arena.unmap(a, 3, 4)
+    driver.launch(a.address, 3 * GRANULARITY)
+    arena.move(a, (1, 3), b, 0)
+    driver.launch(b.address, 2 * GRANULARITY)
+    arena.close()
+    assert driver.num_mapped == driver.num_handles == 0
+
+
+def test_the_driver_of_these_tests_refuses_memory_that_is_in_use() -> None:
+    driver = HostDriver()
+    backend = CudaBackend(DEVICE)
+    arena = Arena(backend, 8 * GRANULARITY, GRANULARITY)
+    region = arena.reserve(8 * GRANULARITY, "r")
+    arena.map(region, 0, 2)
+    driver.launch(region.address + GRANULARITY, 1)
+    with pytest.raises(StepError, match="ILLEGAL_ADDRESS"):
+        backend.unmap(region.address, 2)
+    backend.wait()
+
+
 def test_network_cards_may_read_where_they_can() -> None:
     driver = HostDriver()
     arena = opened()

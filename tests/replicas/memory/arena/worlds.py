@@ -24,7 +24,7 @@ class Refusing:
         self._backend = backend
         self.granularity = backend.granularity
         self.create, self.reserve, self.tensor = backend.create, backend.reserve, backend.tensor
-        self.release, self.free = backend.release, backend.free
+        self.release, self.free, self.wait = backend.release, backend.free, backend.wait
         self.answers: list[bool] = []
 
     def map(self, address: int, chunks: Sequence[int]) -> int:

@@ -1,0 +1,1 @@
+"""KV on device and host against plain vLLM: `python -m benchmarks.tiers`."""

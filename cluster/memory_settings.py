@@ -1,0 +1,36 @@
+"""The section `memory` of the settings: where the KV of an instance is, beside its device.
+
+Standard library and pydantic only, as `settings.py`.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, field_validator
+
+AUTO_BYTES = -1  # what an instance understands as "a share of what the node has free"
+
+
+class MemorySettings(BaseModel, extra="forbid", validate_default=True, frozen=True):
+    """The host tier: KV of requests that wait, and of layers that a step does not compute yet, in the host's memory."""
+
+    host_bytes: Literal["auto"] | int = (
+        0  # of each instance; 0: no host tier, auto: a quarter of what the node has free
+    )
+    # Between device and host, emulated: copies take at least as long as over such a link. None: as fast as they are.
+    link_bytes_per_s: float | None = Field(default=None, gt=0)
+    host_file: str = ""  # a file that holds the host tier instead of memory; its name gets the instance's process id
+
+    @field_validator("host_bytes", mode="before")
+    @classmethod
+    def _auto_or_number(cls, value: Any) -> Any:
+        if value == "auto":
+            return value
+        count = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+        if type(count) is not int or count < 0:
+            raise ValueError(f"give auto, or a number of bytes from 0 on; got {value!r}")
+        return count
+
+    @property
+    def num_bytes(self) -> int:
+        """As `InstanceConfig.host_bytes`."""
+        return AUTO_BYTES if self.host_bytes == "auto" else self.host_bytes

@@ -1,0 +1,150 @@
+"""Which requests an instance steps where their KV is more than its device holds.
+
+The device has cells: the KV of one block in one layer. A request that decodes is stepped where all its cells fit, or
+else waits with its KV kept. A prompt is computed where only one layer of it fits beside the blocks that are being
+written, since its other layers may be on the host (LayerKV section 3.1). A simple order, for a policy with SLOs to
+replace:
+
+    1. requests that decode, the oldest first, up to a share of the device
+    2. prompts, the oldest first; those under way, then new ones
+    3. requests that decode, the oldest first, as far as they fit
+
+A prompt that fits only on an empty device makes those that decode wait; a request that never fits is stepped alone,
+with its layers staged.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+DECODE_SHARE = 0.5  # of the device, for requests that decode, before prompts get theirs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanting:
+    """A request that could be stepped."""
+
+    request_id: str
+    num_blocks: int  # it holds, or will hold when its prompt is computed
+    num_tokens: int  # it would compute: 1 where it decodes; of a new one, without those of cached prefixes
+    is_parked: bool = False
+    is_new: bool = False  # holds no KV yet
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether tokens of its prompt are to be computed."""
+        return self.is_new or self.num_tokens > 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """What an instance has."""
+
+    num_cells: int
+    num_reserved: int  # blocks that are on the device in all layers and cannot leave it, once the host is full
+    num_layers: int
+    block_size: int  # tokens
+    max_tokens: int  # of a step
+    num_free: int = 1 << 62  # blocks that the scheduler can hand out now, of device and host
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Residency:
+    """What the next step may take. All running requests that are not named here are parked."""
+
+    stepped: frozenset[str]  # running and parked requests
+    num_new: int  # of the requests that hold no KV, in their order
+    max_tokens: int
+
+
+def plan_residency(wanting: Sequence[Wanting], device: Device) -> Residency:
+    """Who is stepped next.
+
+    Args:
+        wanting: the oldest first; new ones in the order in which the scheduler takes them.
+    """
+    decoding = [request for request in wanting if not request.is_prompt]
+    prompts = [request for request in wanting if request.is_prompt]
+    # A prompt that needs nearly all of the device would wait for ever behind requests that decode.
+    for share in (DECODE_SHARE, 0.0):
+        room = _Room(device, device.max_tokens - len(decoding))
+        room.add_decoding(decoding, share)
+        room.add_prompts(prompts)
+        if room.num_prompts or not prompts:
+            break
+    room.add_decoding(decoding, 1.0)
+    if not room.stepped and not room.num_new and wanting:
+        room.add_alone(wanting[0])
+    return Residency(stepped=frozenset(room.stepped), num_new=room.num_new, max_tokens=max(1, room.num_tokens))
+
+
+class _Room:
+    """The device while it is filled.
+
+    Cells of blocks that are in all layers, or that cannot leave, are side by side; what is staged takes turns in the
+    rest, a layer after the other.
+    """
+
+    def __init__(self, device: Device, prompt_tokens: int) -> None:
+        """`prompt_tokens`: tokens of a step that prompts may have; one at least."""
+        self._device = device
+        self._num_whole = self._num_staged = 0  # blocks: in all layers, and in one at a time
+        self._tokens_left = max(1, prompt_tokens)
+        self._num_free = device.num_free
+        self.stepped: set[str] = set()
+        self.num_new = self.num_prompts = self.num_tokens = 0
+
+    def add_decoding(self, requests: Sequence[Wanting], share: float) -> None:
+        """Takes them in order up to `share` of the device; the first that does not fit ends it.
+
+        One that is parked comes back where a block more for each fits too: else it would leave with the next one.
+        """
+        for request in requests:
+            if request.request_id in self.stepped:
+                continue
+            spare = len(self.stepped) + 1 if request.is_parked else 0
+            if not self._fits(request.num_blocks + spare, 0, share):
+                return
+            self._num_whole += request.num_blocks
+            self.num_tokens += 1
+            self.stepped.add(request.request_id)
+
+    def add_prompts(self, requests: Sequence[Wanting]) -> None:
+        """Takes prompts in order, as long as tokens are left; the first that does not fit ends it."""
+        for request in requests:
+            tokens = min(request.num_tokens, self._tokens_left)
+            written = self._written(request, tokens)
+            if not tokens or not self._fits(written, request.num_blocks):
+                return
+            if request.is_new and request.num_blocks > self._num_free:
+                return  # the scheduler would not begin it
+            self._take(request, tokens)
+
+    def add_alone(self, request: Wanting) -> None:
+        """A request that never fits is stepped with its layers staged; a prompt with fewer tokens, where it must."""
+        tokens = min(request.num_tokens, self._tokens_left)
+        while tokens > 1 and not self._fits(self._written(request, tokens), request.num_blocks):
+            tokens //= 2
+        self._take(request, tokens)
+
+    def _take(self, request: Wanting, tokens: int) -> None:
+        written = self._written(request, tokens)
+        self._num_whole += written
+        self._num_staged += request.num_blocks  # what is written counts twice: how much it is, the scheduler decides
+        self._tokens_left -= tokens
+        self.num_tokens += tokens
+        self.num_prompts += 1
+        if request.is_new:
+            self._num_free -= request.num_blocks
+            self.num_new += 1
+        else:
+            self.stepped.add(request.request_id)
+
+    def _written(self, request: Wanting, tokens: int) -> int:
+        """Blocks that are on the device in all layers at least: those that are written."""
+        return min(request.num_blocks, -(-tokens // self._device.block_size) + 1)
+
+    def _fits(self, num_whole: int, num_staged: int, share: float = 1.0) -> bool:
+        device = self._device
+        whole, staged = self._num_whole + num_whole, self._num_staged + num_staged
+        cells = device.num_layers * (max(whole, device.num_reserved) if staged else whole) + staged
+        return cells <= share * device.num_cells

@@ -1,0 +1,237 @@
+"""Requests of an instance whose KV is more than the device holds: who is stepped, who is parked, who comes back.
+
+A parked request has left vLLM's batch with its KV: `hold` in vLLM's terms. Its blocks stay where they are until their
+cells are needed; then they go to the host. It comes back (`resume`) without computing anything again. What vLLM itself
+would preempt, because its pool has no block left, is the case in which the host is full too: then the youngest parked
+request gives up its KV, as vLLM preempts.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from pengserve.planners.residency import Device, Wanting, plan_residency
+from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
+from pengserve.replicas.engine.vllm_seam import Request
+from pengserve.replicas.kv.tiered import TieredKv
+
+
+class ResidentRequests:
+    """Belongs to the step thread."""
+
+    def __init__(self, scheduler: SchedulerHandle, tiers: TieredKv, num_reserved: int) -> None:
+        """`num_reserved`: blocks that may be on the device in all layers because the host is full."""
+        self._scheduler, self._tiers, self._block_size = scheduler, tiers, tiers.block_size
+        tiers.watch_uses(scheduler.uses)
+        layers = tiers.pool.num_layers
+        self._num_whole = tiers.pool.num_blocks - 1  # blocks that the device holds in all layers
+        self._device = Device(
+            num_cells=self._num_whole * layers,
+            num_reserved=num_reserved,
+            num_layers=layers,
+            block_size=self._block_size,
+            max_tokens=scheduler.max_step_tokens,
+        )
+        self._parked: dict[str, Request] = {}
+        self._ordered: set[str] = set()  # parked by an order: they wait for one that resumes them
+        self._placed: dict[str, list[int]] = {}  # layers of requests that an order keeps on the host
+        self._prompts: list[Request] = []  # whose blocks are written behind after this step
+        self.num_parks = self.num_given_up = 0
+
+    # Orders -----------------------------------------------------------------------------------------------------------
+
+    def park(self, request_ids: Sequence[str]) -> list[str]:
+        """Parks running requests until `resume`; those that were."""
+        running = {request.request_id: request for request in self._scheduler.running}
+        found = [request_id for request_id in request_ids if request_id in running or request_id in self._parked]
+        for request_id in found:
+            self._ordered.add(request_id)
+            if request_id in running:
+                self._hold(running[request_id])
+        return found
+
+    def resume(self, request_ids: Sequence[str]) -> list[str]:
+        """Requests that an order parked may go on, as soon as there is room; those that may."""
+        found = [request_id for request_id in request_ids if request_id in self._ordered]
+        self._ordered.difference_update(found)
+        return found
+
+    def place(self, request_id: str, layers: Sequence[int]) -> bool:
+        """Full blocks of a request are on the host alone in these layers from now on; whether the request is here."""
+        if not self._scheduler.knows(request_id):
+            return False
+        self._placed[request_id] = [layer for layer in sorted(set(layers)) if 0 <= layer < self._device.num_layers]
+        self._place_all()
+        return True
+
+    def _place_all(self) -> None:
+        for request_id in [i for i in self._placed if not self._scheduler.knows(i)]:
+            del self._placed[request_id]
+        for request_id, layers in self._placed.items():
+            full = self._scheduler.request(request_id).num_computed_tokens // self._block_size
+            self._tiers.place(self._blocks_of([self._scheduler.request(request_id)])[:full], layers)
+
+    # Figures ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def parked(self) -> list[Request]:
+        """Parked requests that have not ended."""
+        self._forget_gone()
+        return list(self._parked.values())
+
+    def num_parked(self) -> int:
+        """Of them."""
+        self._forget_gone()
+        return len(self._parked)
+
+    def figures(self) -> dict[str, int | float]:
+        """Figures and totals, by their names in `InstanceStats`."""
+        return {**self._tiers.figures(), "num_parked": self.num_parked(), "total_parked": self.num_parks}
+
+    def has_work(self) -> bool:
+        """Whether a parked request may come back without an order."""
+        return any(request_id not in self._ordered for request_id in self._parked)
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Within it, vLLM schedules one step of what the device can hold."""
+        self._prompts.clear()
+        if self._placed:
+            self._place_all()
+        if not self._parked and not self._is_short():
+            yield
+            return
+        self._forget_gone()
+        wanting = self._wanting()
+        device = replace(self._device, num_free=self._scheduler.num_free())
+        plan = plan_residency([wanted for _, wanted in wanting], device)
+        stepped = [request for request, wanted in wanting if wanted.request_id in plan.stepped]
+        self._park_others(plan.stepped)
+        self._free_blocks_for(stepped)
+        self._bring_back([request for request in stepped if request.request_id in self._parked])
+        self._prompts += [r for r in stepped if r.num_tokens - r.num_computed_tokens > 1]
+        with self._scheduler.limited(num_new=plan.num_new, max_tokens=plan.max_tokens):
+            yield
+        self._write_behind()
+
+    def _is_short(self) -> bool:
+        """Whether the requests that the next step may take could need more than the device holds in all layers."""
+        scheduler = self._scheduler
+        held = scheduler.num_blocks - 1 - scheduler.num_free()
+        coming = len(scheduler.running) + len(scheduler.holding)
+        if not scheduler.waiting and held + coming + self._blocks(self._device.max_tokens) <= self._num_whole:
+            return False
+        for request in self._waiting():
+            coming += self._blocks(request.num_tokens) + 1
+        more = sum(self._growth(r) for r in scheduler.running if r.num_tokens - r.num_computed_tokens > 1)
+        return held + coming + more > self._num_whole
+
+    def _waiting(self) -> Sequence[Request]:
+        scheduler = self._scheduler
+        slots = scheduler.max_running - len(scheduler.running)
+        return [request for request, _ in zip(scheduler.waiting, range(max(0, slots)), strict=False)]
+
+    def _wanting(self) -> list[tuple[Request, Wanting]]:
+        scheduler = self._scheduler
+        here = [*scheduler.running, *scheduler.holding]
+        parked = [r for request_id, r in self._parked.items() if request_id not in self._ordered]
+        old = sorted([*here, *parked], key=lambda r: (r.priority, r.arrival_time, r.request_id))
+        found = [(request, self._wanted(request, is_new=False)) for request in old]
+        return found + [(request, self._wanted(request, is_new=True)) for request in self._waiting()]
+
+    def _wanted(self, request: Request, *, is_new: bool) -> Wanting:
+        num_computed = request.num_computed_tokens
+        if is_new:
+            num_computed = self._scheduler.cached_tokens(request)
+        num_tokens = max(1, request.num_tokens - num_computed)
+        return Wanting(
+            request_id=request.request_id,
+            num_blocks=self._blocks(request.num_tokens + (num_tokens == 1)),
+            num_tokens=num_tokens,
+            is_parked=request.request_id in self._parked,
+            is_new=is_new,
+        )
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._block_size)
+
+    def _growth(self, request: Request) -> int:
+        """Blocks that the next step adds to a request at most."""
+        missing = request.num_tokens - request.num_computed_tokens
+        stop = request.num_computed_tokens + min(missing, self._device.max_tokens)
+        return self._blocks(stop) - self._blocks(request.num_computed_tokens)
+
+    # Parking ----------------------------------------------------------------------------------------------------------
+
+    def _park_others(self, stepped: frozenset[str]) -> None:
+        for request in list(self._scheduler.running):
+            if request.request_id not in stepped:
+                self._hold(request)
+        for request in list(self._scheduler.holding):
+            if request.request_id not in stepped:
+                self._scheduler.withdraw(request)
+                self._parked[request.request_id] = request
+
+    def _hold(self, request: Request) -> None:
+        self._scheduler.hold(request)
+        self._parked[request.request_id] = request
+        self.num_parks += 1
+        self._save(request)
+
+    def _free_blocks_for(self, stepped: Sequence[Request]) -> None:
+        """Where vLLM's pool has too few blocks for the step, the youngest parked requests give up theirs."""
+        needed = sum(self._growth(request) for request in stepped)
+        chosen = {request.request_id for request in stepped}
+        victims = sorted(
+            (r for request_id, r in self._parked.items() if request_id not in chosen),
+            key=lambda r: (r.priority, r.arrival_time, r.request_id),
+        )
+        while victims and self._scheduler.num_free() < needed:
+            victim = victims.pop()
+            del self._parked[victim.request_id]
+            self._ordered.discard(victim.request_id)
+            self._scheduler.preempt(victim)
+            self.num_given_up += 1
+
+    def _bring_back(self, chosen: Sequence[Request]) -> None:
+        """Parked requests go on. While others run, their KV comes back beside the steps, and they wait for it.
+
+        FastSwitch Algorithm 1: swapped in asynchronously where the step has other work, else at once; "at once" is
+        here layer by layer, ahead of the computation.
+        """
+        if not chosen:
+            return
+        others = [*self._scheduler.running, *self._scheduler.holding]
+        running = self._blocks_of(others)
+        for request in chosen:
+            blocks = self._blocks_of([request])
+            if others and (self._tiers.is_moving(blocks) or self._tiers.bring(blocks, running)):
+                continue
+            del self._parked[request.request_id]
+            self._scheduler.enqueue(request)
+
+    def _blocks_of(self, requests: Iterable[Request]) -> np.ndarray:
+        ids = [block for request in requests for block in self._scheduler.block_ids(request.request_id)]
+        return np.array(ids, dtype=np.int64)
+
+    def _write_behind(self) -> None:
+        """Full blocks of prompts go to the host beside the next step: there is not room for all of them here."""
+        for request in self._prompts:
+            if self._scheduler.knows(request.request_id):
+                self._save(request)
+
+    def _save(self, request: Request) -> None:
+        full = request.num_computed_tokens // self._block_size
+        self._tiers.write_behind(self._blocks_of([request])[:full])
+
+    def _forget_gone(self) -> None:
+        for request_id in [i for i, r in self._parked.items() if not self._is_here(r)]:
+            del self._parked[request_id]
+            self._ordered.discard(request_id)
+
+    def _is_here(self, request: Request) -> bool:
+        return self._scheduler.knows(request.request_id) and self._scheduler.request(request.request_id) is request

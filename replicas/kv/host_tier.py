@@ -1,0 +1,66 @@
+"""The host's part of an instance's KV: rows, each with room for one logical block in all layers."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from pengserve.replicas.memory.arena.free_chunks import FreeChunks
+
+
+class HostTier:
+    """Memory and free rows. A request's rows lie in as few runs as can be (FastSwitch section 3.1: block groups)."""
+
+    def __init__(
+        self, num_layers: int, num_rows: int, block_bytes: int, *, is_pinned: bool = False, path: str | None = None
+    ) -> None:
+        """
+        Args:
+            is_pinned: the device copies to and from it directly; CUDA alone.
+            path: a file to keep it in instead of memory.
+
+        Raises:
+            RuntimeError: the system does not give the memory.
+        """
+        self.num_rows, self.block_bytes = num_rows, block_bytes
+        size = num_layers * num_rows * block_bytes
+        if path is not None:
+            flat = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        else:
+            flat = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)  # pages come with the first write
+        self.memory = flat.view(num_layers, num_rows, block_bytes)
+        """uint8 `[num_layers, num_rows, block_bytes]`."""
+        self._free = FreeChunks(num_rows)
+
+    @property
+    def num_free(self) -> int:
+        """Rows that no block has."""
+        return len(self._free)
+
+    def take(self, count: int) -> np.ndarray:
+        """`count` free rows in as few runs as can be. Raises ValueError where there are not so many."""
+        return np.array(self._free.take(count), dtype=np.int64)
+
+    def give(self, rows: Sequence[int] | np.ndarray) -> None:
+        """Frees rows."""
+        self._free.give(int(row) for row in rows)
+
+    @property
+    def free_rows(self) -> list[int]:
+        """The free rows, ascending."""
+        return list(self._free)
+
+
+def num_runs(sources: np.ndarray, targets: np.ndarray) -> int:
+    """In how many runs a copy goes from `sources` to `targets`: neighbours on both sides are one copy."""
+    if not len(sources):
+        return 0
+    return 1 + int(np.count_nonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)))
+
+
+def copy_runs(sources: np.ndarray, targets: np.ndarray) -> list[tuple[int, int, int]]:
+    """The runs: `(first source, first target, count)`."""
+    breaks = np.flatnonzero((np.diff(sources) != 1) | (np.diff(targets) != 1)) + 1
+    starts = [0, *breaks.tolist()]
+    stops = [*breaks.tolist(), len(sources)]
+    return [(int(sources[a]), int(targets[a]), b - a) for a, b in zip(starts, stops, strict=True) if b > a]

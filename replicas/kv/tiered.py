@@ -1,0 +1,358 @@
+"""KV of more logical blocks than the device holds: what a step needs of it comes in time, what is not needed leaves.
+
+vLLM's scheduler hands out logical blocks. Before each step `begin_step` says where the blocks are that the step reads
+and writes:
+
+    all at home          None: vLLM's own tables are right
+    all uniform          one table for all layers
+    some on the host     a table for each layer; their KV is staged layer by layer, ahead of the computation
+
+Blocks that are written are on the device in all layers; so only full blocks, which never change, are ever staged, and
+a copy on the host stays valid as long as its block lives (FastSwitch section 3.3: a second swap-out copies nothing).
+What was staged stays on the device where there is room. What must leave to make room are blocks that no request of the
+step has, the least recently used first; then, if need be, blocks of the step itself, equally many in each layer
+(LayerKV section 3.1).
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pengserve.planners.types.errors import EngineError
+from pengserve.replicas.kv.copies import Copy, CopyEngine, Priority
+from pengserve.replicas.kv.host_tier import HostTier
+from pengserve.replicas.kv.placement import NO_ROW, Placement, Uses
+from pengserve.replicas.kv.pool import DevicePool
+from pengserve.replicas.kv.room import Room, TierCounts
+from pengserve.replicas.kv.staging import turns
+from pengserve.replicas.kv.traffic import Traffic
+
+
+@dataclass(slots=True)
+class StepTables:
+    """Where the blocks of one step are: `index[0 or layer, logical block]`."""
+
+    index: np.ndarray  # int32 [1 or layers, logical]
+    waits: dict[int, Copy] = field(default_factory=dict)  # by layer
+    ring: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    staged: list[tuple[int, np.ndarray, np.ndarray]] = field(default_factory=list)  # (layer, blocks, cells)
+    is_read: list[bool] = field(default_factory=list)  # by layer
+    keeps: bool = True  # no cell of the ring was used twice
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether layers have tables of their own."""
+        return len(self.index) > 1
+
+
+class TieredKv:
+    """Mechanism alone: it knows blocks, and no request. Belongs to the step thread."""
+
+    def __init__(
+        self,
+        pool: DevicePool,
+        host: HostTier,
+        *,
+        num_blocks: int,
+        block_size: int,
+        link_bytes_per_s: float = 0.0,
+    ) -> None:
+        """
+        Args:
+            num_blocks: logical ones, the null block included.
+            block_size: tokens of a block.
+        """
+        self.pool, self.host, self.block_size = pool, host, block_size
+        self.engine = CopyEngine(pool, host, link_bytes_per_s)
+        self.placement = Placement(pool, host, num_blocks)
+        self.traffic = Traffic(self.engine, pool, host, num_blocks)
+        self.counts = TierCounts()
+        self.step = 0
+        self._room = Room(pool, self.placement, self.traffic, self.counts)
+        self._current: StepTables | None = None
+
+    def watch_uses(self, uses: Uses) -> None:
+        """Asks `uses` what the scheduler's pool says of each block; without it, all are held."""
+        self._room.uses = uses
+
+    # Steps ------------------------------------------------------------------------------------------------------------
+
+    def begin_step(self, tables: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> StepTables | None:
+        """Makes all that a step needs be on the device, or on its way there; None where vLLM's own tables are right.
+
+        Args:
+            tables: logical blocks of each request in order, int `[requests, at least counts.max()]`.
+            counts: blocks of each request that the step reads or writes, `[requests]`.
+            starts: tokens of each request that were computed before, `[requests]`.
+
+        Raises:
+            EngineError: a copy failed, or the device does not hold what the step needs at once.
+        """
+        self.step += 1
+        if self.placement.is_plain and not (counts > -(-starts // self.block_size)).any():
+            return None  # no block begins, and all that there are are at home
+        tables = tables[:, : int(counts.max())]
+        places = np.arange(tables.shape[1])
+        reads = tables[places < counts[:, None]]
+        first_new = -(-starts // self.block_size)
+        is_new = (places >= first_new[:, None]) & (places < counts[:, None])
+        fresh = tables[is_new]
+        is_open = starts % self.block_size != 0
+        tails = tables[is_open, starts[is_open] // self.block_size]
+        placement = self.placement
+        placement.used[reads] = self.step
+        if len(fresh):
+            self._begin(fresh)
+        if (placement.row[tails] != NO_ROW).any():
+            self._reopen(tails, reads, fresh)
+        if placement.is_home[reads].all():
+            return None
+        self.counts.mapped_steps += 1
+        if placement.is_uniform[reads].all():
+            return StepTables(placement.index[:1])
+        return self._map(np.unique(reads), np.unique(np.concatenate([fresh, tails])))
+
+    def wait_layer(self, layer: int) -> None:
+        """Waits until what is staged of `layer` is there."""
+        assert self._current is not None
+        copy = self._current.waits.get(layer)
+        if copy is not None and not copy.done.is_set():
+            started_s = time.perf_counter()
+            self.engine.wait(copy)
+            self.counts.stall_s += time.perf_counter() - started_s
+
+    def read_layer(self, layer: int) -> None:
+        """The step has read `layer`: its staged cells may take KV of another."""
+        assert self._current is not None
+        self._current.is_read[layer] = True
+        if not self._current.keeps:
+            self.engine.poke()
+
+    def end_step(self) -> None:
+        """What was staged stays on the device where its cells were not used again."""
+        step, self._current = self._current, None
+        if step is None or not len(step.ring):
+            return
+        self.traffic.wait(step.waits.values())
+        if step.keeps:
+            for layer, blocks, cells in step.staged:
+                stays = ~self.placement.is_away[layer, blocks]
+                self.placement.put(layer, blocks[stays], cells[stays])
+                self.placement.give(cells[~stays])
+                self.counts.kept += int(stays.sum())
+        else:
+            self.placement.give(step.ring)
+
+    # Before a step: blocks that are written ---------------------------------------------------------------------------
+
+    def _begin(self, fresh: np.ndarray) -> None:
+        """Blocks are written from their first token on: what they held is gone."""
+        placement = self.placement
+        self.traffic.wait_for(fresh)
+        placement.free_rows(fresh)
+        here = placement.index[:, fresh] != 0
+        placement.drop_all(fresh[here.any(axis=0) & ~here.all(axis=0)])
+        placement.settle_at_home(fresh[~here.all(axis=0)])
+
+    def _reopen(self, tails: np.ndarray, reads: np.ndarray, fresh: np.ndarray) -> None:
+        """Blocks that are partly full are written on: their copies on the host go stale with that.
+
+        Those that are on the host alone come back now: their next token is written before any layer waits.
+        """
+        placement = self.placement
+        self.traffic.wait_for(tails)
+        saved, reads = np.unique(tails[placement.row[tails] != NO_ROW]), np.unique(reads)
+        fixed = np.concatenate([fresh, tails])
+        if self._room_for(saved, reads):
+            self._come_back(saved)
+            return
+        for index in range(len(saved)):  # the row of each makes room for what has to leave for the next
+            block = saved[index : index + 1]
+            if not self._room_for(block, reads):
+                self._room.thin(self.placement.num_away(block), reads, fixed, areas=(0,))
+            self._come_back(block)
+
+    def _room_for(self, blocks: np.ndarray, keep: np.ndarray) -> bool:
+        """Frees cells for what is away of `blocks`; whether there are so many now."""
+        needed = self.placement.num_away(blocks)
+        if self.placement.num_free < needed:
+            self._room.make_room(needed, keep)
+        return self.placement.num_free >= needed
+
+    def _come_back(self, blocks: np.ndarray) -> None:
+        """Brings blocks that are written on back to the device, and gives up their rows."""
+        self.traffic.wait(self._room.bring(blocks, Priority.STAGE))
+        self.placement.free_rows(blocks)
+
+    # Before a step: where everything is -------------------------------------------------------------------------------
+
+    def _map(self, reads: np.ndarray, fixed: np.ndarray) -> StepTables:
+        """Tables of a step that reads `reads`, and writes `fixed` among them. Both are without repetition."""
+        placement = self.placement
+        self.traffic.wait_for(reads, coming=True)
+        absent = fixed[(placement.index[:, fixed] == 0).any(axis=0)]  # begun in this step: they hold nothing yet
+        missing = placement.index[:, reads] == 0
+        if missing.any() and int(missing.sum()) > placement.num_free:
+            self._room.make_room(int(missing.sum()), reads)
+        if len(absent):
+            absent = placement.settle_at_home(absent)
+            self._scatter(absent, reads, fixed)
+        missing = placement.index[:, reads] == 0
+        if not missing.any():
+            is_uniform = bool(placement.is_uniform[reads].all())
+            self._current = StepTables(placement.index[:1] if is_uniform else placement.index)
+            return self._current
+        if int(missing.sum()) > placement.num_free:
+            self._room.thin(0, reads, fixed)
+        return self._stage(reads)
+
+    def _scatter(self, absent: np.ndarray, reads: np.ndarray, fixed: np.ndarray) -> None:
+        """Gives blocks that are written cells wherever there are some."""
+        placement, needed = self.placement, len(absent) * self.pool.num_layers
+        if not needed:
+            return
+        if placement.num_free < needed:
+            self._room.thin(needed, reads, fixed)
+        for layer in range(self.pool.num_layers):
+            placement.put(layer, absent, placement.take(len(absent)))
+
+    def _stage(self, reads: np.ndarray) -> StepTables:
+        """Starts the copies of what the step reads and the device does not hold."""
+        placement = self.placement
+        index = placement.index.copy()
+        away = [reads[placement.index[layer, reads] == 0] for layer in range(self.pool.num_layers)]
+        counts = [len(blocks) for blocks in away]
+        ring = placement.take(min(sum(counts), placement.num_free))
+        step = StepTables(index, ring=ring, is_read=[False] * len(away), keeps=len(ring) == sum(counts))
+        for turn in turns(counts, len(ring)):
+            layer, blocks, cells = turn.layer, away[turn.layer], ring[turn.places]
+            if not placement.on_host[layer, blocks].all():
+                raise EngineError(f"KV of layer {layer} is neither on the device nor on the host")
+            index[layer, blocks] = self.pool.index_of(layer, cells)
+            step.staged.append((layer, blocks, cells))
+            copy = Copy(Priority.STAGE, layer, blocks, cells, placement.row[blocks], to_host=False)
+            if turn.after is not None:
+                copy.is_ready = _Read(step.is_read, turn.after)
+            step.waits[layer] = copy
+        self._current = step
+        for copy in step.waits.values():
+            self.traffic.submit(copy, _nothing, follows=isinstance(copy.is_ready, _Read))
+        self.counts.staged += sum(counts)
+        self.counts.staged_steps += 1
+        return step
+
+    def note_hits(self, blocks: np.ndarray) -> None:
+        """A request begins with these blocks, which are cached prefixes."""
+        self.counts.hit_blocks += int((self.placement.index[:, blocks] == 0).any(axis=0).sum())
+
+    # Between steps ----------------------------------------------------------------------------------------------------
+
+    def num_away(self, blocks: np.ndarray) -> int:
+        """Cells of blocks that are not on the device."""
+        return self.placement.num_away(blocks)
+
+    def bring(self, blocks: np.ndarray, keep: np.ndarray) -> bool:
+        """Starts to bring blocks back to the device beside the steps; whether that was needed and there was room.
+
+        Args:
+            keep: blocks that do not leave the device for it.
+        """
+        self.traffic.settle()
+        blocks = np.unique(blocks)
+        still = blocks[self.traffic.in_flight[blocks] == 0]
+        num_away = self.placement.num_away(still)
+        if not num_away:
+            return False
+        self.placement.used[blocks] = self.step  # else they would be the first to leave again
+        self._room.make_room(num_away, np.concatenate([still, keep]))
+        if num_away > self.placement.num_free:
+            return False
+        self._room.bring(still, Priority.BRING)
+        return True
+
+    def is_moving(self, blocks: np.ndarray) -> bool:
+        """Whether a copy of these blocks is under way."""
+        self.traffic.settle()
+        return bool(self.traffic.in_flight[blocks].any())
+
+    def write_behind(self, blocks: np.ndarray) -> None:
+        """Starts to copy full blocks to the host, so that they can leave the device later without a wait."""
+        placement = self.placement
+        self.traffic.settle()
+        blocks = np.unique(blocks)
+        blocks = blocks[(self.traffic.in_flight[blocks] == 0) & (placement.index[:, blocks] != 0).all(axis=0)]
+        blocks = blocks[~placement.on_host[:, blocks].all(axis=0)]
+        blocks = placement.take_rows(blocks)
+        if len(blocks):
+            self._room.save([blocks] * self.pool.num_layers, Priority.BEHIND, wait=False)
+
+    def place(self, blocks: np.ndarray, layers: Sequence[int]) -> None:
+        """Says that full blocks are to be on the host alone in these layers, and on the device in all others.
+
+        They leave the device as soon as the host has them, at this call or at a later one with the same blocks. A step
+        that reads them has them staged. What is to be on the device comes back with the next step that reads it.
+        """
+        placement = self.placement
+        self.traffic.settle()
+        blocks = np.unique(blocks)
+        placement.is_away[:, blocks] = False
+        self.write_behind(blocks)
+        for layer in layers:
+            placement.is_away[layer, blocks] = True
+            left = blocks[placement.on_host[layer, blocks] & (self.traffic.in_flight[blocks] == 0)]
+            num_left = int((placement.index[layer, left] != 0).sum())
+            self.counts.evicted += num_left
+            self.counts.reused += num_left
+            placement.drop(layer, left)
+
+    def figures(self) -> dict[str, int | float]:
+        """Figures and totals, by their names in `InstanceStats`."""
+        placement, counts, moved = self.placement, self.counts, self.engine.moved_bytes
+        cells = self.pool.num_cells - self.pool.num_layers - placement.num_free
+        return {
+            "device_blocks": self.pool.num_blocks - 1,
+            "device_blocks_used": -(-cells // self.pool.num_layers),
+            "host_blocks": self.host.num_rows,
+            "host_blocks_used": self.host.num_rows - placement.num_free_rows,
+            "total_host_hits": counts.hit_blocks * self.block_size,
+            "total_staged_bytes": moved[False, Priority.STAGE],
+            "total_brought_bytes": moved[False, Priority.BRING],
+            "total_evicted_bytes": moved[True, Priority.EVICT],
+            "total_behind_bytes": moved[True, Priority.BEHIND],
+            "total_reused_bytes": counts.reused * self.pool.block_bytes,
+            "total_copy_wait_s": counts.stall_s,
+        }
+
+    def forget_all(self) -> None:
+        """No block holds anything any more: neither a request nor a cached prefix is left."""
+        self.traffic.cancel(self.traffic.copies())
+        everything = np.arange(1, self.placement.num_blocks)
+        self.placement.drop_all(everything)
+        self.placement.free_rows(everything)
+
+    def check(self) -> tuple[str, ...]:
+        """Laws that are broken, in sentences; between two steps."""
+        self.traffic.settle()
+        moving = [copy.cells for copy in self.traffic.copies() if not copy.to_host]
+        elsewhere = np.concatenate(moving) if moving else np.zeros(0, dtype=np.int64)
+        return (*self.placement.check(elsewhere), *self.traffic.check())
+
+    def close(self) -> None:
+        """Ends the copies. The memory is the caller's to close."""
+        self.engine.close()
+
+
+def _nothing(copy: Copy) -> None:
+    """What is staged goes into no table before the step has ended."""
+
+
+class _Read:
+    """Whether a layer of the step has been read."""
+
+    def __init__(self, is_read: list[bool], layer: int) -> None:
+        self._is_read, self._layer = is_read, layer
+
+    def __call__(self) -> bool:
+        return self._is_read[self._layer]

@@ -1,0 +1,89 @@
+"""Laws of an engine with a host tier: its tokens are plain vLLM's, wherever the KV is and whoever is parked."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+from pengserve.planners.types.config import InstanceConfig
+from pengserve.planners.types.errors import ConfigError
+from pengserve.replicas.engine.dp_lane import engine_arguments
+from pengserve.replicas.engine.tier_memory import TierOptions, host_bytes_of, tier_sizes
+from pengserve.replicas.environment import process_environment
+from tests.support.processes import ENGINE, OFFLINE
+
+pytestmark = pytest.mark.slow
+
+BLOCK_BYTES = 4 * 16384  # of the tiny model, over its four layers
+WORK = {"lengths": [40, 150, 300, 600, 100, 900, 70, 400, 250, 600, 350, 128], "max_tokens": 40, "turns": 2}
+
+
+def run(model: Path, device_blocks: int, host_blocks: int = 0, **given: Any) -> dict[str, Any]:
+    """What `tests.support.tiered_engine` found."""
+    engine = {**ENGINE, "kv_cache_memory_bytes": device_blocks * BLOCK_BYTES, **given.pop("engine", {})}
+    work = {**WORK, "engine": engine, "host_bytes": host_blocks * BLOCK_BYTES, **given}
+    environment = {**os.environ, **OFFLINE, **process_environment(InstanceConfig(app="tests", model=str(model)))}
+    command = [sys.executable, "-m", "tests.support.tiered_engine", str(model), json.dumps(work)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
+    found: dict[str, Any] = json.loads(line.removeprefix("RESULT"))
+    return found
+
+
+@pytest.fixture(scope="module")
+def plain(model: Path) -> dict[str, Any]:
+    """vLLM's own answers, with room for everything."""
+    return run(model, 400)
+
+
+def test_tokens_are_plain_vllm_s_where_the_device_is_too_small(model: Path, plain: dict[str, Any]) -> None:
+    found = run(model, 40, 300, orders=0.2, seed=3)
+    assert found["tokens"] == plain["tokens"]
+    assert found["counts"]["staged"] > 0 and found["parks"] > found["orders"] > 0
+    assert found["preemptions"] == 0, "what vLLM would preempt is parked"
+    assert found["hits"] == plain["hits"], "second turns find their first one, also on the host"
+    assert found["to_host"] < found["counts"]["evicted"] / 2, "full blocks are written to the host once"
+
+
+def test_over_a_slow_link_and_thrice_the_device(model: Path, plain: dict[str, Any]) -> None:
+    found = run(model, 14, 300, orders=0.1, seed=5, link_bytes_per_s=4e8)
+    assert found["tokens"] == plain["tokens"]
+    assert max(WORK["lengths"]) > 2 * found["device_blocks"] * 32
+
+
+def test_a_full_host_falls_back_to_preemption(model: Path, plain: dict[str, Any]) -> None:
+    found = run(model, 24, 20)
+    assert found["tokens"] == plain["tokens"]
+    assert found["preemptions"] > 0
+
+
+SIZES = {"num_layers": 4, "block_size": 32, "block_bytes": 16384}
+
+
+def test_the_scheduler_gets_the_blocks_of_both_tiers() -> None:
+    sizes = tier_sizes(**SIZES, device_bytes=100 * BLOCK_BYTES, host_bytes=300 * BLOCK_BYTES, max_model_len=1024)
+    assert sizes.num_blocks == 400 - sizes.reserved_blocks
+    assert sizes.reserved_blocks == 1 + 32 // 4, "a request of the longest kind can be staged once the host is full"
+
+
+@pytest.mark.parametrize(("device_blocks", "host_bytes", "key"), [(9, 1 << 30, "max_model_len"), (100, 99, "host_byt")])
+def test_sizes_that_cannot_work_are_refused_in_a_sentence(device_blocks: int, host_bytes: int, key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        tier_sizes(**SIZES, device_bytes=device_blocks * BLOCK_BYTES, host_bytes=host_bytes, max_model_len=1024)
+
+
+def test_a_host_tier_beyond_the_node_s_memory_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"memory\.host_bytes of .* is more than 90% of"):
+        host_bytes_of(TierOptions(host_bytes=1 << 50), 0)
+    assert host_bytes_of(TierOptions(host_bytes=-1), 0) > 0
+
+
+def test_a_host_tier_and_groups_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="works in dp alone"):
+        engine_arguments(InstanceConfig(app="tests", model=str(tmp_path), host_bytes=1, degrees=(2,)))

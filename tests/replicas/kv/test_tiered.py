@@ -1,0 +1,103 @@
+"""Laws of KV on two tiers: what a step reads is what was written, and every cell and row has one owner."""
+
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pengserve.planners.types.errors import EngineError
+from pengserve.replicas.kv.placement import NO_ROW
+from tests.replicas.kv.tiered_world import BLOCK_SIZE, TieredWorld
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    num_layers=st.integers(2, 6),
+    device_blocks=st.integers(5, 14),
+    host_blocks=st.integers(1, 40),
+)
+def test_a_step_reads_what_was_written(seed: int, num_layers: int, device_blocks: int, host_blocks: int) -> None:
+    rng = random.Random(seed)
+    reserved = min(device_blocks - 1, 1 + rng.choice([2, 10, 20]) // num_layers)
+    world = TieredWorld(num_layers, device_blocks, host_blocks, reserved, rng.choice([0.0, 1e9, 5e7]))
+    try:
+        for _ in range(30):
+            world.random_step(rng)
+    finally:
+        world.close()
+
+
+def test_blocks_at_home_take_no_table() -> None:
+    world = TieredWorld(4, 16, 16, 2)
+    request = world.begin()
+    for _ in range(3 * BLOCK_SIZE):
+        world.step([(request, 1)])
+    assert world.tiers.counts.mapped_steps == 0
+    world.close()
+
+
+def test_a_prompt_of_thrice_what_the_device_holds_in_a_layer() -> None:
+    world = TieredWorld(12, 8, 40, 4)
+    request = world.begin()
+    while len(request.blocks) < 24:
+        world.step([(request, 2 * BLOCK_SIZE)])
+    for _ in range(2 * BLOCK_SIZE):
+        world.step([(request, 1)])
+    assert world.tiers.counts.staged > 0
+    world.close()
+
+
+def test_a_second_swap_out_copies_only_what_is_new() -> None:
+    world = TieredWorld(4, 10, 40, 2)
+    first, second = world.begin(), world.begin()
+    world.step([(first, 6 * BLOCK_SIZE)])
+    world.step([(second, 6 * BLOCK_SIZE)])
+    moved = dict(world.tiers.engine.moved_bytes)
+    for _ in range(3):
+        world.step([(first, 1)])
+        world.step([(second, 1)])
+    counts = world.tiers.counts
+    assert counts.reused > counts.evicted // 2
+    assert sum(world.tiers.engine.moved_bytes.values()) > sum(moved.values())
+    world.close()
+
+
+def test_a_step_that_the_device_cannot_hold_is_refused_in_a_sentence() -> None:
+    world = TieredWorld(2, 6, 40, 1)
+    request = world.begin()
+    with pytest.raises(EngineError, match="a step needs KV of 9 blocks"):
+        world.step([(request, 9 * BLOCK_SIZE)])
+    world.close()
+
+
+def test_what_is_written_on_goes_stale_on_the_host() -> None:
+    world = TieredWorld(3, 10, 10, 2)
+    request = world.begin()
+    world.step([(request, BLOCK_SIZE + 1)])
+    blocks = np.array(request.blocks)
+    world.tiers.write_behind(blocks)
+    world.step([(request, 1)])
+    assert world.tiers.placement.row[blocks[1]] == NO_ROW
+    assert world.tiers.placement.on_host[:, blocks[0]].all()
+    world.close()
+
+
+def test_layers_that_are_placed_on_the_host_stay_there_and_are_staged() -> None:
+    world = TieredWorld(4, 20, 20, 2)
+    request = world.begin()
+    world.step([(request, 4 * BLOCK_SIZE)])
+    blocks = np.array(request.blocks)
+    world.tiers.place(blocks, [1, 3])
+    world.tiers.traffic.wait(world.tiers.traffic.copies())
+    world.tiers.place(blocks, [1, 3])
+    for _ in range(3):
+        world.step([(request, 1)])
+        away = (world.tiers.placement.index[:, blocks] == 0).sum(axis=1)
+        assert away.tolist() == [0, 4, 0, 4]
+    assert world.tiers.counts.staged == 3 * 8
+    world.tiers.place(blocks, [])
+    world.step([(request, 1)])
+    assert world.tiers.num_away(blocks) == 0, "they are kept where they were staged"
+    world.close()

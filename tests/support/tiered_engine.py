@@ -1,0 +1,143 @@
+"""An engine with or without a host tier: `python -m tests.support.tiered_engine MODEL JSON` prints one JSON line.
+
+The work is the same for each engine: prompts that come at random step boundaries, then a second turn of each. With a
+host tier, requests are also parked and resumed at random boundaries.
+"""
+
+import json
+import random
+import statistics
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from vllm import SamplingParams
+
+from pengserve.planners.types.config import InstanceConfig
+from pengserve.replicas.engine.dp_lane import DpLane
+from pengserve.replicas.kv.tiered import TieredKv
+from tests.support.vllm_requests import sent_request
+
+VOCABULARY = 500
+MAX_STEPS = 20_000
+
+
+def sampling(index: int, max_tokens: int) -> SamplingParams:
+    """Greedy, but for every fourth request: seeded, and with penalties."""
+    if index % 4 == 3:
+        return SamplingParams(max_tokens=max_tokens, temperature=0.9, seed=index, presence_penalty=0.5, ignore_eos=True)
+    return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+
+
+class Driver:
+    """Steps a lane until all requests have ended."""
+
+    def __init__(self, lane: DpLane, seed: int, orders: float, *, checks: bool = True) -> None:
+        self.checks = checks  # the laws at each step boundary
+        self.lane, self.rng, self.orders = lane, random.Random(seed), orders
+        self.tokens: dict[str, list[int]] = {}
+        self.first_s: dict[str, float] = {}
+        self.first_cpu_s: dict[str, float] = {}  # of the process, which other work on the machine does not stretch
+        self.steps_s: list[float] = []
+        self.num_orders = 0
+        self.broken: list[str] = []
+
+    def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
+        self.tokens[name] = []
+        request = sent_request(name, prompt, params)
+        self.lane.prepare(request, [], self.lane.add)
+
+    def run(self, work: list[tuple[str, list[int], SamplingParams]], share: float) -> None:
+        """Adds the work, some at each step boundary, and steps until all of it is done."""
+        left, parked = list(work), set[str]()
+        while left or self.lane.num_requests():
+            while left and (self.rng.random() < share or not self.lane.num_requests()):
+                self.add(*left.pop(0))
+            self._order(parked)
+            started_s = time.perf_counter()
+            for outputs in self.lane.step().values():
+                for output in outputs.outputs:
+                    self.tokens[output.request_id] += output.new_token_ids
+                    if output.new_token_ids:
+                        self.first_s.setdefault(output.request_id, time.perf_counter())
+                        self.first_cpu_s.setdefault(output.request_id, time.process_time())
+            self.steps_s.append(time.perf_counter() - started_s)
+            if self.checks and self.lane.tiers is not None:
+                self.broken += self.lane.tiers.check()
+            assert not self.broken, self.broken
+            assert len(self.steps_s) < MAX_STEPS, "the requests do not come on"
+
+    def _order(self, parked: set[str]) -> None:
+        residency = self.lane.residency
+        if residency is None or not self.orders:
+            return
+        if self.rng.random() < self.orders and self.lane.scheduler.running:
+            parked.update(residency.park([self.rng.choice(self.lane.scheduler.running).request_id]))
+            self.num_orders += 1
+        if self.rng.random() < self.orders and self.lane.scheduler.running:
+            layers = range(self.lane.tiers.pool.num_layers)
+            every = self.rng.choice([1, 2, 3])
+            residency.place(
+                self.rng.choice(self.lane.scheduler.running).request_id, [x for x in layers if x % every == 0]
+            )
+        if parked and (self.rng.random() < self.orders or not self.lane.has_work()):
+            chosen = self.rng.choice(sorted(parked))
+            parked.discard(chosen)
+            residency.resume([chosen])
+
+
+def run(lane: DpLane, given: dict[str, Any]) -> dict[str, Any]:
+    """Two turns of the work; what came of it."""
+    rng = random.Random(given.get("work_seed", 1))
+    lengths = given["lengths"]
+    prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
+    driver = Driver(lane, given.get("seed", 0), given.get("orders", 0.0))
+    started_s = time.perf_counter()
+    work = [(f"0-{i}", p, sampling(i, given["max_tokens"])) for i, p in enumerate(prompts)]
+    driver.run(work, given.get("share", 0.5))
+    if given.get("turns", 1) > 1:
+        again = [p + driver.tokens[f"0-{i}"] + [5, 6, 7] for i, p in enumerate(prompts)]
+        driver.run([(f"1-{i}", p, sampling(i, given["max_tokens"])) for i, p in enumerate(again)], 0.5)
+    tiers, totals = lane.tiers, lane.totals()
+    return {
+        "tokens": driver.tokens,
+        "seconds": time.perf_counter() - started_s,
+        "step_s": statistics.median(driver.steps_s),
+        "num_steps": len(driver.steps_s),
+        "preemptions": totals["total_preemptions"],
+        "hits": totals["total_prefix_hits"],
+        "num_blocks": lane.capacity.num_blocks,
+        "orders": driver.num_orders,
+        "counts": asdict(tiers.counts) if tiers is not None else {},
+        "to_host": _cells_to_host(tiers) if tiers is not None else 0,
+        "parks": lane.residency.num_parks if lane.residency is not None else 0,
+        "given_up": lane.residency.num_given_up if lane.residency is not None else 0,
+        "device_blocks": tiers.pool.num_blocks if tiers is not None else 0,
+    }
+
+
+def _cells_to_host(tiers: TieredKv) -> int:
+    moved = sum(num_bytes for (to_host, _), num_bytes in tiers.engine.moved_bytes.items() if to_host)
+    return moved // tiers.pool.block_bytes
+
+
+def main(model: str, given: dict[str, Any]) -> None:
+    config = InstanceConfig(
+        app="tests",
+        model=model,
+        engine=given["engine"],
+        host_bytes=given.get("host_bytes", 0),
+        link_bytes_per_s=given.get("link_bytes_per_s", 0.0),
+    )
+    lane = DpLane(config)
+    try:
+        if lane.residency is None and config.host_bytes:
+            raise SystemExit(lane.worker.tier_failure)
+        print("RESULT" + json.dumps(run(lane, given)), flush=True)
+    finally:
+        lane.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
