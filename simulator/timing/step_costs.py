@@ -38,7 +38,7 @@ def _seconds(times: StepTimes, batches: Sequence[Batch]) -> NDArray[np.float64]:
 def _fit(batches: Sequence[Batch], seconds: NDArray[np.float64]) -> StepCost:
     """Least squares of relative errors; a term that would be negative is left out, the most negative one first."""
     rows = np.array([_features(batch) for batch in batches]) / seconds[:, None]
-    used = list(range(len(TERMS)))
+    used = [at for at in range(len(TERMS)) if rows[:, at].any()]  # no step is beyond the knot where budgets are small
     while True:
         scale = np.linalg.norm(rows[:, used], axis=0)
         found = np.linalg.lstsq(rows[:, used] / scale, np.ones(len(rows)), rcond=None)[0] / scale

@@ -68,7 +68,8 @@ def test_requests_are_conserved_and_nothing_is_negative(load: dict[str, float]) 
 @given(st.fixed_dictionaries(LOADS))
 def test_a_stall_is_never_predicted_to_help(load: dict[str, float]) -> None:
     load["waiting_tokens"] = load["waiting"] * load["prompt_tokens"]
-    load["held_tokens"] = min(load["kv_tokens"], load["running"] * load["prompt_tokens"])
+    load["running"] = min(load["running"], load["kv_tokens"] // (load["prompt_tokens"] + load["output_tokens"]))
+    load["held_tokens"] = load["running"] * load["prompt_tokens"]
     without = predict(row(**(load | {"stall_s": 0.0})), 20.0)
     with_it = predict(row(**(load | {"stall_s": 2.0})), 20.0)
     assert with_it.cost_s[0] >= without.cost_s[0] * 0.95
