@@ -16,7 +16,8 @@ from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.snapshot import ClusterSnapshot
 
 MOST_READ = 0.8  # share of a pipeline's time that prompts may take: beyond it compute is short, and not memory
-MOST_SPARE = 0.4  # share of a group's time that prompts may take where it is formed for latency
+# Share of a group's time that prompts may take where it is formed for latency, even if many requests come.
+MOST_SPARE_TP, MOST_SPARE_PP = 0.6, 0.4
 FEW, EXPECTED, MANY = range(3)  # scenarios: how many requests come
 
 
@@ -294,7 +295,9 @@ class Pricing:
         """Whether a change forms a group though prompts take most of the time: it computes less than its members."""
         if not any(group.degree > 1 for group in plan.change.after) or plan.change.verb == "restore":
             return False
-        scenario, most = (MANY, MOST_SPARE) if plan.change.is_spare else (EXPECTED, MOST_READ)
+        is_tp = any(group.kind is GroupKind.TP for group in plan.change.after)
+        spare = MOST_SPARE_TP if is_tp else MOST_SPARE_PP
+        scenario, most = (MANY, spare) if plan.change.is_spare else (EXPECTED, MOST_READ)
         return float(fates[scenario].read_share[list(plan.after)].max()) > most
 
 
