@@ -267,17 +267,27 @@ def _for_wishes(look: Look) -> _Step | None:
 
 
 def _claim_running(look: Look, degrees: set[int]) -> bool:
-    """Claims a group of the layout for wishes; the widest, and rather one that stands for a wish."""
+    """Claims a group of the layout for wishes; the widest, and rather one that stands for a wish.
+
+    One that keeps paused requests waiting for long comes last, so that it can end where another serves as well.
+    """
     running_groups = look.history.running_groups
     able = [g for g in look.view.groups() if g.tensor_degree in degrees and not _is_needed_by_all(look, g)]
     if not able:
         return False
     for_others = [g.kind is GroupKind.TP and running_groups[g].reason is not Reason.PRIORITY for g in able]
-    ranked = zip(for_others, able, strict=True)
-    _, found = min(ranked, key=lambda pair: (pair[0], -pair[1].tensor_degree, pair[1].degree, pair[1].members))
+    holds_up = [_holds_up(look, g) for g in able]
+    ranked = zip(holds_up, for_others, able, strict=True)
+    *_, found = min(ranked, key=lambda row: (row[0], row[1], -row[2].tensor_degree, row[2].degree, row[2].members))
     if found.kind is not GroupKind.PP:  # one that is restored serves a wish for dp all the more
         look.claim(found)
     return True
+
+
+def _holds_up(look: Look, group: Group) -> bool:
+    """Whether requests have been paused for `group` for as long as a turn of the layout lasts."""
+    is_tp = group.kind is GroupKind.TP
+    return is_tp and look.age_s(group) >= look.config.min_dwell_s and look.view.num_paused(group) > 0
 
 
 def _is_needed_by_all(look: Look, group: Group) -> bool:
