@@ -96,15 +96,16 @@ class ResidentRequests:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Within it, vLLM schedules one step of what the device can hold."""
-        self._prompts.clear()
+    def has_to_choose(self) -> bool:
+        """Whether the next step cannot take all that vLLM's scheduler would."""
         if self._placed:
             self._place_all()
-        if not self._parked and not self._is_short():
-            yield
-            return
+        return bool(self._parked) or self._is_short()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Within it, vLLM schedules one step of what the device can hold. Only where `has_to_choose`."""
+        self._prompts.clear()
         self._forget_gone()
         wanting = self._wanting()
         device = replace(self._device, num_free=self._scheduler.num_free())
