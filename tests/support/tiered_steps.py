@@ -1,6 +1,6 @@
 """What a host tier costs that is not used: `python -m tests.support.tiered_steps MODEL JSON` prints one JSON line.
 
-One engine decodes the same load in turn with its host tier and as vLLM would without. Steps are timed in processor time.
+One engine decodes the same load in turn with its host tier and as vLLM would without one, in processor time.
 """
 
 import json
