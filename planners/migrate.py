@@ -14,8 +14,10 @@ def plan_evacuation(
 ) -> tuple[Migrate, ...]:
     """One order for each target that has room, the freest first; ids begin with `name`.
 
-    Each target gets a share of the source's KV by its free blocks, and never more than it has free. Where requests
-    `must_leave`, there is an order also where no target has room: what cannot move is sent again from its tokens.
+    Each target gets a share of the source's KV by its free blocks, and never more than it has free. The last one may
+    get all that it has room for: requests grow, and prefixes that they share count once in what the source holds. Where
+    requests `must_leave`, there is an order also where no target has room: what cannot move is sent again from its
+    tokens.
     """
     free = {target.key: _free_tokens(target) for target in targets}
     total = sum(free.values())
@@ -28,7 +30,7 @@ def plan_evacuation(
             order_id=f"{name}-{index}",
             source=source.key,
             target=key,
-            max_tokens=free[key] if wanted >= total else min(free[key], -(-wanted * free[key] // total)),
+            max_tokens=free[key] if wanted >= total or index == last else -(-wanted * free[key] // total),
             empties=True,
             must_leave=must_leave and index == last,
         )

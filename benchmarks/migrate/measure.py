@@ -1,5 +1,6 @@
 """Has streams migrate, one alone and sixteen in the drain of an instance, and takes the times."""
 
+import contextlib
 import random
 import statistics
 import time
@@ -18,6 +19,7 @@ from benchmarks.sse import Answer
 from benchmarks.switch.measure import SETTLE_S, gaps
 from pengserve.planners.types.drains import DrainOperation
 from pengserve.planners.types.errors import EngineError
+from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.snapshot import InstanceSnapshot
 from tests.support.elastic import ElasticCluster, elastic_cluster
@@ -99,6 +101,15 @@ class _Bench:
 
     def __init__(self, plan: Plan, cluster: ElasticCluster, client: Client, rate: float) -> None:
         self._plan, self._cluster, self._client, self._rate = plan, cluster, client, rate
+        self._last: tuple[InstanceSnapshot, float] | None = None  # what the source said before it was killed, and when
+        kill = cluster.port.kill
+
+        async def noted(key: InstanceKey) -> None:
+            with contextlib.suppress(EngineError):
+                self._last = await cluster.port.status(key), time.perf_counter()
+            await kill(key)
+
+        cluster.port.kill = noted  # type: ignore[method-assign]
 
     def one(self, repetition: int) -> Sample:
         """One of two streams goes to the instance of the other."""
@@ -120,28 +131,30 @@ class _Bench:
             self._cluster.call(self._cluster.controller.drain_instance(SOURCE, TIMEOUT_S))
             return lambda answer: answer.stats.total_migrated - before.total_migrated >= before.num_running
 
-        sample = self._run(DRAIN, repetition, move)
-        self._cluster.call(self._cluster.controller.undrain(SOURCE))
-        self._cluster.wait_formable()
-        return sample
+        return self._run(DRAIN, repetition, move)
 
     def _run(self, what: str, repetition: int, move: Callable[[], Callable[[InstanceSnapshot], bool]]) -> Sample:
         requests = self._plan.requests(what, repetition)
         self._cluster.wait_formable()
-        quiet, begun_s = self._begin(requests)
-        undisturbed = quiet.result()
         stolen = Stolen()
-        load, load_begun_s = self._begin(requests)
+        load, begun_s = self._begin(requests)
         before = self._source()
         asked_s = time.perf_counter()
         is_moved = move()
         last, moved_s = self._follow(is_moved, asked_s)
         done_s = self._await_end(asked_s) if what == DRAIN else 0.0
         answers = load.result()
+        steal = stolen.share()
+        if what == DRAIN:
+            self._cluster.call(self._cluster.controller.undrain(SOURCE))
+            self._cluster.wait_formable()
+        # Not before: the target would have their prompts in its prefix cache.
+        quiet, quiet_begun_s = self._begin(requests)
+        undisturbed = quiet.result()
         num_moved = last.stats.total_migrated - before.stats.total_migrated
         moved_bytes = last.stats.total_migrated_bytes - before.stats.total_migrated_bytes
         start_s, stop_s = asked_s, moved_s + SETTLE_S
-        shift_s = begun_s - load_begun_s  # the same time of the streams' lives
+        shift_s = quiet_begun_s - begun_s  # the same time of the streams' lives
         quiet_gaps = gaps(complete(undisturbed), start_s + shift_s, stop_s + shift_s)
         return Sample(
             what=what,
@@ -155,7 +168,7 @@ class _Bench:
             gap_s=max(gaps(complete(answers), start_s, stop_s), default=None),
             quiet_gap_s=max(quiet_gaps, default=None),
             step_s=statistics.median(quiet_gaps) if quiet_gaps else None,
-            steal=stolen.share(),
+            steal=steal,
             errors=tuple(_errors(answers, undisturbed)),
         )
 
@@ -175,14 +188,15 @@ class _Bench:
     def _follow(self, is_moved: Callable[[InstanceSnapshot], bool], asked_s: float) -> tuple[InstanceSnapshot, float]:
         """The last that the source said, and when. It may be killed as soon as nothing is there."""
         key = self._cluster.key(SOURCE)
-        answer, has_ended = self._source(), False
+        self._last = None
+        answer = self._source()
         while True:
-            try:
+            with contextlib.suppress(EngineError):
                 answer = self._cluster.call(self._cluster.port.status(key))
-            except EngineError:  # what it said last counts
-                has_ended = True
             now_s = time.perf_counter()
-            if has_ended or is_moved(answer):
+            if self._last is not None:
+                return self._last
+            if is_moved(answer):
                 return answer, now_s
             if now_s - asked_s > TIMEOUT_S:
                 raise TimeoutError(f"the streams had not moved after {TIMEOUT_S:g} s: {answer.stats}")

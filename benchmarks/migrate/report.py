@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks.harness import MIB
+from benchmarks.migrate import plot
 from benchmarks.migrate.measure import DRAIN, ONE, Plan, Sample
 from benchmarks.result_files import facts_line, plan_data, table, write_result
 
@@ -126,7 +127,10 @@ def markdown(plan: Plan, samples: Sequence[Sample], rate: float, date: str) -> s
     return "\n".join(lines).rstrip() + "\n"
 
 
-def write(folder: Path, plan: Plan, samples: Sequence[Sample], rate: float, date: str) -> tuple[Path, Path]:
-    """Writes everything as JSON and the table as Markdown; their paths."""
+def write(folder: Path, plan: Plan, samples: Sequence[Sample], rate: float, date: str) -> tuple[Path, ...]:
+    """Writes everything as JSON, the table as Markdown, and the drains as SVG; their paths."""
     record = {"plan": plan_data(plan), "link_bytes_per_s": rate, "samples": [asdict(sample) for sample in samples]}
-    return write_result(folder, "migrate", date, record, markdown(plan, samples, rate, date))
+    paths = write_result(folder, "migrate", date, record, markdown(plan, samples, rate, date))
+    picture = paths[0].with_suffix(".svg")
+    picture.write_text(plot.draw([sample for sample in samples if sample.what == DRAIN]), encoding="utf-8")
+    return (*paths, picture)

@@ -2,6 +2,7 @@
 
 LEAST_BYTES = 256 << 10
 MOST_BYTES = 64 << 20
+MOST_GROWTH = 4.0  # from piece to piece: one that the link's buffer took whole was faster than the link is
 
 
 class Pace:
@@ -12,4 +13,5 @@ class Pace:
 
     def took(self, num_bytes: int, seconds: float, budget_s: float) -> None:
         """A piece of so many bytes took `seconds`, and the next one may take `budget_s`."""
-        self.num_bytes = int(min(MOST_BYTES, max(LEAST_BYTES, num_bytes * budget_s / max(1e-6, seconds))))
+        factor = min(MOST_GROWTH, budget_s / max(1e-6, seconds))
+        self.num_bytes = int(min(MOST_BYTES, max(LEAST_BYTES, num_bytes * factor)))

@@ -125,10 +125,12 @@ class Transfer:
         if self._outgoing:
             flow = self._outgoing[0]
             rows, started_s = flow.segment.rows, time.perf_counter()
-            count = min(flow.num_left, max(1, self._pace.num_bytes // rows.row_bytes))
+            most = max(1, self._pace.num_bytes // rows.row_bytes)
+            count = min(flow.num_left, most)
             self._send(flow, count)
-            if count:
-                self._pace.took(count * rows.row_bytes, time.perf_counter() - started_s, budget_s)
+            took_s = time.perf_counter() - started_s
+            if 4 * count >= most or took_s > budget_s:  # a small piece that fits into the link's buffer says little
+                self._pace.took(count * rows.row_bytes, took_s, budget_s)
             if not flow.num_left:
                 self._outgoing.popleft()
                 self._sent(flow)

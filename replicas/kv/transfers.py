@@ -2,17 +2,21 @@
 
     plan       segments that leave and segments that come, made by those who know why (`replicas/engine`)
     submit     their cells are in flight from here on
-    advance    a piece of the next segment leaves, of about a step's time; `run`: all of them, in one go
+    advance    pieces of the next segments leave, for about a step's time; `run`: all of them, in one go
     receive    a piece has come; it is written, or waits here until there is memory for it
     done       all that leaves has left, and all that comes is written
 
 A transfer that is cancelled leaves nothing behind but undefined bytes in the cells that it wrote.
 """
 
+import time
+
 from pengserve.replicas.kv.channel import Channel
 from pengserve.replicas.kv.ledger import CellLedger, Cells
 from pengserve.replicas.kv.pacing import Pace
 from pengserve.replicas.kv.transfer import Transfer, TransferPlan
+
+FULL = 0.5  # the share of its time after which `advance` begins no other piece
 
 
 class Transfers:
@@ -49,22 +53,30 @@ class Transfers:
             self._look()
 
     def advance(self, budget_s: float) -> None:
-        """Sends one piece, of about `budget_s` seconds, of the transfer that was submitted first and is not sent.
+        """Sends pieces for about `budget_s` seconds, of the transfers that were submitted first and are not sent.
+
+        That is one piece of a large transfer, or all of several small ones.
 
         Raises what the channel raised, once that transfer is cancelled, unless its plan has an `on_failed`.
         """
-        transfer = next((other for other in self._under_way if other.is_sending), None)
+        stop_s = time.perf_counter() + budget_s * FULL
         try:
-            if transfer is not None:
-                transfer.advance(budget_s)
+            while (transfer := next((other for other in self._under_way if other.is_sending), None)) is not None:
+                self._advance(transfer, budget_s)
+                if time.perf_counter() >= stop_s:
+                    break
+        finally:
+            self._look()
+
+    @staticmethod
+    def _advance(transfer: Transfer, budget_s: float) -> None:
+        try:
+            transfer.advance(budget_s)
         except Exception as error:
-            assert transfer is not None
             transfer.cancel()
             if transfer.plan.on_failed is None:
                 raise
             transfer.plan.on_failed(error)
-        finally:
-            self._look()
 
     def wait_layer(self, layer: int) -> bool:
         """Makes all copies within this member that bring KV of `layer` now.

@@ -109,6 +109,7 @@ class Arrivals:
             self.give_up(name, "there is no room")
             return
         coming.request, coming.num_tiles = request, num_cached // self._tile_tokens
+        self._receivers.open(name)
         reached("reserved")
         self._say(name[0], name, Ready(num_tiles=coming.num_tiles, target=coming.target))
 

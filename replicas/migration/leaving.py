@@ -31,6 +31,7 @@ MAX_COPIES = 8  # of one request, before the last one: a request that fills tile
 FEW_TILES = 1  # that may be sent while the request stands still, besides the one it is filling
 SPARE_TILES = 2  # that the target reserves for what the request fills while it is copied
 STEPS_AHEAD = 4  # of bytes that are under way: the link must not wait for the answer to an offer
+LEAST_AT_ONCE = 8  # requests that may be under way in any case: the target may have most of their KV already
 
 Say = Callable[[InstanceKey, Name, Word], None]
 
@@ -57,7 +58,8 @@ class Leaving:
     target: Side | None = None  # once it has said so
     phase: Phase = Phase.OFFERED
     since_s: float = field(default_factory=time.monotonic)  # when it entered its phase
-    num_tiles: int = 0  # that the target has, or is sent
+    num_found: int = 0  # tiles that the target had before
+    num_tiles: int = 0  # that it has, or is sent
     num_sent: int = 0  # of these: all but those of a copy that is under way
     num_copies: int = 0
     unsent: set[InstanceKey] = field(default_factory=set)  # members that have not sent their share of the newest copy
@@ -96,14 +98,13 @@ class Departures:
         return {block for leaving in here for block in leaving.lane.block_ids(leaving.request.request_id)[:1]}
 
     def has_room(self) -> bool:
-        """Whether another request may be offered: what is under way is sent within `STEPS_AHEAD` steps."""
-        unsent_bytes = sum(self._share_bytes(leaving, self._num_unsent(leaving)) for leaving in self._leaving.values())
-        return unsent_bytes < STEPS_AHEAD * self._senders.pace.num_bytes
+        """Whether another request may be offered: what is under way is little, or sent within `STEPS_AHEAD` steps."""
+        going = [leaving for leaving in self._leaving.values() if leaving.phase is not Phase.HELD]
+        unsent_bytes = sum(self._share_bytes(leaving, self._num_unsent(leaving)) for leaving in going)
+        return len(going) < LEAST_AT_ONCE or unsent_bytes < STEPS_AHEAD * self._senders.pace.num_bytes
 
     def _num_unsent(self, leaving: Leaving) -> int:
         """Tiles."""
-        if leaving.phase is Phase.HELD:
-            return 0
         return max(0, -(-leaving.request.num_computed_tokens // self._tile_tokens) - leaving.num_sent)
 
     def _share_bytes(self, leaving: Leaving, num_tiles: int) -> int:
@@ -134,7 +135,8 @@ class Departures:
     def on_ready(self, leaving: Leaving, word: Ready) -> None:
         """The target has room, and its prefix cache has the first tiles."""
         if leaving.phase is Phase.OFFERED:
-            leaving.target, leaving.num_tiles, leaving.num_sent = word.target, word.num_tiles, word.num_tiles
+            leaving.target = word.target
+            leaving.num_found = leaving.num_tiles = leaving.num_sent = word.num_tiles
             leaving.enter(Phase.COPIED)
             self._advance(leaving)
 
@@ -235,7 +237,7 @@ class Departures:
         request_id = leaving.request.request_id
         lanes = self._member.lanes
         lanes.num_migrated += 1
-        lanes.migrated_bytes += leaving.num_tiles * lanes.dp.capacity.bytes_per_block
+        lanes.migrated_bytes += (leaving.num_tiles - leaving.num_found) * lanes.dp.capacity.bytes_per_block
         if leaving.lane.knows(request_id):
             leaving.lane.release([request_id])
         self._member.owner.moved([request_id], leaving.order.target, carried=True)

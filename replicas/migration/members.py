@@ -39,6 +39,7 @@ class Members:
     def __init__(self, member: Member, submit: Submit, hear: Hear, on_lost: Callable[[InstanceKey], None]) -> None:
         """`hear` takes what is said to a leader; `on_lost` is told of peers that are gone."""
         self._member, self._submit, self._hear, self._on_lost = member, submit, hear, on_lost
+        self.on_piece: Callable[[Name], None] = lambda name: None  # KV of a migration has come here
         self._codec = MigrationCodec()
         self.senders = Senders(member, self._send_piece)
         self.receivers = Receivers(member, self._written)
@@ -96,7 +97,12 @@ class Members:
     def _on_piece(self, key: InstanceKey, kind: str, parts: list[memoryview]) -> None:
         """In a reader thread."""
         name = _read_name(parts[0])
-        self._submit(lambda: self._guarded(name, lambda: self.receivers.piece(name, key, parts[1:])))
+
+        def take() -> None:
+            self.on_piece(name)
+            self.receivers.piece(name, key, parts[1:])
+
+        self._submit(lambda: self._guarded(name, take))
 
     def _send_piece(self, to: InstanceKey, name: Name, parts: Sequence[Buffer]) -> None:
         key, number = name

@@ -124,7 +124,7 @@ class Failed(PeerWord):
 Word = Offer | Ready | Copy | Tail | Taken | Cancel | Send | Expect | Over | Sent | Written | Failed
 
 Name = tuple[InstanceKey, int]
-"""Of a migration: the source's leader, and its number there. Numbers of one leader grow."""
+"""Of a migration: the source's leader, and its number there."""
 
 
 class MigrationMessage(msgspec.Struct, array_like=True):

@@ -69,6 +69,7 @@ class Migrations:
         self._members = members = Members(member, submit, self._hear, self._lost)
         self._departures = Departures(member, members.say, members.senders, self._ended)
         self._arrivals = Arrivals(member, submit, members.say, members.receivers, self._why_none_comes)
+        members.on_piece = self._arrivals.heard
         self._orders: list[_Open] = []
         self._known: dict[str, None] = {}  # ids of orders, the newest last
         self._is_emptied = False
@@ -137,6 +138,8 @@ class Migrations:
 
     def _go_on(self) -> None:
         """Begins the next migrations, as far as there is room on the link, and closes orders that have no more."""
+        if self._lane is None:
+            self._orders.clear()  # they are about what this instance ran alone, or led: its leader gets its own
         if self._orders and not self._why_not():
             for found in self._orders.copy():
                 while self._departures.has_room() and (request := self._next_request(found)) is not None:

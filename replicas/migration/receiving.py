@@ -1,7 +1,7 @@
 """What one member of the target's group gets: its share of each copy, of each migration under way.
 
-Pieces come from every member of the source's group over connections of their own, so they may be here before this
-member has heard from its leader where they go. They wait until then.
+Pieces come from every member of the source's group over connections of their own. A member that follows may get some
+before it has heard from its leader where they go: they wait until then. A leader has heard of all that may come.
 """
 
 from collections import deque
@@ -16,6 +16,8 @@ from pengserve.replicas.kv.transfer import Segment, Transfer, TransferPlan
 from pengserve.replicas.migration.messages import Expect, Name
 from pengserve.replicas.migration.sides import flows, lane_kv, lane_name, side_of
 from pengserve.replicas.switching.member import Member
+
+MAX_REMEMBERED = 1024  # migrations that have ended here: pieces come a few steps later at most
 
 
 @dataclass(eq=False)
@@ -36,12 +38,16 @@ class Receivers:
     def __init__(self, member: Member, on_written: Callable[[Name, int], None]) -> None:
         self._member, self._on_written = member, on_written
         self._receptions: dict[Name, _Reception] = {}
-        self._ended: dict[InstanceKey, int] = {}  # the newest migration of each source's leader that has ended here
+        self._ended: dict[Name, None] = {}  # the newest last: what still comes of these is dropped
 
     @property
     def names(self) -> list[Name]:
         """The migrations that this member knows of."""
         return list(self._receptions)
+
+    def open(self, name: Name) -> None:
+        """Leader: copies of this migration may come from now on."""
+        self._receptions[name] = _Reception()
 
     def expect(self, name: Name, word: Expect) -> None:
         """This member's share of a copy comes.
@@ -49,7 +55,7 @@ class Receivers:
         Raises:
             EngineError, ValueError: it cannot be written there.
         """
-        if not self._has_ended(name):
+        if name not in self._ended:
             reception = self._receptions.setdefault(name, _Reception())
             reception.words.append(word)
             self._go_on(name, reception)
@@ -60,12 +66,9 @@ class Receivers:
         Raises:
             EngineError, ValueError: they do not belong here.
         """
-        if self._has_ended(name):
+        is_new = name not in self._receptions
+        if is_new and (name in self._ended or side_of(self._member).leader == self._member.key):
             return
-        if name not in self._receptions:
-            # One request leaves a group at a time: what waits here of those before it has been called off.
-            for old in [o for o, r in self._receptions.items() if o[0] == name[0] and r.now is None and not r.words]:
-                self.end(old)
         reception = self._receptions.setdefault(name, _Reception())
         reception.early.append((key, parts))
         self._go_on(name, reception)
@@ -106,7 +109,9 @@ class Receivers:
 
     def end(self, name: Name) -> None:
         """Writes no more for a migration: what still comes of it is dropped. Idempotent."""
-        self._ended[name[0]] = max(name[1], self._ended.get(name[0], -1))
+        self._ended[name] = None
+        while len(self._ended) > MAX_REMEMBERED:
+            del self._ended[next(iter(self._ended))]
         reception = self._receptions.pop(name, None)
         if reception is not None and reception.transfer is not None:
             self._member.lanes.transfers.cancel(reception.transfer)
@@ -116,11 +121,7 @@ class Receivers:
         found = [name for name, reception in self._receptions.items() if key == name[0] or _needs(reception, key)]
         for name in found:
             self.end(name)
-        self._ended.pop(key, None)
         return found
-
-    def _has_ended(self, name: Name) -> bool:
-        return name[1] <= self._ended.get(name[0], -1)
 
 
 def _needs(reception: _Reception, key: InstanceKey) -> bool:

@@ -47,9 +47,10 @@ def test_a_row_has_a_cell_for_each_heading_and_takes_repetitions_together() -> N
 
 def test_a_result_can_be_read_and_names_what_failed(tmp_path: Path) -> None:
     samples = [SAMPLE, replace(SAMPLE, repetition=1, errors=("lost",))]
-    json_path, text_path = report.write(tmp_path, PLAN, samples, 1e9, "2000-01-01")
+    json_path, text_path, picture = report.write(tmp_path, PLAN, samples, 1e9, "2000-01-01")
     assert read_result(json_path)["samples"] == json.loads(json.dumps([asdict(s) for s in samples]))
     assert "drain of an instance, repetition 1: lost" in text_path.read_text()
+    assert picture.read_text().count("drain ") == 2 and picture.read_text().endswith("</svg>\n")
 
 
 @pytest.mark.slow

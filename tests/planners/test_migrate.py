@@ -24,6 +24,7 @@ def test_shares_follow_the_room(used: int, targets: list[int], must_leave: bool)
     free = {other.key: (64 - other.stats.kv_blocks_used) * 32 for other in others}
     assert all(order.source == source.key and order.max_tokens <= free[order.target] for order in orders)
     assert sum(order.max_tokens for order in orders) >= min(used * 32, sum(free.values()))
+    assert all(order.max_tokens == free[order.target] for order in orders[-1:]), "what has grown since finds a place"
     assert len({order.order_id for order in orders}) == len(orders)
     assert [order.must_leave for order in orders].count(True) == (must_leave and bool(targets))
 

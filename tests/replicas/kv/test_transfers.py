@@ -263,7 +263,7 @@ def test_a_peer_that_is_gone_ends_its_transfer_alone(rooms: list[Room], has_hand
     room.transfers.submit(plan, lost)
     good = room.transfers.submit(room.plan(*room.copy(1, [1], [2])), deliver_to(rooms, 0))
     if has_handler:
-        room.transfers.advance(1.0)
+        room.transfers.advance(0.0)
         assert [str(error) for error in told] == ["instance 1.0 is gone"]
     else:
         with pytest.raises(EngineError, match="is gone"):
@@ -274,12 +274,23 @@ def test_a_peer_that_is_gone_ends_its_transfer_alone(rooms: list[Room], has_hand
     assert good.is_done and not room.transfers.is_busy
 
 
+@pytest.mark.parametrize(("budget_s", "num_sent"), [(0.0, 1), (3600.0, 3)])
+def test_small_transfers_leave_together_while_there_is_time(rooms: list[Room], budget_s: float, num_sent: int) -> None:
+    room = rooms[0]
+    room.fill()
+    small = [room.transfers.submit(room.plan(*room.copy(1, [i], [i + 3])), deliver_to(rooms, 0)) for i in (1, 2, 3)]
+    room.transfers.advance(budget_s)
+    assert [transfer.is_done for transfer in small] == [i < num_sent for i in range(3)]
+
+
 def test_a_piece_takes_about_the_time_it_may() -> None:
     pace = pacing.Pace()
     assert pace.num_bytes == pacing.LEAST_BYTES
     pace.took(1 << 20, seconds=0.5, budget_s=2.0)
     assert pace.num_bytes == 4 << 20
     pace.took(4 << 20, seconds=0.0, budget_s=2.0)
+    assert pace.num_bytes == 16 << 20
+    pace.took(60 << 20, seconds=0.0, budget_s=2.0)
     assert pace.num_bytes == pacing.MOST_BYTES
     pace.took(4 << 20, seconds=9.0, budget_s=1e-6)
     assert pace.num_bytes == pacing.LEAST_BYTES

@@ -6,7 +6,7 @@ that is missing, stale, at the wrong place, of another layer or of another head 
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -17,8 +17,10 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from pengserve.planners.stages import stage_layers, stage_of
 from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.replicas.engine.block_groups import BlockGroups, blocks_of, grouped
 from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.group_lane import GroupLane
+from pengserve.replicas.engine.group_run import GroupRun
 from pengserve.replicas.engine.handoff import Handoff, revive
 from pengserve.replicas.engine.kv_shares import KvShare, shares_of
 from pengserve.replicas.engine.lane import Lane
@@ -92,6 +94,15 @@ class State:
             self.sums.append(self.sums[-1] + value_of(self.tokens[position], position))
         return self.sums[stop]
 
+    @property
+    def block_ids(self) -> BlockGroups:
+        """As vLLM's runner names them."""
+        return grouped(self.blocks)
+
+    @block_ids.setter
+    def block_ids(self, groups: BlockGroups) -> None:
+        self.blocks = list(blocks_of(groups))
+
 
 class SumRunner:
     """One member's part of the model, over its share of the KV. It knows nothing but what steps tell."""
@@ -100,6 +111,7 @@ class SumRunner:
         self._view, self._share = view, share
         self._factors = [self._factors_of(layer) for layer in range(*share.layers)]
         self.requests: dict[str, State] = {}
+        self.input_batch = SimpleNamespace(req_id_to_index={})
 
     def run(self, output: SchedulerOutput) -> ModelRunnerOutput:
         """Computes a step with this member's own blocks. Every member samples."""
@@ -205,18 +217,19 @@ class SumLane(Lane):
 
     lend, take_back, num_held = DpLane.lend, DpLane.take_back, DpLane.num_held
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, memory: KvMemory | None = None) -> None:
         capacity = capacity_of(num_blocks)
         hasher = get_request_block_hasher(BLOCK, HASH)
         super().__init__(shape="dp", capacity=capacity, scheduler=a_scheduler(capacity), block_hasher=hasher)
-        self.memory = KvMemory(num_blocks)
-        self.view = self.memory.view()
+        self.kv_memory = memory or KvMemory(num_blocks)
+        self.view = self.kv_memory.view()
         self.runner = SumRunner(self.view, KvShare((0, LAYERS), (0, HEADS)))
         self.num_kv_groups, self._num_lent = 1, 0
+        self.tiers = None
         self.core = SimpleNamespace(batch_queue=None)
         self.pristine_config = SimpleNamespace(speculative_config=None)
 
-    kv = DpLane.kv
+    kv, reset_prefix_cache = DpLane.kv, DpLane.reset_prefix_cache
 
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         output = self.scheduler.schedule()
@@ -250,6 +263,7 @@ class _SumGroupLane(GroupLane):
         self.config: Any = SimpleNamespace(scheduler_config=limits)
         self.table, self._codec = CellTable(capacity.num_blocks + 1), StepCodec()
         self._known, self._forgotten = [], []
+        self._active: Any = SimpleNamespace(activate=lambda group: None)
 
     def adopt(self, request: Request) -> None:
         self.runner.adopt(request)
@@ -266,7 +280,7 @@ class SumTpLane(_SumGroupLane, TpLane):
         capacity = capacity_of(num_blocks, degree)
         self._begin_as(name, rank, degree, capacity, a_scheduler(capacity) if rank == 0 else None)
         self.shard, self.on_lease, self._lease = Shard(rank, degree), on_lease, []
-        self.kv_view = dp.memory.view(degree)
+        self.kv_view = dp.kv_memory.view(degree)
         self.runner = SumRunner(self.kv_view, shares_of(self.shape, LAYERS, HEADS)[rank])
         self._withheld = self.scheduler.withhold(num_blocks) if self.leads else []
         self.num_lendable = num_blocks
@@ -278,10 +292,11 @@ class SumTpLane(_SumGroupLane, TpLane):
 class SumPpLane(_SumGroupLane, PpLane):
     """One stage of a pipeline."""
 
-    def __init__(self, dp: SumLane, name: str, rank: int, num_stages: int) -> None:
-        capacity = dp.capacity
+    def __init__(self, dp: SumLane, name: str, rank: int, num_stages: int, num_blocks: int = 0) -> None:
+        """`num_blocks`: where it is another number than that of `dp`; what backs them comes with a drop."""
+        capacity = replace(dp.capacity, num_blocks=num_blocks or dp.capacity.num_blocks)
         scheduler = a_scheduler(capacity, is_pipeline=True) if rank == 0 else None
-        self._begin_as(name, rank, num_stages, replace(capacity), scheduler)
+        self._begin_as(name, rank, num_stages, capacity, scheduler)
         self.stages = stage_layers(LAYERS, num_stages)
         self.stage = stage_of(rank, num_stages)
         self.layers = self.stages[self.stage]
@@ -291,11 +306,15 @@ class SumPpLane(_SumGroupLane, PpLane):
         self._is_settled, self._is_exchanging, self._was_empty, self._stage_s = True, False, True, 0.0
         if self.leads:
             self._microbatches = Microbatches(self.scheduler, num_stages, FIRST_MODEL)
-        every = range(1, capacity.num_blocks + 1)
-        self.table.lease(every, every)
+        self._clock = SimpleNamespace(forget=lambda: None)
 
     def _execute(self, microbatch: Any, grammar: Any = None) -> Any:
         return self.runner.run(self._placed(microbatch.output))
 
-    def check_table(self, num_leased: int) -> Sequence[str]:
-        return ()
+    def enter(self, run: GroupRun) -> None:
+        GroupLane.enter(self, run)
+        self._was_empty = self._is_settled = True
+
+    @property
+    def num_stages(self) -> int:
+        return int(self.group.world_size)

@@ -147,6 +147,8 @@ class SumInstance:
             lane: Any = SumTpLane(self.dp, name, rank, group.degree, self.leases.lease)  # type: ignore[arg-type]
         else:
             lane = SumPpLane(self.dp, name, rank, group.degree)
+            every = range(1, lane.capacity.num_blocks + 1)
+            lane.table.lease(every, every)
             self.leases.lend_all(lane)
         communicator: Any = SimpleNamespace(name=name, members=members, timeout_s=TIMEOUT_S)
         lane._run = GroupRun(communicator=communicator, seed=0, post=self)
@@ -245,7 +247,7 @@ class SumInstance:
                     if output.finish_reason is not None:
                         self.open.pop(output.request_id, None)
         if self.transfers.is_busy:
-            self.transfers.advance(0.005)
+            self.transfers.advance(0.0)
         if self.migrations.is_busy:
             self.migrations.boundary()
 
