@@ -164,6 +164,26 @@ def test_a_decision_tells_what_was_chosen_first_and_what_the_others_cost():
     assert shape_views.describe_decision(short) == "keep: 33.6 s; more instances would help"
 
 
+def test_why_shows_all_options_and_an_outcome_beside_its_prediction():
+    figures = {"ttft_s": 0.2, "tpot_s": 0.012, "queue": 0.0, "finished": 31.0}
+    options = [
+        {"action": "keep", "group": "", "price_s": 0.0, "why": "nothing else pays"},
+        {
+            "action": "merge",
+            "group": "tp2@(0,1)",
+            "price_s": 0.5,
+            "gain_s": 12.0,
+            "why": "faster",
+            "predicted": figures,
+        },
+    ]
+    shown = "\n".join(drawn(shape_views.why_table({**options[1], "options": options})))
+    assert "> merge tp2@(0,1)" in shown and "12 ms" in shown and "12 s" in shown
+    outcome = {"action": "merge", "groups": "tp2@(0,1)", "predicted": figures, "measured": figures | {"ttft_s": 0.3}}
+    shown = "\n".join(drawn(shape_views.outcome_table(outcome)))
+    assert "measured" in shown and "0.3 s" in shown
+
+
 def test_kv_is_counted_in_the_blocks_of_the_shape():
     lines = "\n".join(drawn(status_view(merged())))
     assert "1,280 / 5,120" in lines  # 20 and 80 blocks of 64 tokens
