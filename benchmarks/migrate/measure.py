@@ -19,14 +19,14 @@ from benchmarks.sse import Answer
 from benchmarks.switch.measure import SETTLE_S, gaps
 from pengserve.planners.types.drains import DrainOperation
 from pengserve.planners.types.errors import EngineError
-from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.snapshot import InstanceSnapshot
 from tests.support.elastic import ElasticCluster, elastic_cluster
 from tests.support.ingress import MODEL_NAME
 
 ONE, DRAIN = "one", "drain"
-SOURCE, TARGET = 1, 0
+TOKENS_PER_WORD = 1.2
 LOOK_S = 0.005  # between two looks at what the source says
 TIMEOUT_S = 120.0
 
@@ -101,6 +101,7 @@ class _Bench:
 
     def __init__(self, plan: Plan, cluster: ElasticCluster, client: Client, rate: float) -> None:
         self._plan, self._cluster, self._client, self._rate = plan, cluster, client, rate
+        self._source_id = InstanceId(1)
         self._last: tuple[InstanceSnapshot, float] | None = None  # what the source said before it was killed, and when
         kill = cluster.port.kill
 
@@ -115,9 +116,10 @@ class _Bench:
         """One of two streams goes to the instance of the other."""
 
         def move() -> Callable[[InstanceSnapshot], bool]:
-            before = self._source().stats.total_migrated
-            key = self._cluster.key
-            order = Migrate(order_id=f"one-{repetition}", source=key(SOURCE), target=key(TARGET), max_tokens=1 << 20)
+            before, key = self._source().stats.total_migrated, self._cluster.key
+            most = int(1.5 * TOKENS_PER_WORD * self._plan.prompt_words) + self._plan.output_tokens // 2  # of one stream
+            source, target = key(self._source_id), key(1 - self._source_id)
+            order = Migrate(order_id=f"one-{repetition}", source=source, target=target, max_tokens=most)
             self._cluster.call(self._cluster.port.order(order.source, [order]))
             return lambda answer: answer.stats.total_migrated > before
 
@@ -128,7 +130,7 @@ class _Bench:
 
         def move() -> Callable[[InstanceSnapshot], bool]:
             before = self._source().stats
-            self._cluster.call(self._cluster.controller.drain_instance(SOURCE, TIMEOUT_S))
+            self._cluster.call(self._cluster.controller.drain_instance(self._source_id, TIMEOUT_S))
             return lambda answer: answer.stats.total_migrated - before.total_migrated >= before.num_running
 
         return self._run(DRAIN, repetition, move)
@@ -138,6 +140,7 @@ class _Bench:
         self._cluster.wait_formable()
         stolen = Stolen()
         load, begun_s = self._begin(requests)
+        self._source_id = self._fullest()
         before = self._source()
         asked_s = time.perf_counter()
         is_moved = move()
@@ -146,7 +149,7 @@ class _Bench:
         answers = load.result()
         steal = stolen.share()
         if what == DRAIN:
-            self._cluster.call(self._cluster.controller.undrain(SOURCE))
+            self._cluster.call(self._cluster.controller.undrain(self._source_id))
             self._cluster.wait_formable()
         # Not before: the target would have their prompts in its prefix cache.
         quiet, quiet_begun_s = self._begin(requests)
@@ -180,14 +183,19 @@ class _Bench:
         time.sleep(self._plan.before_s)
         return load, begun_s
 
+    def _fullest(self) -> InstanceId:
+        """The instance with the most streams: the ingress spreads them by what it predicts, not by their number."""
+        instances = self._cluster.snapshot().instances
+        return max(instances, key=lambda found: (found.stats.num_running, found.key)).instance_id
+
     def _source(self) -> InstanceSnapshot:
-        key = self._cluster.key(SOURCE)
+        key = self._cluster.key(self._source_id)
         answer: InstanceSnapshot = self._cluster.call(self._cluster.port.status(key))
         return answer
 
     def _follow(self, is_moved: Callable[[InstanceSnapshot], bool], asked_s: float) -> tuple[InstanceSnapshot, float]:
         """The last that the source said, and when. It may be killed as soon as nothing is there."""
-        key = self._cluster.key(SOURCE)
+        key = self._cluster.key(self._source_id)
         self._last = None
         answer = self._source()
         while True:
@@ -205,7 +213,7 @@ class _Bench:
     def _await_end(self, asked_s: float) -> float:
         operation: DrainOperation
         while True:
-            operation = self._cluster.now(lambda: self._cluster.controller.drain_operation(SOURCE))
+            operation = self._cluster.now(lambda: self._cluster.controller.drain_operation(self._source_id))
             if operation.safe_to_delete:
                 return time.perf_counter() - asked_s
             if time.perf_counter() - asked_s > 2 * TIMEOUT_S:

@@ -299,7 +299,7 @@ class DpLane(Lane):
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Schedules, executes and samples one step; outputs by client index."""
         started_s = time.perf_counter()
-        if self.residency is None:
+        if self.residency is None or not self.residency.has_to_choose():
             outputs, executed = self._step_core()
         else:
             with self.residency.step():

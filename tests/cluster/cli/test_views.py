@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pengserve.cluster.cli import shape_views
 from pengserve.cluster.cli.views import bar, event_line, hit_rate, predicted_rate, rates_between, status_view, top_view
-from pengserve.cluster.memory_parts import memory_parts
+from pengserve.cluster.memory_parts import host_parts, memory_parts
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.layout import Layout, parse_groups
@@ -137,6 +137,19 @@ def test_a_pipeline_shows_as_a_group_whose_members_have_half_of_the_parameters()
     assert memory_parts(first, leader) == (weights, kv, used)
     whole = (CAPACITY.weight_bytes, CAPACITY.num_blocks * CAPACITY.bytes_per_block, 0)
     assert memory_parts(alone, alone) == whole
+
+
+def test_a_host_tier_shows_its_size_in_tokens():
+    held = InstanceStats(device_blocks=40, device_blocks_used=30, host_blocks=300, host_blocks_used=60, num_parked=2)
+    alone = replace(instance(1), stats=held)
+    _, kv, used = memory_parts(alone, alone)
+    assert (kv, used) == (40 * CAPACITY.bytes_per_block, 30 * CAPACITY.bytes_per_block)
+    tokens = 300 * CAPACITY.block_size
+    assert host_parts(alone) == (300 * CAPACITY.bytes_per_block, 60 * CAPACITY.bytes_per_block, tokens)
+    assert host_parts(instance(1)) == (0, 0, 0)
+    now = replace(merged(), instances=(alone,))
+    assert f"{tokens // 5:,} / {tokens:,}" in "\n".join(drawn(status_view(now)))
+    assert f"20% of {tokens:,}" in "\n".join(drawn(top_view(None, now)))
 
 
 def test_a_decision_tells_what_was_chosen_first_and_what_the_others_cost():
