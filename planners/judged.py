@@ -1,6 +1,6 @@
 """The next switch where what each would gain can be predicted: what requests need first, then what pays best."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from pengserve.planners.columns import ReadyInstances
@@ -16,7 +16,7 @@ from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
-from pengserve.planners.types.snapshot import ClusterSnapshot
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,13 +119,14 @@ def _towards(
 
 
 def next_of_same_look(
-    snapshot: ClusterSnapshot, instances: ReadyInstances, configs: Configs, judged: JudgeHistory
+    snapshot: ClusterSnapshot, configs: Configs, judged: JudgeHistory
 ) -> tuple[SwitchPlan | None, JudgeHistory, Decision]:
     """A controller asks again after each switch that it begins: the best of what was ranked and is still free."""
     judged, best = judged.next_of(snapshot.busy)
     if best is None:
         return None, judged, AT_REST
-    option = _option(best)
+    option, members = _option(best), frozenset(best.change.group.members)
+    instances = {i.key.instance_id: i for i in snapshot.instances if i.key.instance_id in members}
     return (
         _plan_of(snapshot, instances, configs, best),
         judged,
@@ -153,7 +154,9 @@ def _followed(
     return plan, memory, replace(decision, chosen=options[1 + found.priced.index(found.best)])
 
 
-def _plan_of(snapshot: ClusterSnapshot, instances: ReadyInstances, configs: Configs, priced: Priced) -> SwitchPlan:
+def _plan_of(
+    snapshot: ClusterSnapshot, instances: Mapping[InstanceId, InstanceSnapshot], configs: Configs, priced: Priced
+) -> SwitchPlan:
     change = priced.change
     how = _how(change.group, configs)
     return make_plan(snapshot, instances, change.group, change.is_merge, how, priced.why, change.parts)

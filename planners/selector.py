@@ -70,10 +70,11 @@ def select(
     """
     if not snapshot.policy.is_auto:
         return _towards_target(snapshot, drop, history, strategy)
-    instances, configs = ready_instances(snapshot.instances), Configs(merge=merge, drop=drop, judge=judge_config)
+    configs = Configs(merge=merge, drop=drop, judge=judge_config)
     if history.judge.is_same_look(snapshot):
-        plan, judged, decision = next_of_same_look(snapshot, instances, configs, history.judge)
+        plan, judged, decision = next_of_same_look(snapshot, configs, history.judge)
         return plan, replace(history, judge=judged), decision
+    instances = ready_instances(snapshot.instances)
     judged = history.judge.seen(snapshot, instances, judge_config)
     history = replace(history, judge=judged)
     if judged.knows(instances) or judged.will_know(instances):

@@ -17,7 +17,7 @@ from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.plans import SwitchStrategy
 
-MOST = 8  # of each kind and degree, after a cheap filter: a thousand instances could do hundreds of things
+MOST = 5  # of each kind and degree, after a cheap filter: a thousand instances could do hundreds of things
 
 
 class Change(NamedTuple):
@@ -49,7 +49,8 @@ def tp_changes(
     def is_free(group: Group) -> bool:
         return all(m not in claimed for part in view.groups_over(group.members) for m in part.members)
 
-    full = sorted(standing, key=lambda g: (-view.load(g).load, g.members))
+    requests = view.instances.stat("num_running") + view.instances.stat("num_waiting")
+    full = nsmallest(2 * MOST, standing, key=lambda g: (-int(requests[g.members[0]]) / len(g.members), g.members))
     ends = [g for g in full if is_free(g) and may_split(g)][:MOST]
     for group in ends:
         yield Change("split", group, (), (group,), alone(group.members), f"{group} computes as its members alone")

@@ -17,7 +17,7 @@ from pengserve.planners.types.snapshot import ClusterSnapshot
 
 MOST_READ = 0.8  # share of a pipeline's time that prompts may take: beyond it compute is short, and not memory
 # Share of a group's time that prompts may take where it is formed for latency, even if many requests come.
-MOST_SPARE_TP, MOST_SPARE_PP = 0.6, 0.4
+MOST_SPARE_TP, MOST_SPARE_PP = 0.5, 0.4
 FEW, EXPECTED, MANY = range(3)  # scenarios: how many requests come
 
 

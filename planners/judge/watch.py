@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pengserve.planners.columns import Floats, Ints, ReadyInstances
 from pengserve.planners.types.layout import GroupKind, degree_of
@@ -61,7 +62,7 @@ class Watched:
     looks: tuple[_Look, ...] = ()
     work: Mapping[str, _Work] = field(default_factory=dict, compare=False)
     ids: Ints | None = field(default=None, compare=False)  # of the newest look
-    shapes: tuple[str, ...] = field(default=(), compare=False)
+    shapes: NDArray[np.str_] | None = field(default=None, compare=False)
     totals: Mapping[str, Ints] = field(default_factory=dict, compare=False)
 
     @property
@@ -74,7 +75,7 @@ class Watched:
         """With this look."""
         now_s = snapshot.time_s
         before = self if self.looks and now_s - self.looks[-1].time_s <= GAP_S else Watched(work=self.work)
-        ids, shapes = instances.ids, tuple([i.stats.shape for i in instances.values()])
+        ids, shapes = instances.ids, np.array([i.stats.shape for i in instances.values()], dtype=np.str_)
         totals = {name: instances.stat(name)[ids] for name in _ALL}
         if not before.looks:
             return replace(before, looks=(_Look(now_s, (0.0,) * 4),), ids=ids, shapes=shapes, totals=totals)
@@ -105,18 +106,16 @@ class Watched:
         return found
 
     def _worked(
-        self, shapes: tuple[str, ...], ids: Ints, deltas: Mapping[str, Ints], now_s: float
+        self, shapes: NDArray[np.str_], ids: Ints, deltas: Mapping[str, Ints], now_s: float
     ) -> Mapping[str, _Work]:
-        assert self.ids is not None
-        before = self.shapes
-        if len(before) != len(shapes) or not (self.ids == ids).all():
+        assert self.ids is not None and self.shapes is not None
+        if len(self.ids) != len(ids) or not (self.ids == ids).all():
             return self.work
+        is_same = self.shapes == shapes
         keep = float(np.exp(-(now_s - self.looks[-1].time_s) / STEP_MEMORY_S))  # of shapes that run: no other is newer
         work = dict(self.work)
-        for shape in sorted(set(shapes)):
-            same = np.fromiter(
-                (a == b == shape for a, b in zip(before, shapes, strict=True)), dtype=np.bool_, count=len(shapes)
-            )
+        for shape in np.unique(shapes[is_same]).tolist():
+            same = is_same & (shapes == shape)
             seconds = float(deltas["total_step_us"][same].sum()) * 1e-6
             row = np.array([float(deltas[name][same].sum()) for name in _WORK])
             if seconds <= 0 or row[0] <= 0:
