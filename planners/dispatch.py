@@ -180,5 +180,8 @@ def expected_hits(
 
 
 def reserve(candidate: Candidate) -> float:
-    """Load that a group with priority requests pretends to have: best effort comes there only to shorten a queue."""
-    return FULL if candidate.num_priority and candidate.degree > 1 else 0.0
+    """Pressure that a group with priority requests pretends to have: as much as an instance with a queue of its size.
+
+    So best effort comes there only where the others are full.
+    """
+    return candidate.weight * FULL if candidate.num_priority and candidate.degree > 1 else 0.0

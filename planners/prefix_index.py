@@ -14,8 +14,8 @@ from collections.abc import Collection, Sequence
 
 from pengserve.planners.types.ids import InstanceKey
 
-MAX_ENTRIES = 1 << 18  # of one index: about 40 MB
-HOME_DEPTHS = (4, 16, 64)  # granules of the parts of prompts that have a home
+MAX_ENTRIES = 1 << 18  # of one index: about 50 MB
+HOME_DEPTHS = (1, 4, 16, 64)  # granules of the parts of prompts that have a home
 
 
 class PrefixIndex:
@@ -49,6 +49,11 @@ class PrefixIndex:
         first = chain[0]
         return {key: _num_held(held, chain) for key, held in self._held.items() if first in held}
 
+    def hits_at(self, key: InstanceKey, chain: Sequence[int]) -> int:
+        """The same of one route; 0 where it holds none."""
+        held = self._held.get(key)
+        return _num_held(held, chain) if held and chain and chain[0] in held else 0
+
     def forget(self, key: InstanceKey) -> None:
         """That route holds nothing any more: it is gone, or works in another shape."""
         self._held.pop(key, None)
@@ -74,14 +79,14 @@ def home_of(entry: int, keys: Collection[InstanceKey]) -> InstanceKey | None:
 def homes(chain: Sequence[int], keys: Collection[InstanceKey]) -> dict[InstanceKey, int]:
     """Granules of a prompt that each route may hold as the home of a part of it, sent there by other ingresses.
 
-    A home counts as holding half of that part. Prompts that share much have the same deep home and gather there; what
-    only begins with the same words has a shallow one, which is worth no queue.
+    A home counts as holding that part. Prompts that share much have the same deep home and gather there; what only
+    begins with the same words has a shallow one, which is worth no queue.
     """
     found: dict[InstanceKey, int] = {}
     for depth in HOME_DEPTHS:
         home = home_of(chain[depth - 1], keys) if len(chain) >= depth else None
         if home is not None:
-            found[home] = depth // 2
+            found[home] = depth
     return found
 
 

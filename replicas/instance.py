@@ -17,7 +17,7 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, LinkLostError, PengServeError, StepError, one_line
 from pengserve.planners.types.ids import Epoch, InstanceKey
-from pengserve.planners.types.orders import Migrate, Park, RequestOrder, Resume
+from pengserve.planners.types.orders import Migrate, Park, Place, RequestOrder, Resume
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, InstanceStats
 from pengserve.replicas.channel.frames import Buffer, Frame, FrameKind
@@ -236,7 +236,7 @@ class Instance:
         if moves and self._migrations is not None:
             self._migrations.order(moves)
 
-    def _park(self, orders: Sequence[Park | Resume]) -> None:
+    def _park(self, orders: Sequence[Park | Resume | Place]) -> None:
         residency = self._lanes.dp.residency if self._lanes is not None else None
         if residency is None:
             raise StepError(f"instance {self.key} has no host tier to park requests in; set memory.host_bytes")

@@ -1,11 +1,11 @@
-"""Orders to park and to resume requests of one instance: each is carried out once, for the life that it is for."""
+"""Orders to park, resume and place requests of one instance: each is carried out once, for the life that it is for."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 from pengserve.planners.types.errors import FenceError
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.orders import Park, Resume
+from pengserve.planners.types.orders import Park, Place, Resume
 
 MAX_REMEMBERED_ORDERS = 1024
 
@@ -19,6 +19,9 @@ class Parks(Protocol):
     def resume(self, request_ids: Sequence[str]) -> list[str]:
         """Requests that were parked may go on; those that may."""
 
+    def place(self, request_id: str, layers: Sequence[int]) -> bool:
+        """KV of these layers is on the host alone; whether the request is here."""
+
 
 class ParkOrders:
     """Belongs to the step thread, but for `require_own`."""
@@ -27,13 +30,13 @@ class ParkOrders:
         self._key = key
         self._known: dict[str, None] = {}  # ids of orders, the newest last
 
-    def require_own(self, orders: Sequence[Park | Resume]) -> None:
+    def require_own(self, orders: Sequence[Park | Resume | Place]) -> None:
         """Raises FenceError where one is for another life."""
         for order in orders:
             if order.instance != self._key:
                 raise FenceError(f"order {order.order_id} is for instance {order.instance}, this is {self._key}")
 
-    def take(self, orders: Sequence[Park | Resume], parks: Parks) -> None:
+    def take(self, orders: Sequence[Park | Resume | Place], parks: Parks) -> None:
         """Carries out the orders that are new, one after the other."""
         for order in orders:
             if order.order_id in self._known:
@@ -43,5 +46,7 @@ class ParkOrders:
                 del self._known[next(iter(self._known))]
             if isinstance(order, Park):
                 parks.park(order.request_ids)
-            else:
+            elif isinstance(order, Resume):
                 parks.resume(order.request_ids)
+            else:
+                parks.place(order.request_id, order.layers)

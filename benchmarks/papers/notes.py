@@ -16,7 +16,8 @@ _KUNSERVE_14B = (
     "The rate, the height of the bursts and the spread of lengths are not in the paper; bursts last 40 s.",
     "Swap is vLLM's old swapping with both directions at once over PCIe; migration is one request at a time from"
     " each full instance to a free one, once a second.",
-    "The dispatcher is PengServe's in all policies: the least virtual KV load.",
+    "Baselines dispatch each request to the least virtual KV load; PengServe to where its first token is predicted to"
+    " come soonest.",
 )
 _NO_TAIL = (
     "Ratios of P99 are lower than the paper's because its baselines queue for longer: a spike of 239 times P50 is"

@@ -33,6 +33,7 @@ class Row:
     switches: int
     merged: float  # share of instance-seconds in tensor-parallel groups
     dropped: float  # ... in pipelines
+    found: float  # share of all prompt tokens that was in prefix caches
     cpu_s: float  # of the simulation
 
 
@@ -104,6 +105,7 @@ def row_of(label: str, result: Result, limits: Limits, span_s: float, cpu_s: flo
         switches=figures.num_switches,
         merged=sum(share for shape, share in shares.items() if shape.startswith("tp")),
         dropped=sum(share for shape, share in shares.items() if shape.startswith("pp")),
+        found=sum(o.cached_tokens for o in outcomes) / sum(o.prompt_tokens for o in outcomes),
         cpu_s=cpu_s,
     )
 

@@ -71,7 +71,8 @@ def markdown(plan: Plan, runs: Sequence[Run], date: str) -> str:
         "",
         f"`python -m benchmarks.tiers` on {date}, {plan.rounds} rounds in turn, a process for each engine;"
         f" {plan.model.name}, float32, one thread. The device holds {plan.device_blocks} blocks of 32 tokens, the host"
-        f" {plan.host_blocks}. All requests of a scenario come at once, without HTTP. Medians of the rounds.",
+        f" {plan.host_blocks}. All requests of a scenario come at once, without HTTP. Medians of the rounds. Processor"
+        " seconds are those of the engine's process, its copies among them: other work on the machine does not count.",
         "",
         facts_line(),
         "",
@@ -91,7 +92,11 @@ _HEADING = [
     "mean TTFT, s",
     "P99 TTFT, s",
     "tokens/s",
+    "mean TTFT, processor s",
+    "tokens/processor s",
     "median step, ms",
+    "mean step, processor ms",
+    "steps",
     "preemptions",
     "parked",
     "prefix hits, tokens",
@@ -112,7 +117,11 @@ def _row(runs: Sequence[Run], system: str, scenario: str) -> list[str]:
         f"{of('ttft_mean_s'):.3f}",
         f"{of('ttft_p99_s'):.3f}",
         f"{of('tokens_per_s'):.0f}",
+        f"{of('ttft_cpu_s'):.3f}",
+        f"{of('tokens_per_cpu_s'):.0f}",
         f"{1e3 * of('step_s'):.2f}",
+        f"{1e3 * of('step_cpu_s'):.2f}",
+        f"{of('num_steps'):.0f}",
         f"{of('preemptions'):.0f}",
         f"{of('parked'):.0f}",
         f"{of('prefix_hits'):.0f}",

@@ -96,7 +96,8 @@ def examine(config: Path | None, model: str | None, port: int | None) -> Iterato
     if settings is not None:
         settings = yield from check_devices(settings)
     device = settings.device if settings else ("cuda" if has_cuda_driver() else "cpu")
-    yield from check_machine(device, settings.num_instances if settings and settings.is_counted else CPU_INSTANCES)
+    num_instances = settings.num_instances if settings and settings.is_counted else CPU_INSTANCES
+    yield from check_machine(device, num_instances, max(0, settings.memory.num_bytes) if settings else 0)
     yield from check_port(
         settings.http.host if settings else "127.0.0.1", port or (settings.http.port if settings else 8000)
     )
@@ -199,7 +200,7 @@ def check_devices(settings: Settings) -> Generator[Finding, None, Settings]:
     return settings
 
 
-def check_machine(device: str, num_instances: int) -> Iterator[Finding]:
+def check_machine(device: str, num_instances: int, host_bytes: int = 0) -> Iterator[Finding]:
     """Cores, instruction sets, memory, shared memory."""
     cores = num_cores()
     level = Level.WARN if device == "cpu" and cores < num_instances else Level.OK
@@ -221,7 +222,7 @@ def check_machine(device: str, num_instances: int) -> Iterator[Finding]:
             )
     memory_bytes = _available_memory_bytes()
     if memory_bytes is not None:
-        need_bytes = num_instances * ENGINE_PROCESS_BYTES
+        need_bytes = num_instances * (ENGINE_PROCESS_BYTES + host_bytes)
         level = Level.OK if memory_bytes >= need_bytes else Level.WARN
         action = (
             ""

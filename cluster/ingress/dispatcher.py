@@ -67,7 +67,7 @@ class Dispatcher:
 
     def hit_tokens(self, link: InstanceLink, record: RequestRecord) -> int:
         """Tokens of the request's prompt that are probably in the prefix cache of the link's instance."""
-        return self._prefixes.hits(record).get(link.key, 0)
+        return self._prefixes.hit_tokens(record, link.key)
 
     def sent(self, link: InstanceLink, record: RequestRecord, hit_tokens: int) -> None:
         """A request went out over `link`, to where so many tokens of it probably are."""

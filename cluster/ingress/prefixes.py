@@ -20,7 +20,7 @@ from pengserve.planners.dispatch import expected_hits
 from pengserve.planners.prefix_index import PrefixIndex, home_of, homes
 from pengserve.planners.types.ids import InstanceKey
 
-GRANULE = 64  # tokens: a few of vLLM's blocks, so that hashing a prompt of 8,000 tokens takes 0.2 ms
+GRANULE = 64  # tokens: a few of vLLM's blocks, so that hashing a prompt of 8,000 tokens takes 0.25 ms
 MAX_GRANULES = 1024  # of one prompt: what lies behind is not looked at
 MAX_SESSIONS = 16_384
 
@@ -44,6 +44,10 @@ class Prefixes:
     def hits(self, record: RequestRecord) -> dict[InstanceKey, int]:
         """Tokens of the request's prompt that are probably in each instance's cache."""
         return {key: GRANULE * count for key, count in self._index.hits(self._chain(record)).items()}
+
+    def hit_tokens(self, record: RequestRecord, key: InstanceKey) -> int:
+        """The same of one instance; 0 where it probably holds none."""
+        return GRANULE * self._index.hits_at(key, self._chain(record))
 
     def expected(self, record: RequestRecord, keys: Collection[InstanceKey]) -> Mapping[InstanceKey, int]:
         """The same, with what else each of `keys` may hold: by the request's session, or as a home."""

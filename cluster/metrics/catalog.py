@@ -287,8 +287,7 @@ VIRTUAL_KV_LOAD = _gauge(
     "pengserve_virtual_kv_load",
     _MEMORY,
     "ratio",
-    "Resident KV blocks plus those its queue will need, over all its blocks. Above 1 it is overloaded. "
-    "The dispatcher picks the instance with the least.",
+    "Resident KV blocks plus those its queue will need, over all its blocks. Above 1 it is overloaded.",
     "instance_id",
 )
 PREFIX_QUERIES = _counter(

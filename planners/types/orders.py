@@ -45,4 +45,17 @@ class Resume:
     request_ids: tuple[str, ...]
 
 
-RequestOrder = Migrate | Park | Resume
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Full blocks of a request of `instance` are on the host alone in these layers, and on the device in all others.
+
+    A step that reads them has them copied ahead of the computation (OrbitFlow section 3.2: every d-th layer).
+    """
+
+    order_id: str
+    instance: InstanceKey
+    request_id: str
+    layers: tuple[int, ...]  # none: all on the device
+
+
+RequestOrder = Migrate | Park | Resume | Place

@@ -24,7 +24,7 @@ class ResidentRequests:
     def __init__(self, scheduler: SchedulerHandle, tiers: TieredKv, num_reserved: int) -> None:
         """`num_reserved`: blocks that may be on the device in all layers because the host is full."""
         self._scheduler, self._tiers, self._block_size = scheduler, tiers, tiers.block_size
-        tiers.uses = scheduler.uses
+        tiers.watch_uses(scheduler.uses)
         layers = tiers.pool.num_layers
         self._num_whole = tiers.pool.num_blocks - 1  # blocks that the device holds in all layers
         self._device = Device(
@@ -36,6 +36,7 @@ class ResidentRequests:
         )
         self._parked: dict[str, Request] = {}
         self._ordered: set[str] = set()  # parked by an order: they wait for one that resumes them
+        self._placed: dict[str, list[int]] = {}  # layers of requests that an order keeps on the host
         self._prompts: list[Request] = []  # whose blocks are written behind after this step
         self.num_parks = self.num_given_up = 0
 
@@ -56,6 +57,21 @@ class ResidentRequests:
         found = [request_id for request_id in request_ids if request_id in self._ordered]
         self._ordered.difference_update(found)
         return found
+
+    def place(self, request_id: str, layers: Sequence[int]) -> bool:
+        """Full blocks of a request are on the host alone in these layers from now on; whether the request is here."""
+        if not self._scheduler.knows(request_id):
+            return False
+        self._placed[request_id] = [layer for layer in sorted(set(layers)) if 0 <= layer < self._device.num_layers]
+        self._place_all()
+        return True
+
+    def _place_all(self) -> None:
+        for request_id in [i for i in self._placed if not self._scheduler.knows(i)]:
+            del self._placed[request_id]
+        for request_id, layers in self._placed.items():
+            full = self._scheduler.request(request_id).num_computed_tokens // self._block_size
+            self._tiers.place(self._blocks_of([self._scheduler.request(request_id)])[:full], layers)
 
     # Figures ----------------------------------------------------------------------------------------------------------
 
@@ -84,6 +100,8 @@ class ResidentRequests:
     def step(self) -> Iterator[None]:
         """Within it, vLLM schedules one step of what the device can hold."""
         self._prompts.clear()
+        if self._placed:
+            self._place_all()
         if not self._parked and not self._is_short():
             yield
             return

@@ -44,6 +44,7 @@ class Placement:
         self.row = np.full(num_blocks, NO_ROW, dtype=np.int64)
         self.is_home = np.zeros(num_blocks, dtype=bool)
         self.is_uniform = np.zeros(num_blocks, dtype=bool)
+        self.is_away = np.zeros((pool.num_layers, num_blocks), dtype=bool)  # is to be on the host alone
         self.used = np.zeros(num_blocks, dtype=np.int64)  # the last step that read it
         self.is_free = np.ones(pool.num_cells, dtype=bool)
         self._nulls = np.arange(pool.num_layers) * pool.num_blocks
@@ -135,10 +136,15 @@ class Placement:
         self.is_uniform[blocks] = (found == found[0]).all(axis=0) & (found[0] != 0)
         self.is_home[blocks] = (found == blocks).all(axis=0)
 
+    def num_away(self, blocks: np.ndarray) -> int:
+        """Cells of blocks that are not on the device."""
+        return int((self.index[:, blocks] == 0).sum())
+
     # Rows -------------------------------------------------------------------------------------------------------------
 
     def free_rows(self, blocks: np.ndarray) -> None:
-        """Blocks have no copy on the host any more."""
+        """Blocks have no copy on the host any more, and are to be on the device."""
+        self.is_away[:, blocks] = False
         blocks = blocks[self.row[blocks] != NO_ROW]
         if len(blocks):
             self._host.give(self.row[blocks])

@@ -55,7 +55,7 @@ def levels(counts: np.ndarray, movable: np.ndarray, num_free: int, num_areas: in
         counts: blocks to stage already, by layer.
         movable: blocks of each layer that may leave.
         num_free: cells that are free.
-        num_areas: 2: a layer is copied while another computes; 1: one after the other.
+        num_areas: 2: a layer is copied while another computes; 1: one after the other; 0: nothing is staged yet.
 
     Returns:
         Blocks to take out by layer, as few as will do; None where all together are too few.

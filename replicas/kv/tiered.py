@@ -15,6 +15,7 @@ step has, the least recently used first; then, if need be, blocks of the step it
 """
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,26 +23,11 @@ import numpy as np
 from pengserve.planners.types.errors import EngineError
 from pengserve.replicas.kv.copies import Copy, CopyEngine, Priority
 from pengserve.replicas.kv.host_tier import HostTier
-from pengserve.replicas.kv.placement import NO_ROW, Placement, Use, Uses
+from pengserve.replicas.kv.placement import NO_ROW, Placement, Uses
 from pengserve.replicas.kv.pool import DevicePool
-from pengserve.replicas.kv.staging import levels, turns
+from pengserve.replicas.kv.room import Room, TierCounts
+from pengserve.replicas.kv.staging import turns
 from pengserve.replicas.kv.traffic import Traffic
-
-SPARE_SHARE = 32  # one of so many cells is freed beyond need: to look for cells costs more than to free them
-
-
-@dataclass(slots=True)
-class TierCounts:
-    """Totals, in cells (a block of one layer) unless said otherwise."""
-
-    staged: int = 0  # copied to the device for a step that waited for them
-    kept: int = 0  # ... of those that stayed there afterwards
-    evicted: int = 0  # left the device
-    reused: int = 0  # ... of those whose copy on the host was there already
-    staged_steps: int = 0  # steps with a staged layer
-    mapped_steps: int = 0  # steps with tables of their own
-    stall_s: float = 0.0  # that layers waited for their copies
-    hit_blocks: int = 0  # blocks of cached prefixes that a request found on the host
 
 
 @dataclass(slots=True)
@@ -82,11 +68,14 @@ class TieredKv:
         self.engine = CopyEngine(pool, host, link_bytes_per_s)
         self.placement = Placement(pool, host, num_blocks)
         self.traffic = Traffic(self.engine, pool, host, num_blocks)
-        self.uses: Uses = lambda: np.full(num_blocks, Use.HELD, dtype=np.uint8)
         self.counts = TierCounts()
         self.step = 0
-        self._keep = np.zeros(num_blocks, dtype=bool)
+        self._room = Room(pool, self.placement, self.traffic, self.counts)
         self._current: StepTables | None = None
+
+    def watch_uses(self, uses: Uses) -> None:
+        """Asks `uses` what the scheduler's pool says of each block; without it, all are held."""
+        self._room.uses = uses
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -149,8 +138,10 @@ class TieredKv:
         self.traffic.wait(step.waits.values())
         if step.keeps:
             for layer, blocks, cells in step.staged:
-                self.placement.put(layer, blocks, cells)
-                self.counts.kept += len(blocks)
+                stays = ~self.placement.is_away[layer, blocks]
+                self.placement.put(layer, blocks[stays], cells[stays])
+                self.placement.give(cells[~stays])
+                self.counts.kept += int(stays.sum())
         else:
             self.placement.give(step.ring)
 
@@ -172,16 +163,28 @@ class TieredKv:
         """
         placement = self.placement
         self.traffic.wait_for(tails)
-        saved = np.unique(tails[placement.row[tails] != NO_ROW])
-        away = saved[(placement.index[:, saved] == 0).any(axis=0)]
-        missing = int((placement.index[:, away] == 0).sum())
-        reads = np.unique(reads)
-        if placement.num_free < missing:
-            self._make_room(missing, reads)
-        if placement.num_free < missing:
-            self._thin(missing, reads, np.concatenate([fresh, tails]))
-        self.traffic.wait(self._bring(away, Priority.STAGE))
-        placement.free_rows(saved)
+        saved, reads = np.unique(tails[placement.row[tails] != NO_ROW]), np.unique(reads)
+        fixed = np.concatenate([fresh, tails])
+        if self._room_for(saved, reads):
+            self._come_back(saved)
+            return
+        for index in range(len(saved)):  # the row of each makes room for what has to leave for the next
+            block = saved[index : index + 1]
+            if not self._room_for(block, reads):
+                self._room.thin(self.placement.num_away(block), reads, fixed, areas=(0,))
+            self._come_back(block)
+
+    def _room_for(self, blocks: np.ndarray, keep: np.ndarray) -> bool:
+        """Frees cells for what is away of `blocks`; whether there are so many now."""
+        needed = self.placement.num_away(blocks)
+        if self.placement.num_free < needed:
+            self._room.make_room(needed, keep)
+        return self.placement.num_free >= needed
+
+    def _come_back(self, blocks: np.ndarray) -> None:
+        """Brings blocks that are written on back to the device, and gives up their rows."""
+        self.traffic.wait(self._room.bring(blocks, Priority.STAGE))
+        self.placement.free_rows(blocks)
 
     # Before a step: where everything is -------------------------------------------------------------------------------
 
@@ -192,7 +195,7 @@ class TieredKv:
         absent = fixed[(placement.index[:, fixed] == 0).any(axis=0)]  # begun in this step: they hold nothing yet
         missing = placement.index[:, reads] == 0
         if missing.any() and int(missing.sum()) > placement.num_free:
-            self._make_room(int(missing.sum()), reads)
+            self._room.make_room(int(missing.sum()), reads)
         if len(absent):
             absent = placement.settle_at_home(absent)
             self._scatter(absent, reads, fixed)
@@ -202,7 +205,7 @@ class TieredKv:
             self._current = StepTables(placement.index[:1] if is_uniform else placement.index)
             return self._current
         if int(missing.sum()) > placement.num_free:
-            self._thin(0, reads, fixed)
+            self._room.thin(0, reads, fixed)
         return self._stage(reads)
 
     def _scatter(self, absent: np.ndarray, reads: np.ndarray, fixed: np.ndarray) -> None:
@@ -211,7 +214,7 @@ class TieredKv:
         if not needed:
             return
         if placement.num_free < needed:
-            self._thin(needed, reads, fixed)
+            self._room.thin(needed, reads, fixed)
         for layer in range(self.pool.num_layers):
             placement.put(layer, absent, placement.take(len(absent)))
 
@@ -240,120 +243,6 @@ class TieredKv:
         self.counts.staged_steps += 1
         return step
 
-    # Room -------------------------------------------------------------------------------------------------------------
-
-    def _make_room(self, needed: int, keep: np.ndarray) -> None:
-        """Frees `needed` cells and some for the next steps, as far as blocks other than `keep` have some."""
-        placement = self.placement
-        self.traffic.settle()
-        if placement.num_free >= needed:
-            return
-        needed += self.pool.num_cells // SPARE_SHARE
-        was_moving = bool(self.traffic.copies())  # what was in flight could not leave
-        self._take_from_others(needed, keep)
-        if placement.num_free < needed and was_moving:
-            self.traffic.cancel([copy for copy in self.traffic.copies() if copy.priority is not Priority.STAGE])
-            self._take_from_others(needed, keep)
-
-    def _take_from_others(self, needed: int, keep: np.ndarray) -> None:
-        placement, uses = self.placement, self.uses()
-        self._keep[:] = False
-        self._keep[keep] = True
-        movable = (placement.index != 0).any(axis=0) & ~self._keep & (self.traffic.in_flight == 0)
-        movable[0] = False
-        dead = np.flatnonzero(movable & (uses == Use.DEAD))
-        placement.drop_all(dead)
-        placement.free_rows(dead)
-        candidates = np.flatnonzero(movable & (uses != Use.DEAD))
-        candidates = candidates[np.argsort(placement.used[candidates], kind="stable")]
-        while len(candidates) and placement.num_free < needed:
-            sizes = (placement.index[:, candidates] != 0).sum(axis=0)
-            count = int(np.searchsorted(np.cumsum(sizes), needed - placement.num_free)) + 1
-            self._evict(candidates[:count])
-            candidates = candidates[count:]
-
-    def _evict(self, blocks: np.ndarray) -> None:
-        """Takes blocks off the device in all layers; those for which the host has no row stay."""
-        placement = self.placement
-        unsaved = ((placement.index[:, blocks] != 0) & ~placement.on_host[:, blocks]).any(axis=0)
-        able = np.concatenate([blocks[~unsaved], self._rows_for(blocks[unsaved], blocks)])
-        self._save([able] * self.pool.num_layers, Priority.EVICT)
-        self.counts.evicted += self.pool.num_layers * len(able) - self.num_away(able)
-        placement.drop_all(able)
-
-    def _rows_for(self, blocks: np.ndarray, keep: np.ndarray) -> np.ndarray:
-        """Gives rows to blocks; those of them that have one now. Blocks of `keep` lose none."""
-        self._free_rows_for(int((self.placement.row[blocks] == NO_ROW).sum()), keep)
-        return self.placement.take_rows(blocks)
-
-    def _free_rows_for(self, count: int, keep: np.ndarray) -> None:
-        """Makes `count` rows free, as far as there are some that are of no use. Blocks of `keep` lose none."""
-        for free in (self._free_dead_rows, self._free_spare_rows, self._cancel_others, self._free_spare_rows):
-            if count <= self.placement.num_free_rows:
-                break
-            free(keep)
-
-    def _free_dead_rows(self, keep: np.ndarray) -> None:
-        dead = (self.placement.row != NO_ROW) & (self.uses() == Use.DEAD) & (self.traffic.in_flight == 0)
-        self.placement.free_rows(np.flatnonzero(dead))
-
-    def _free_spare_rows(self, keep: np.ndarray) -> None:
-        spare = self.placement.redundant()
-        self.placement.free_rows(spare[(self.traffic.in_flight[spare] == 0) & ~np.isin(spare, keep)])
-
-    def _cancel_others(self, keep: np.ndarray) -> None:
-        self.traffic.cancel([copy for copy in self.traffic.copies() if copy.priority is Priority.BEHIND])
-
-    def _save(self, by_layer: list[np.ndarray], priority: Priority, *, wait: bool = True) -> None:
-        """Copies blocks that have rows to the host, layer by layer, where their copies are not there yet."""
-        placement, copies = self.placement, []
-        for layer, wanted in enumerate(by_layer):
-            here = wanted[placement.index[layer, wanted] != 0]
-            new = here[~placement.on_host[layer, here]]
-            self.counts.reused += (len(here) - len(new)) if wait else 0
-            if len(new):
-                copy = Copy(priority, layer, new, placement.cells(layer, new), placement.row[new], to_host=True)
-                copies.append(self.traffic.submit(copy, self._saved))
-        if wait:
-            self.traffic.wait(copies)
-
-    def _saved(self, copy: Copy) -> None:
-        if not copy.is_cancelled:
-            self.placement.on_host[copy.layer, copy.blocks] = True
-
-    def _thin(self, needed: int, reads: np.ndarray, fixed: np.ndarray) -> None:
-        """Takes full blocks of the step itself off the device, equally many in each layer: they will be staged.
-
-        `needed` cells are to be free beside the ring through which these are staged.
-
-        Raises:
-            EngineError: the step needs more at once than the device has.
-        """
-        placement = self.placement
-        self.traffic.wait_for(reads)
-        movable = reads[~np.isin(reads, fixed)]
-        movable = movable[np.argsort(placement.row[movable] == NO_ROW, kind="stable")]  # first those that have a row
-        num_saved = int((placement.row[movable] != NO_ROW).sum())
-        counts = (placement.index[:, movable] == 0).sum(axis=1)
-        num_free = placement.num_free - needed
-        self._free_rows_for(len(movable) - num_saved, movable)
-        able = movable[: num_saved + placement.num_free_rows]
-        here = placement.index[:, able] != 0
-        leaving = levels(counts, here.sum(axis=1), num_free, 2)
-        if leaving is None:
-            leaving = levels(counts, here.sum(axis=1), num_free, 1)
-        if leaving is None:
-            raise EngineError(
-                f"a step needs KV of {len(reads)} blocks, of which it writes {len(fixed)}; the device has"
-                f" {self.pool.num_blocks} in each layer, and that is too few"
-            )
-        victims = [able[here[layer]][: int(leaving[layer])] for layer in range(len(leaving))]
-        placement.take_rows(able[np.isin(able, np.concatenate(victims))])
-        self._save(victims, Priority.EVICT)
-        for layer, blocks in enumerate(victims):
-            self.counts.evicted += len(blocks)
-            placement.drop(layer, blocks)
-
     def note_hits(self, blocks: np.ndarray) -> None:
         """A request begins with these blocks, which are cached prefixes."""
         self.counts.hit_blocks += int((self.placement.index[:, blocks] == 0).any(axis=0).sum())
@@ -362,7 +251,7 @@ class TieredKv:
 
     def num_away(self, blocks: np.ndarray) -> int:
         """Cells of blocks that are not on the device."""
-        return int((self.placement.index[:, blocks] == 0).sum())
+        return self.placement.num_away(blocks)
 
     def bring(self, blocks: np.ndarray, keep: np.ndarray) -> bool:
         """Starts to bring blocks back to the device beside the steps; whether that was needed and there was room.
@@ -373,38 +262,20 @@ class TieredKv:
         self.traffic.settle()
         blocks = np.unique(blocks)
         still = blocks[self.traffic.in_flight[blocks] == 0]
-        num_away = self.num_away(still)
+        num_away = self.placement.num_away(still)
         if not num_away:
             return False
         self.placement.used[blocks] = self.step  # else they would be the first to leave again
-        self._make_room(num_away, np.concatenate([still, keep]))
+        self._room.make_room(num_away, np.concatenate([still, keep]))
         if num_away > self.placement.num_free:
             return False
-        self._bring(still, Priority.BRING)
+        self._room.bring(still, Priority.BRING)
         return True
 
     def is_moving(self, blocks: np.ndarray) -> bool:
         """Whether a copy of these blocks is under way."""
         self.traffic.settle()
         return bool(self.traffic.in_flight[blocks].any())
-
-    def _bring(self, blocks: np.ndarray, priority: Priority) -> list[Copy]:
-        placement, copies = self.placement, []
-        for layer in range(self.pool.num_layers):
-            away = blocks[placement.index[layer, blocks] == 0]
-            if len(away):
-                if not placement.on_host[layer, away].all():
-                    raise EngineError(f"KV of layer {layer} is neither on the device nor on the host")
-                cells = placement.take(len(away))
-                copy = Copy(priority, layer, away, cells, placement.row[away], to_host=False)
-                copies.append(self.traffic.submit(copy, self._brought))
-        return copies
-
-    def _brought(self, copy: Copy) -> None:
-        if copy.is_cancelled:
-            self.placement.give(copy.cells)
-        else:
-            self.placement.put(copy.layer, copy.blocks, copy.cells)
 
     def write_behind(self, blocks: np.ndarray) -> None:
         """Starts to copy full blocks to the host, so that they can leave the device later without a wait."""
@@ -415,7 +286,26 @@ class TieredKv:
         blocks = blocks[~placement.on_host[:, blocks].all(axis=0)]
         blocks = placement.take_rows(blocks)
         if len(blocks):
-            self._save([blocks] * self.pool.num_layers, Priority.BEHIND, wait=False)
+            self._room.save([blocks] * self.pool.num_layers, Priority.BEHIND, wait=False)
+
+    def place(self, blocks: np.ndarray, layers: Sequence[int]) -> None:
+        """Says that full blocks are to be on the host alone in these layers, and on the device in all others.
+
+        They leave the device as soon as the host has them, at this call or at a later one with the same blocks. A step
+        that reads them has them staged. What is to be on the device comes back with the next step that reads it.
+        """
+        placement = self.placement
+        self.traffic.settle()
+        blocks = np.unique(blocks)
+        placement.is_away[:, blocks] = False
+        self.write_behind(blocks)
+        for layer in layers:
+            placement.is_away[layer, blocks] = True
+            left = blocks[placement.on_host[layer, blocks] & (self.traffic.in_flight[blocks] == 0)]
+            num_left = int((placement.index[layer, left] != 0).sum())
+            self.counts.evicted += num_left
+            self.counts.reused += num_left
+            placement.drop(layer, left)
 
     def figures(self) -> dict[str, int | float]:
         """Figures and totals, by their names in `InstanceStats`."""

@@ -25,7 +25,7 @@ def row(label: str, good: int, ttft_p99_s: float = 1.0) -> Row:
     return Row(
         label=label, good=good, attained=good / 100, goodput_per_s=good / 10, ttft_p50_s=0.2, ttft_p99_s=ttft_p99_s,
         tpot_p50_s=0.02, tpot_p99_s=0.05, end_s=20.0, refused=0, preemptions=0, switches=0, merged=0.0, dropped=0.0,
-        cpu_s=0.1,
+        found=0.0, cpu_s=0.1,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from pengserve.planners.types.errors import FenceError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
-from pengserve.planners.types.orders import Park, Resume
+from pengserve.planners.types.orders import Park, Place, Resume
 from pengserve.replicas.parking import ParkOrders
 
 KEY = InstanceKey(instance_id=InstanceId(1), incarnation=2)
@@ -26,14 +26,18 @@ class Noted:
         self.told.append(("resume", *request_ids))
         return []
 
+    def place(self, request_id: str, layers: Sequence[int]) -> bool:
+        self.told.append(("place", request_id, *map(str, layers)))
+        return True
+
 
 def test_an_order_that_comes_twice_is_carried_out_once() -> None:
     orders, noted = ParkOrders(KEY), Noted()
     park = Park(order_id="1", instance=KEY, request_ids=("a", "b"))
     resume = Resume(order_id="2", instance=KEY, request_ids=("a",))
     orders.take([park, resume, park], noted)
-    orders.take([resume], noted)
-    assert noted.told == [("park", "a", "b"), ("resume", "a")]
+    orders.take([resume, Place(order_id="3", instance=KEY, request_id="b", layers=(1, 3))], noted)
+    assert noted.told == [("park", "a", "b"), ("resume", "a"), ("place", "b", "1", "3")]
 
 
 def test_an_order_for_another_life_is_refused() -> None:

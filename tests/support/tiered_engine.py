@@ -16,7 +16,8 @@ from vllm import SamplingParams
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.replicas.engine.dp_lane import DpLane
-from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
+from pengserve.replicas.kv.tiered import TieredKv
+from tests.support.vllm_requests import sent_request
 
 VOCABULARY = 500
 MAX_STEPS = 20_000
@@ -37,23 +38,14 @@ class Driver:
         self.lane, self.rng, self.orders = lane, random.Random(seed), orders
         self.tokens: dict[str, list[int]] = {}
         self.first_s: dict[str, float] = {}
+        self.first_cpu_s: dict[str, float] = {}  # of the process, which other work on the machine does not stretch
         self.steps_s: list[float] = []
         self.num_orders = 0
         self.broken: list[str] = []
 
     def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
         self.tokens[name] = []
-        request = EngineCoreRequest(
-            request_id=name,
-            prompt_token_ids=prompt,
-            mm_features=None,
-            sampling_params=params,
-            pooling_params=None,
-            arrival_time=time.time(),
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        )
+        request = sent_request(name, prompt, params)
         self.lane.prepare(request, [], self.lane.add)
 
     def run(self, work: list[tuple[str, list[int], SamplingParams]], share: float) -> None:
@@ -69,6 +61,7 @@ class Driver:
                     self.tokens[output.request_id] += output.new_token_ids
                     if output.new_token_ids:
                         self.first_s.setdefault(output.request_id, time.perf_counter())
+                        self.first_cpu_s.setdefault(output.request_id, time.process_time())
             self.steps_s.append(time.perf_counter() - started_s)
             if self.checks and self.lane.tiers is not None:
                 self.broken += self.lane.tiers.check()
@@ -82,6 +75,12 @@ class Driver:
         if self.rng.random() < self.orders and self.lane.scheduler.running:
             parked.update(residency.park([self.rng.choice(self.lane.scheduler.running).request_id]))
             self.num_orders += 1
+        if self.rng.random() < self.orders and self.lane.scheduler.running:
+            layers = range(self.lane.tiers.pool.num_layers)
+            every = self.rng.choice([1, 2, 3])
+            residency.place(
+                self.rng.choice(self.lane.scheduler.running).request_id, [x for x in layers if x % every == 0]
+            )
         if parked and (self.rng.random() < self.orders or not self.lane.has_work()):
             chosen = self.rng.choice(sorted(parked))
             parked.discard(chosen)
@@ -111,10 +110,16 @@ def run(lane: DpLane, given: dict[str, Any]) -> dict[str, Any]:
         "num_blocks": lane.capacity.num_blocks,
         "orders": driver.num_orders,
         "counts": asdict(tiers.counts) if tiers is not None else {},
+        "to_host": _cells_to_host(tiers) if tiers is not None else 0,
         "parks": lane.residency.num_parks if lane.residency is not None else 0,
         "given_up": lane.residency.num_given_up if lane.residency is not None else 0,
         "device_blocks": tiers.pool.num_blocks if tiers is not None else 0,
     }
+
+
+def _cells_to_host(tiers: TieredKv) -> int:
+    moved = sum(num_bytes for (to_host, _), num_bytes in tiers.engine.moved_bytes.items() if to_host)
+    return moved // tiers.pool.block_bytes
 
 
 def main(model: str, given: dict[str, Any]) -> None:

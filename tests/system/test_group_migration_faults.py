@@ -61,6 +61,7 @@ def cases() -> list[Any]:
 @pytest.mark.parametrize(("source", "target", "victim", "point"), cases())
 def test_death_in_a_migration_between_groups(scene: Scene, source: int, target: int, victim: int, point: str) -> None:
     cluster = scene.cluster
+    cluster.set_layout("dp")  # a new group has no prefixes: KV is copied
     cluster.set_layout(LAYOUT)
     running = scene.send(scene.short)
     pid = cluster.pid(victim)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pengserve.cluster.cli import shape_views
-from pengserve.cluster.cli.views import bar, event_line, hit_rate, rates_between, status_view, top_view
+from pengserve.cluster.cli.views import bar, event_line, hit_rate, predicted_rate, rates_between, status_view, top_view
 from pengserve.cluster.memory_parts import memory_parts
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import Epoch, InstanceKey
@@ -54,6 +54,11 @@ def test_rates_need_two_moments_of_one_life():
 def test_no_lookups_is_no_hit_rate():
     assert hit_rate([instance(0)]) is None
     assert hit_rate([instance(0, total_prefix_queries=8, total_prefix_hits=2)]) == 0.25
+
+
+def test_what_dispatch_predicted_stands_beside_what_was_found():
+    assert predicted_rate([instance(0)]) is None
+    assert predicted_rate([instance(i, total_prefix_queries=8, total_prefix_predicted=i) for i in range(2)]) == 1 / 16
 
 
 def drawn(view, width: int = 160) -> list[str]:

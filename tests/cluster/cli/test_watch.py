@@ -32,6 +32,7 @@ def state():
         total_generated_tokens=1200,
         total_prompt_tokens=500,
         total_prefix_queries=200,
+        total_prefix_predicted=60,
         total_prefix_hits=50,
     )
     starting = instance(1, InstanceState.STARTING)
@@ -78,7 +79,7 @@ def test_top_shows_rates_bars_and_totals(state, capsys):
     assert "20.0 MiB + 6.2 MiB" in row
     assert row.split()[-2:] == ["50", "100"]  # tokens per second in and out, over two seconds
     assert "output 100 tok/s" in text
-    assert "prefix hits 25%" in text
+    assert "prefix hits 25% (predicted 30%)" in text
 
 
 def test_top_never_compares_two_lives_of_a_slot(state, capsys):

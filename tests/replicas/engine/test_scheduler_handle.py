@@ -252,6 +252,7 @@ def test_the_pool_says_what_each_block_is_used_for(handle: SchedulerHandle) -> N
     step(handle)
     blocks = handle.block_ids("a")
     assert [handle.uses()[block] for block in blocks] == [Use.HELD, Use.HELD]
+    assert handle.prefilling_tokens() == 0 and handle.cached_tokens(scheduled_request("b", 20)) == 0
     handle.end("a")
     assert [handle.uses()[block] for block in blocks] == [Use.DEAD, Use.DEAD]
 

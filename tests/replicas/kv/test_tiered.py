@@ -82,3 +82,22 @@ def test_what_is_written_on_goes_stale_on_the_host() -> None:
     assert world.tiers.placement.row[blocks[1]] == NO_ROW
     assert world.tiers.placement.on_host[:, blocks[0]].all()
     world.close()
+
+
+def test_layers_that_are_placed_on_the_host_stay_there_and_are_staged() -> None:
+    world = TieredWorld(4, 20, 20, 2)
+    request = world.begin()
+    world.step([(request, 4 * BLOCK_SIZE)])
+    blocks = np.array(request.blocks)
+    world.tiers.place(blocks, [1, 3])
+    world.tiers.traffic.wait(world.tiers.traffic.copies())
+    world.tiers.place(blocks, [1, 3])
+    for _ in range(3):
+        world.step([(request, 1)])
+        away = (world.tiers.placement.index[:, blocks] == 0).sum(axis=1)
+        assert away.tolist() == [0, 4, 0, 4]
+    assert world.tiers.counts.staged == 3 * 8
+    world.tiers.place(blocks, [])
+    world.step([(request, 1)])
+    assert world.tiers.num_away(blocks) == 0, "they are kept where they were staged"
+    world.close()

@@ -22,6 +22,7 @@ class FakeRequest:
 
     name: int
     blocks: list[int] = field(default_factory=list)
+    writers: list[int] = field(default_factory=list)  # by block: the request that wrote it
     num_tokens: int = 0
 
 
@@ -36,14 +37,16 @@ class TieredWorld:
         self.tiers = TieredKv(
             self.pool, self.host, num_blocks=self.num_blocks, block_size=BLOCK_SIZE, link_bytes_per_s=link
         )
-        self.tiers.uses = self.uses
+        self.tiers.watch_uses(self.uses)
         self.free = list(range(1, self.num_blocks))
         self.requests: list[FakeRequest] = []
+        self.cached: dict[int, int] = {}  # blocks that no request has and that hold a full block, and who wrote it
         self.layers = [self.pool.layer(layer).view(-1, BLOCK_SIZE, TOKEN_BYTES) for layer in range(num_layers)]
         self._name = 0
 
     def uses(self) -> np.ndarray:
         found = np.full(self.num_blocks, Use.DEAD, dtype=np.uint8)
+        found[list(self.cached)] = Use.CACHED
         found[[block for request in self.requests for block in request.blocks]] = Use.HELD
         return found
 
@@ -52,9 +55,35 @@ class TieredWorld:
         self.requests.append(request := FakeRequest(self._name))
         return request
 
+    def begin_with_prefix(self, rng: random.Random) -> None:
+        """A request that shares full blocks with one that runs, or finds those of one that has ended."""
+        request = self.begin()
+        if self.requests[:-1] and rng.random() < 0.5:
+            other = rng.choice(self.requests[:-1])
+            count = rng.randint(0, other.num_tokens // BLOCK_SIZE)
+            request.blocks, request.writers = other.blocks[:count], other.writers[:count]
+        elif self.cached:
+            writer = rng.choice(list(self.cached.values()))
+            request.blocks = [block for block, name in self.cached.items() if name == writer]
+            request.writers = [writer] * len(request.blocks)
+            for block in request.blocks:
+                del self.cached[block]
+                self.free.remove(block)
+        request.num_tokens = len(request.blocks) * BLOCK_SIZE
+
     def end(self, request: FakeRequest) -> None:
+        """Its full blocks stay as cached prefixes, the others are dead; each as soon as no other request has it."""
         self.requests.remove(request)
-        self.free = request.blocks + self.free if self._name % 2 else self.free + request.blocks
+        held = {block for other in self.requests for block in other.blocks}
+        full = request.num_tokens // BLOCK_SIZE
+        for index, block in enumerate(request.blocks):
+            if block in held:
+                continue
+            if index < full and self._name % 3:
+                self.cached[block] = request.writers[index]
+                self.free.append(block)
+            else:
+                self.free.insert(0, block)
 
     def can_step(self, work: list[tuple[FakeRequest, int]]) -> bool:
         """Whether the pool has blocks, and the device cells, for so many tokens of each."""
@@ -73,7 +102,9 @@ class TieredWorld:
         for request, count in work:
             stop = -(-(request.num_tokens + count) // BLOCK_SIZE)
             while len(request.blocks) < stop:
-                request.blocks.append(self.free.pop(0))
+                request.blocks.append(block := self.free.pop(0))
+                request.writers.append(request.name)
+                self.cached.pop(block, None)
         counts = np.array([len(request.blocks) for request, _ in work])
         tables = np.zeros((len(work), counts.max() + 3), dtype=np.int32)
         for row, (request, _) in enumerate(work):
@@ -105,19 +136,28 @@ class TieredWorld:
         return self.layers[layer][int(row[block]), token % BLOCK_SIZE, :8]
 
     def _stamp(self, layer: int, request: FakeRequest, token: int) -> torch.Tensor:
-        digits = [layer, request.name % 256, request.name // 256, token % 256, token // 256, 1, 2, 3]
+        writer, place = request.writers[token // BLOCK_SIZE], token % BLOCK_SIZE
+        block = request.blocks[token // BLOCK_SIZE]
+        digits = [layer, writer % 256, writer // 256, block % 256, block // 256, place, 2, 3]
         return torch.tensor(digits, dtype=torch.uint8)
 
     def random_step(self, rng: random.Random) -> None:
         """A new request, an end, a swap beside the steps, and a step of some requests."""
         if len(self.requests) < 6 and rng.random() < 0.5:
-            self.begin()
+            self.begin_with_prefix(rng)
         if self.requests and rng.random() < 0.1:
             self.end(rng.choice(self.requests))
-        idle = [request for request in self.requests if request.num_tokens]
+        idle = [request for request in self.requests if request.blocks]
         if idle and rng.random() < 0.3:
             blocks = np.array(rng.choice(idle).blocks)
-            if rng.random() < 0.5:
+            if rng.random() < 0.3:
+                request = rng.choice(idle)
+                full = request.blocks[: request.num_tokens // BLOCK_SIZE]
+                if full:
+                    self.tiers.place(
+                        np.array(full), rng.sample(range(self.num_layers), rng.randint(0, self.num_layers))
+                    )
+            elif rng.random() < 0.5:
                 self.tiers.bring(blocks, np.zeros(0, dtype=np.int64))
             else:
                 self.tiers.write_behind(blocks)

@@ -12,7 +12,7 @@ from pengserve.replicas.kv import pacing
 from pengserve.replicas.migration import leaving
 from pengserve.replicas.migration.leaving import Leaving, Phase
 from tests.replicas.migration.sum_lanes import BLOCK, BLOCK_BYTES
-from tests.replicas.migration.world import World
+from tests.replicas.migration.world import SumInstance, World
 from tests.support.effort import is_long
 
 
@@ -215,6 +215,17 @@ def test_any_member_may_die_in_each_phase(shapes: tuple[str, str], phase: Phase,
         world.run_to_the_end()
 
 
+def is_quiet(instance: SumInstance) -> bool:
+    """Whether nothing of a migration is left here."""
+    members = instance.migrations._members
+    return not (
+        instance.migrations.is_moving
+        or instance.transfers._under_way
+        or members.senders.names
+        or members.receivers.names
+    )
+
+
 @pytest.mark.parametrize("side", (0, 1))
 @pytest.mark.parametrize("phase", [p for p in PHASES if p is not Phase.COPIED])
 @pytest.mark.parametrize("shapes", [("dp", "dp"), ("tp2", "pp2"), ("pp2", "tp2")])
@@ -229,12 +240,12 @@ def test_a_switch_wins(shapes: tuple[str, str], phase: Phase, side: int) -> None
             instance.is_switching = True
             for _ in range(order % 4):
                 world.act()
+        assert not members[0].migrations.is_moving, "it ends at once where the leader has prepared"
+        world.run(lambda members=members: all(is_quiet(instance) for instance in members))  # type: ignore[misc]
         for _ in range(50):
             world.act()
-        # Words of the leader that were on their way may have begun something; its last word ends that.
-        world.run(lambda: not any(i.migrations._members.senders.names for i in members), limit=1000)  # noqa: B023
+            assert not members[0].migrations.is_moving, "none begins"
         for instance in members:
-            assert not instance.migrations.is_moving and not instance.transfers._under_way
             instance.is_switching = False
         world.order(0, 1)
         world.run_to_the_end()
