@@ -44,6 +44,7 @@ from pengserve.planners.types.snapshot import (
     KvCapacity,
     LaneInfo,
 )
+from pengserve.planners.types.step_cost import StepCost
 from pengserve.replicas.revisions import Revisions
 
 SIZES = (8, 64, 256, 1000)
@@ -57,6 +58,9 @@ SWITCH_END = "a switch's end"  # between ticks, on the same event loop
 CAPACITY = KvCapacity(
     num_blocks=1024, block_size=16, bytes_per_block=1 << 20, max_model_len=8192, max_num_seqs=64, weight_bytes=512 << 20
 )
+
+# About a 14B model on one A800; the judge scales other shapes from it.
+STEP_COST = StepCost(load_s=0.02, token_s=5e-5, extra_s=6e-5, seq_s=5e-5, context_s=1.3e-7, pair_s=2.7e-9)
 
 # What instances hold and queue in each tick, as shares of a dp lane: (least, most) of a share of the instances.
 LOADS: dict[str, tuple[tuple[float, float, float], ...]] = {
@@ -137,7 +141,7 @@ class TickPort:
 
 def _newborn(key: InstanceKey) -> InstanceSnapshot:
     weight_blocks = CAPACITY.weight_bytes // CAPACITY.bytes_per_block
-    lanes = [LaneInfo(shape="dp", capacity=CAPACITY)]
+    lanes = [LaneInfo(shape="dp", capacity=CAPACITY, step_cost=STEP_COST)]
     for degree in DEGREES:
         wide = replace(CAPACITY, block_size=16 * degree, max_model_len=8192 * degree)
         lanes.append(LaneInfo(shape=f"tp{degree}", capacity=wide))
@@ -177,6 +181,7 @@ def _stats(answer: InstanceSnapshot, name: str, source: random.Random) -> Instan
         kv_blocks_used=used,
         queued_tokens=(wanted - used) * lane.block_size,
         total_generated_tokens=answer.stats.total_generated_tokens + source.randrange(1000),
+        **_counted(answer.stats, used // 16, used, source),
         last_step_s=source.uniform(0.01, 0.03),
         shape=shape,
         is_follower=is_follower,
@@ -185,6 +190,23 @@ def _stats(answer: InstanceSnapshot, name: str, source: random.Random) -> Instan
         max_model_len=lane.max_model_len,
         longest_tokens=min(used * lane.block_size, 2000),
     )
+
+
+def _counted(before: InstanceStats, running: int, used: int, source: random.Random) -> dict[str, int]:
+    """Requests and steps that the judge measures: about 20 steps a tick, and a request now and then."""
+    came, steps, context = source.randrange(3), 20, used * 16
+    step_s = STEP_COST.step_s(running, running, context)
+    return {
+        "total_requests": before.total_requests + came,
+        "total_request_tokens": before.total_request_tokens + 500 * came,
+        "total_finished": before.total_finished + came,
+        "total_finished_tokens": before.total_finished_tokens + 100 * came,
+        "total_costed_steps": before.total_costed_steps + steps,
+        "total_step_us": before.total_step_us + int(1e6 * steps * step_s),
+        "total_step_tokens": before.total_step_tokens + steps * running + 500 * came,
+        "total_step_seqs": before.total_step_seqs + steps * running,
+        "total_step_context": before.total_step_context + steps * context,
+    }
 
 
 # Measuring ------------------------------------------------------------------------------------------------------------

@@ -348,6 +348,7 @@ class Settings(_Section):
             merge=self.shape.merge_config(),
             drop=replace(self.shape.drop.drop_config(), max_stages=self.max_stages),
             migrate=MigrateConfig(is_auto=self.shape.migrate),
+            judge=self.shape.judge.judge_config(),
             **(self.controller.model_dump() | {"max_starting": self._max_starting}),
         )
 

@@ -7,7 +7,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator, model_validator
 
-from pengserve.planners.types.config import DropConfig, MergeConfig, MicrobatchPolicy, check_degrees, check_max_stages
+from pengserve.planners.types.config import (
+    DropConfig,
+    JudgeConfig,
+    MergeConfig,
+    MicrobatchPolicy,
+    check_degrees,
+    check_max_stages,
+)
 
 Strategy = Literal["sequential", "soft", "hard", "carry"]  # `planners.types.plans.SwitchStrategy`
 
@@ -42,6 +49,21 @@ class DropSettings(BaseModel, extra="forbid", validate_default=True, frozen=True
         return DropConfig(is_auto=self.auto, **self.model_dump(exclude={"auto", "microbatches", "max_in_flight"}))
 
 
+class JudgeSettings(BaseModel, extra="forbid", validate_default=True, frozen=True):
+    """When a change of the layout pays; see `planners.types.config.JudgeConfig`."""
+
+    horizon_s: float = Field(default=20, gt=0)
+    margin: float = Field(default=0.15, ge=0)
+    least_s: float = Field(default=1, ge=0)
+    slo_scale: float = Field(default=5, ge=0)
+    miss_weight: float = Field(default=20, ge=0)
+    regret: float = Field(default=0.5, ge=0)
+
+    def judge_config(self) -> JudgeConfig:
+        """What the judge goes by."""
+        return JudgeConfig(**self.model_dump())
+
+
 class ShapeSettings(BaseModel, extra="forbid", validate_default=True, frozen=True):
     """Which groups the instances may form, and when; see `planners.types.config.MergeConfig`.
 
@@ -65,6 +87,7 @@ class ShapeSettings(BaseModel, extra="forbid", validate_default=True, frozen=Tru
     migrate: bool = False  # running requests move from full instances to free ones, while both serve
 
     drop: DropSettings = DropSettings()
+    judge: JudgeSettings = JudgeSettings()
 
     @field_validator("cuda", mode="before")
     @classmethod
@@ -85,5 +108,5 @@ class ShapeSettings(BaseModel, extra="forbid", validate_default=True, frozen=Tru
 
     def merge_config(self) -> MergeConfig:
         """What the merge planner goes by."""
-        elsewhere = {"degrees", "auto", "peer_timeout_s", "cuda", "migrate", "drop"}
+        elsewhere = {"degrees", "auto", "peer_timeout_s", "cuda", "migrate", "drop", "judge"}
         return MergeConfig(is_auto=self.auto, **self.model_dump(exclude=elsewhere))

@@ -9,6 +9,7 @@ from typing import Any
 from pengserve.controller.events import EventDraft
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete
+from pengserve.planners.judge.forecasts import Outcome
 from pengserve.planners.pinned import plan_pinned
 from pengserve.planners.selector import AT_REST, Action, Decision, Option, SelectorHistory, select
 from pengserve.planners.types.config import ControllerConfig
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 
 DEMAND_LIFETIME_S = 10.0  # an ingress that says nothing for so long wants nothing any more
 SHORTAGE_PERIOD_S = 10.0  # between two events that tell of missing instances
+SURPRISE = 1.5  # times as many request-seconds as were predicted, or as few
 _SHOWN_GROUPS = 8
 
 
@@ -117,8 +119,8 @@ class Steering:
                 return plan, ()
         strategy = self._target.strategy if self._target is not None else SwitchStrategy.CARRY
         merge, drop = self._config.merge, self._config.drop
-        plan, self._history, decision = select(snapshot, merge, drop, self._history, strategy)
-        news = self._news(decision)
+        plan, self._history, decision = select(snapshot, merge, drop, self._history, strategy, self._config.judge)
+        news = self._news(decision, snapshot.time_s)
         if plan is None or not set(plan.group.members).isdisjoint(leaving):
             return None, news
         violations = check_switch(plan, snapshot)
@@ -127,13 +129,18 @@ class Steering:
         self._refused = violations
         return (None if violations else plan), news
 
-    def _news(self, decision: Decision) -> tuple[EventDraft, ...]:
+    def _news(self, decision: Decision, time_s: float) -> tuple[EventDraft, ...]:
         """The event of a decision that is another one than the last, and more than to rest.
 
         Memory may be short at every other look: that instances are missing is told once in a while.
         """
         before, self._decision = self._decision, decision
-        if self._config.drop.max_stages <= 1 or decision.is_rest or decision.is_same(before):
+        outcomes = tuple(became(outcome) for outcome in decision.outcomes if _is_told(outcome))
+        return (*outcomes, *self._decided(decision, before, time_s))
+
+    def _decided(self, decision: Decision, before: Decision, time_s: float) -> tuple[EventDraft, ...]:
+        has_choice = self._config.drop.max_stages > 1 or decision.is_judged
+        if not has_choice or decision.is_rest or decision.is_same(before):
             return ()
         if decision.chosen.action is Action.KEEP:
             now_s = self._clock()
@@ -141,19 +148,67 @@ class Steering:
                 self._decision = AT_REST  # it is told later, if it lasts
                 return ()
             self._short_s = now_s
-        return (decided(decision),)
+        return (decided(decision, time_s),)
 
 
-def decided(decision: Decision) -> EventDraft:
-    """The event of a decision."""
+def decided(decision: Decision, time_s: float) -> EventDraft:
+    """The event of a decision at `time_s`. The event of its outcome has the same span."""
     options = [_shown(option) for option in decision.options]
     data = {**_shown(decision.chosen), "needs_instances": decision.needs_instances, "options": options}
-    return EventDraft(kind=EventKind.PLAN_DECIDED, why=decision.chosen.why, data=data)
+    span = _span(time_s) if decision.is_judged else ""
+    return EventDraft(kind=EventKind.PLAN_DECIDED, why=decision.chosen.why, span=span, data=data)
+
+
+def _span(made_s: float) -> str:
+    return f"decision:{made_s:.2f}"
+
+
+def became(outcome: Outcome) -> EventDraft:
+    """The event of a prediction whose horizon is over."""
+    measured, predicted = outcome.measured, outcome.predicted
+    data = {
+        "action": outcome.action,
+        "groups": " ".join(map(str, outcome.groups[:_SHOWN_GROUPS])),
+        "predicted": _figures(predicted.ttft_s, predicted.tpot_s, predicted.queue, predicted.finished),
+        "measured": _figures(measured.ttft_s, measured.tpot_s, measured.queue, measured.finished),
+        "error": round(outcome.error, 3),
+    }
+    why = (
+        f"TTFT {measured.ttft_s:.2f} s, {predicted.ttft_s:.2f} were predicted;"
+        f" TPOT {measured.tpot_s * 1e3:.1f} ms, {predicted.tpot_s * 1e3:.1f} were predicted"
+    )
+    return EventDraft(kind=EventKind.PLAN_OUTCOME, why=why, span=_span(outcome.made_s), data=data)
+
+
+def _is_told(outcome: Outcome) -> bool:
+    """Of what was kept, only surprises: the log has changes, and no heartbeats."""
+    return outcome.action != Action.KEEP or abs(math.log(outcome.error)) > math.log(SURPRISE)
 
 
 def _shown(option: Option) -> dict[str, Any]:
     group = "" if option.group is None else str(option.group)
-    return {"action": option.action.value, "group": group, "price_s": round(option.price_s, 3), "why": option.why}
+    found: dict[str, Any] = {
+        "action": option.action.value,
+        "group": group,
+        "price_s": round(option.price_s, 3),
+        "why": option.why,
+    }
+    predicted = option.prediction
+    if predicted is not None:
+        figures = _figures(predicted.ttft_s, predicted.tpot_s, predicted.queue, predicted.finished)
+        recomputed = round(predicted.recomputed_tokens)
+        found |= {"gain_s": round(option.gain_s, 3), "predicted": figures | {"recomputed_tokens": recomputed}}
+    return found
+
+
+def _figures(ttft_s: float, tpot_s: float, queue: float, finished: float) -> dict[str, float]:
+    """Of some groups within the horizon: mean seconds, requests that wait at the end, and requests that ended."""
+    return {
+        "ttft_s": round(ttft_s, 4),
+        "tpot_s": round(tpot_s, 5),
+        "queue": round(queue, 1),
+        "finished": round(finished, 1),
+    }
 
 
 def _dissolution(snapshot: ClusterSnapshot, leaving: Collection[InstanceId]) -> SwitchPlan | None:

@@ -244,7 +244,7 @@ def plan_drop(
     """
     if not demand.is_short:
         return Verdict(why="no group is short of memory")
-    groups, all_buckets = _buckets(snapshot.groups)
+    groups, all_buckets = pipeline_buckets(snapshot.groups)
     buckets = [bucket for bucket in all_buckets if bucket.members.shape[1] <= config.max_stages]
     size = max([demand.by_member.table.size, *(bucket.size for bucket in buckets)])
     search = _Search(demand, config, claimed, size)
@@ -281,7 +281,8 @@ def _make_buckets(groups: tuple[Group, ...]) -> tuple[tuple[Group, ...], tuple[B
     return tuple(found), tuple(buckets)
 
 
-_buckets = Kept(_make_buckets)
+pipeline_buckets = Kept(_make_buckets)
+"""The pipelines among some groups, all and in buckets of one length."""
 
 
 def _names(groups: Sequence[Group]) -> str:

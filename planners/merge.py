@@ -78,8 +78,11 @@ class _Step:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Look:
-    """One call's working state. `claimed` begins with what switches, and grows from reason to reason."""
+class Look:
+    """One call's working state: what is free, and what may be split.
+
+    `claimed` begins with what switches, and grows from reason to reason.
+    """
 
     view: ClusterView
     config: MergeConfig
@@ -116,13 +119,19 @@ class Proposal:
     claimed: frozenset[InstanceId] = frozenset()  # for long and urgent requests: leave their groups alone
     history: LoadHistory = field(default_factory=LoadHistory)  # for the next call, where the plan is not followed
     followed: LoadHistory = field(default_factory=LoadHistory)  # ... and where it is
+    look: "Look | None" = field(default=None, compare=False)  # what the judge of merges and splits for load asks
 
 
-def propose(snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory) -> Proposal:
+def propose(
+    snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory, *, is_judged: bool = False
+) -> Proposal:
     """The next merge or split, for a caller that may choose another switch.
 
     A function of its arguments alone. It must see the cluster regularly, also while nothing happens: the history
     measures how long things last. After a gap of more than `quiet_s` the measuring begins anew.
+
+    Args:
+        is_judged: merges and splits for load are the judge's: only what requests need is proposed.
     """
     if not snapshot.policy.is_auto:
         return Proposal(history=history, followed=history)
@@ -131,12 +140,14 @@ def propose(snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory
     queues = _queues(snapshot, history)
     lasting_queues = (i for i, since_s in queues.items() if snapshot.time_s - since_s >= QUEUE_S)
     view = ClusterView.of(snapshot, config.busy_requests, lasting_queues)
-    history = _observe(view, config, replace(history, queue_since_s=queues, seen_s=snapshot.time_s))
-    look = _Look(view=view, config=config, history=history, claimed=snapshot.claims)
-    step = _for_long_context(look) or _for_wishes(look) or _for_load(look)
+    history = _observe(view, config, replace(history, queue_since_s=queues, seen_s=snapshot.time_s), is_judged)
+    look = Look(view=view, config=config, history=history, claimed=snapshot.claims)
+    step = _for_long_context(look) or _for_wishes(look)
+    if step is None:
+        step = _resume_paused(look) if is_judged else _for_load(look)
     history, claimed = look.history, frozenset(look.claimed)
     if step is None:
-        return Proposal(claimed=claimed, history=history, followed=history)
+        return Proposal(claimed=claimed, history=history, followed=history, look=look)
     strategy, why = SwitchStrategy(step.strategy), f"{step.reason}: {step.why}"
     plan = make_plan(snapshot, view.instances, step.group, step.is_merge, strategy, why)
     followed = history
@@ -144,7 +155,7 @@ def propose(snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory
         followed = replace(history, planned=(step.group, step.reason))
     elif step.reason is Reason.LOAD and view.load(step.group).load > config.split_above:
         followed = replace(history, relieved_s=snapshot.time_s)
-    return Proposal(plan=plan, reason=step.reason, claimed=claimed, history=history, followed=followed)
+    return Proposal(plan=plan, reason=step.reason, claimed=claimed, history=history, followed=followed, look=look)
 
 
 # What is remembered
@@ -156,7 +167,7 @@ def _queues(snapshot: ClusterSnapshot, history: LoadHistory) -> dict[InstanceId,
     return {InstanceId(i): before.get(i, snapshot.time_s) for i in waiting}
 
 
-def _observe(view: ClusterView, config: MergeConfig, history: LoadHistory) -> LoadHistory:
+def _observe(view: ClusterView, config: MergeConfig, history: LoadHistory, is_judged: bool) -> LoadHistory:
     snapshot = view.snapshot
     now_s, demands = snapshot.time_s, snapshot.demands
     wanted = {degree: now_s for d in demands for degree, num in d.wanted_degrees if num > 0}
@@ -166,7 +177,7 @@ def _observe(view: ClusterView, config: MergeConfig, history: LoadHistory) -> Lo
         running_groups={
             g: _running_group(g, snapshot, history) for g in group_table(snapshot.layout.groups).of_kind[GroupKind.TP]
         },
-        low_since_s=dict(_low(view, config, history.low_since_s)),
+        low_since_s={} if is_judged else dict(_low(view, config, history.low_since_s)),
         wanted_s={d: s for d, s in {**history.wanted_s, **wanted}.items() if now_s - s < config.min_dwell_s},
         priority_s=None if priority_s is None or now_s - priority_s >= config.min_dwell_s else priority_s,
     )
@@ -192,7 +203,7 @@ def _low(view: ClusterView, config: MergeConfig, before: Mapping[Group, float]) 
 # Use case 3: requests that are too long for one instance
 
 
-def _for_long_context(look: _Look) -> _Step | None:
+def _for_long_context(look: Look) -> _Step | None:
     view, config = look.view, look.config
     for group in look.tp_groups():
         if _is_kept_for_long(look, group):
@@ -215,7 +226,7 @@ def _for_long_context(look: _Look) -> _Step | None:
     return None
 
 
-def _is_kept_for_long(look: _Look, group: Group) -> bool:
+def _is_kept_for_long(look: Look, group: Group) -> bool:
     """A request runs there that fits nowhere narrower, or is on its way, or may have grown to it."""
     if look.view.needs_group(group):
         return True
@@ -225,14 +236,14 @@ def _is_kept_for_long(look: _Look, group: Group) -> bool:
     return look.age_s(group) < ON_THE_WAY_S or (load.num_requests > 0 and load.load <= look.config.split_above)
 
 
-def _claim_narrowest(look: _Look, num_tokens: int) -> None:
+def _claim_narrowest(look: Look, num_tokens: int) -> None:
     """Keeps a route for a request that has not reached it yet."""
     able = [g for g in look.tp_groups() if look.view.max_tokens(g, g.shape) >= num_tokens]
     if able:
         look.claim(min(able, key=lambda g: (g.degree, g.members)))
 
 
-def _narrowest(look: _Look, num_tokens: int) -> Group | None:
+def _narrowest(look: Look, num_tokens: int) -> Group | None:
     """The narrowest group that holds `num_tokens`, on the least loaded members; free of others' claims."""
     able = [g for g in look.view.tp_groups if look.view.max_tokens(g, g.shape) >= num_tokens and _is_possible(look, g)]
     return min(able, key=lambda g: (g.degree, *_cost(look, g)), default=None)
@@ -241,7 +252,7 @@ def _narrowest(look: _Look, num_tokens: int) -> Group | None:
 # Use case 2: requests that are urgent or ask for a shape
 
 
-def _for_wishes(look: _Look) -> _Step | None:
+def _for_wishes(look: Look) -> _Step | None:
     wanted_degrees = sorted(look.history.wanted_s)
     # Groups that run come first: two wishes that exclude each other must not take turns.
     unmet = [degree for degree in wanted_degrees if not _claim_running(look, {degree})]
@@ -255,21 +266,31 @@ def _for_wishes(look: _Look) -> _Step | None:
     return None
 
 
-def _claim_running(look: _Look, degrees: set[int]) -> bool:
-    """Claims a group of the layout for wishes; the widest, and rather one that stands for a wish."""
+def _claim_running(look: Look, degrees: set[int]) -> bool:
+    """Claims a group of the layout for wishes; the widest, and rather one that stands for a wish.
+
+    One that keeps paused requests waiting for long comes last, so that it can end where another serves as well.
+    """
     running_groups = look.history.running_groups
     able = [g for g in look.view.groups() if g.tensor_degree in degrees and not _is_needed_by_all(look, g)]
     if not able:
         return False
     for_others = [g.kind is GroupKind.TP and running_groups[g].reason is not Reason.PRIORITY for g in able]
-    ranked = zip(for_others, able, strict=True)
-    _, found = min(ranked, key=lambda pair: (pair[0], -pair[1].tensor_degree, pair[1].degree, pair[1].members))
+    holds_up = [_holds_up(look, g) for g in able]
+    ranked = zip(holds_up, for_others, able, strict=True)
+    *_, found = min(ranked, key=lambda row: (row[0], row[1], -row[2].tensor_degree, row[2].degree, row[2].members))
     if found.kind is not GroupKind.PP:  # one that is restored serves a wish for dp all the more
         look.claim(found)
     return True
 
 
-def _is_needed_by_all(look: _Look, group: Group) -> bool:
+def _holds_up(look: Look, group: Group) -> bool:
+    """Whether requests have been paused for `group` for as long as a turn of the layout lasts."""
+    is_tp = group.kind is GroupKind.TP
+    return is_tp and look.age_s(group) >= look.config.min_dwell_s and look.view.num_paused(group) > 0
+
+
+def _is_needed_by_all(look: Look, group: Group) -> bool:
     """Whether `group` is all there is, and so loaded that its members serve best effort better alone."""
     if not _takes_all(look, group):
         return False
@@ -280,14 +301,14 @@ def _is_needed_by_all(look: _Look, group: Group) -> bool:
     return load.load >= OVERLOAD or (is_choice and load.load > look.config.split_above)
 
 
-def _priority_degrees(look: _Look) -> list[int]:
+def _priority_degrees(look: Look) -> list[int]:
     """The degree of a group for urgent requests: the widest that leaves half of the instances, else the narrowest."""
     degrees = sorted({g.degree for g in look.view.tp_groups if g.degree <= look.config.max_degree})
     halves = [d for d in degrees if 2 * d <= len(look.view.instances)]
     return halves[-1:] or degrees[:1]
 
 
-def _dp_for_wish(look: _Look) -> _Step | None:
+def _dp_for_wish(look: Look) -> _Step | None:
     able = [g for g in look.tp_groups() if look.is_free(g.members) and look.may_split(g)]
     if not able:
         return None
@@ -296,7 +317,7 @@ def _dp_for_wish(look: _Look) -> _Step | None:
     return _Step(group=group, is_merge=False, reason=Reason.PRIORITY, why=why, strategy=look.config.priority_strategy)
 
 
-def _tp_for_wish(look: _Look, degree: int) -> _Step | None:
+def _tp_for_wish(look: Look, degree: int) -> _Step | None:
     able = [
         g for g in look.view.tp_groups if g.degree == degree and _is_possible(look, g) and not _starves_others(look, g)
     ]
@@ -313,7 +334,7 @@ def _tp_for_wish(look: _Look, degree: int) -> _Step | None:
     return step
 
 
-def _starves_others(look: _Look, goal: Group) -> bool:
+def _starves_others(look: Look, goal: Group) -> bool:
     """Whether `goal` would leave no instance to best effort, although there are more than it needs, or all queue."""
     if not _takes_all(look, goal):
         return False
@@ -323,13 +344,13 @@ def _starves_others(look: _Look, goal: Group) -> bool:
     return len(look.view.instances) > goal.degree or is_busy or is_relieved
 
 
-def _takes_all(look: _Look, group: Group) -> bool:
+def _takes_all(look: Look, group: Group) -> bool:
     """Whether best effort runs, and claims and `group` leave no instance to it."""
     is_all = group.tensor_degree > 1 and all(i in look.claimed or i in group.members for i in look.view.instances)
     return is_all and _has_best_effort(look)
 
 
-def _has_best_effort(look: _Look) -> bool:
+def _has_best_effort(look: Look) -> bool:
     demands = look.view.snapshot.demands
     num_special = sum(max(d.num_priority, sum(num for _, num in d.wanted_degrees)) for d in demands)
     return _num_requests(look) > num_special
@@ -338,12 +359,23 @@ def _has_best_effort(look: _Look) -> bool:
 # Use case 1: load
 
 
-def _for_load(look: _Look) -> _Step | None:
+def _for_load(look: Look) -> _Step | None:
     free = [g for g in look.tp_groups() if look.is_free(g.members)]
     return _relieve(look, free) or _end_of_reason(look, free) or _merge_idle(look)
 
 
-def _relieve(look: _Look, free: list[Group]) -> _Step | None:
+def _resume_paused(look: Look) -> _Step | None:
+    """Splits a group that no request needs any more, where requests are paused: nothing else lets them go on."""
+    for group in look.tp_groups():
+        paused = look.view.num_paused(group) if look.is_free(group.members) else 0
+        if paused and look.may_split(group) and look.age_s(group) >= look.config.min_dwell_s:
+            why = f"nothing needs {group} any more, and {paused} requests are paused"
+            reason, strategy = look.history.running_groups[group].reason, look.config.load_strategy
+            return _Step(group=group, is_merge=False, reason=reason, why=why, strategy=strategy)
+    return None
+
+
+def _relieve(look: Look, free: list[Group]) -> _Step | None:
     """Splits the most loaded group, where more than one request would gain."""
     config, able = look.config, []
     for group in free:
@@ -358,7 +390,7 @@ def _relieve(look: _Look, free: list[Group]) -> _Step | None:
     return _Step(group=group, is_merge=False, reason=Reason.LOAD, why=why, strategy=config.load_strategy)
 
 
-def _end_of_reason(look: _Look, free: list[Group]) -> _Step | None:
+def _end_of_reason(look: Look, free: list[Group]) -> _Step | None:
     """Splits a group that no request needs any more, or hands it to the load rule where load allows it."""
     config, running_groups = look.config, dict(look.history.running_groups)
     step = None
@@ -377,7 +409,7 @@ def _end_of_reason(look: _Look, free: list[Group]) -> _Step | None:
     return step
 
 
-def _merge_idle(look: _Look) -> _Step | None:
+def _merge_idle(look: Look) -> _Step | None:
     """Forms the widest group that has been allowed by load for long enough."""
     config, history, view = look.config, look.history, look.view
     if history.relieved_s is not None and look.now_s - history.relieved_s < config.min_dwell_s:
@@ -407,7 +439,7 @@ def _merge_idle(look: _Look) -> _Step | None:
 # Common to all reasons
 
 
-def _step_to(look: _Look, goal: Group, reason: Reason, why: str, strategy: str) -> _Step | None:
+def _step_to(look: Look, goal: Group, reason: Reason, why: str, strategy: str) -> _Step | None:
     """The next step to `goal`; None while it must wait."""
     found = next_step(look.view, goal, look.may_split)
     if found is None:
@@ -417,12 +449,12 @@ def _step_to(look: _Look, goal: Group, reason: Reason, why: str, strategy: str) 
     return _Step(group=group, is_merge=is_merge, reason=reason, why=why, strategy=strategy)
 
 
-def _is_possible(look: _Look, goal: Group) -> bool:
+def _is_possible(look: Look, goal: Group) -> bool:
     """Whether nothing claimed is in the way of `goal`, and no step towards it must wait."""
     return look.is_free(goal.members) and next_step(look.view, goal, lambda g: can_split(look.view, g)) is not None
 
 
-def _cost(look: _Look, goal: Group) -> tuple[int, float, int, tuple[InstanceId, ...]]:
+def _cost(look: Look, goal: Group) -> tuple[int, float, int, tuple[InstanceId, ...]]:
     """What forming `goal` disturbs: requests, then KV, then groups to split; ties go to the lowest rank."""
     parts = look.view.groups_over(goal.members)
     loads = [look.view.load(part) for part in parts]
@@ -430,6 +462,6 @@ def _cost(look: _Look, goal: Group) -> tuple[int, float, int, tuple[InstanceId, 
     return sum(load.num_requests for load in loads), sum(load.kv_share for load in loads), num_splits, goal.members
 
 
-def _num_requests(look: _Look) -> int:
+def _num_requests(look: Look) -> int:
     """Requests that run or wait anywhere."""
     return sum(load.num_requests for load in look.view.loads.values())

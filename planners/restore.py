@@ -99,7 +99,7 @@ def plan_restore(
     for group in dict.fromkeys(way.group for way in low_since_s):
         if now_s - history.since_s[group] < config.min_dwell_s or any(m in claimed for m in group.members):
             continue
-        for way in _ways(group, snapshot):
+        for way in ways(group, snapshot.groups):
             low_s = now_s - low_since_s.get(way, now_s + 1)
             if low_s >= config.quiet_s and can_restore(demand, way, config.drop_above, longest_waiting):
                 able.append(_plan(demand, way, low_s))
@@ -109,10 +109,10 @@ def plan_restore(
     return min(able, key=lambda plan: (plan.moved_bytes, plan.group.members), default=None), history
 
 
-def _ways(group: Group, snapshot: ClusterSnapshot) -> tuple[Way, ...]:
-    """What a pipeline can end in, the way that brings most parameters back first."""
+def ways(group: Group, groups: tuple[Group, ...]) -> tuple[Way, ...]:
+    """What a pipeline can end in, the way that brings most parameters back first; `groups` could be formed now."""
     whole, halved = _all_ways(group)
-    formable = formable_groups(snapshot.groups)
+    formable = formable_groups(groups)
     return (whole, halved) if halved and all(half in formable for half in halved.parts) else (whole,)
 
 
@@ -150,7 +150,7 @@ def _quiet_ways(demand: MemoryDemand, config: DropConfig, snapshot: ClusterSnaps
         in_members, in_halves = _room_blocks(demand, alike)
         is_low = blocks < config.restore_below * in_members, blocks < config.restore_below * in_halves
         for i in np.flatnonzero(~is_known | is_low[0] | is_low[1]).tolist():
-            for way in _ways(demand.by_member.table.groups[alike.at[i]], snapshot):
+            for way in ways(demand.by_member.table.groups[alike.at[i]], snapshot.groups):
                 if not is_known[i] or is_low[0 if way.is_alone else 1][i]:
                     yield way, bool(is_known[i])
 

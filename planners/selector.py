@@ -1,82 +1,48 @@
 """The one arbiter of the layout: which of merge, split, drop and restore comes next, so that plans never fight.
 
-The first that is due, and each one on what those before it leave alone:
+What requests need comes first: merges and splits for those that are too long, urgent, or ask for a shape; their groups
+are theirs. Of all else the change comes next that pays best (`planners.judged`). Where a user has pinned a layout, the
+next switch is one that leads to it.
 
-    1. merge, split    for requests that are too long, urgent, or ask for a shape: their groups are theirs
+While nothing can be predicted, since no request has come or no step was measured, the first that is due comes next:
+
+    1. merge, split    for what requests need
     2. drop            where memory is short, or will be in a moment
     3. split, merge    for load; no group that is short of memory is merged for load
     4. restore         where memory is plenty, and short nowhere
 
+These have prices too, for people: seconds that requests stall, over all requests (`planners.prices`).
+
 Switches whose groups have no member in common are carried out side by side: a call plans what members of those under
-way, and of those that were aborted a moment ago, have no part in. Merges and splits for load, wishes and long requests
-come one after another all the same, as each changes what the next should be.
-
-Where a user has pinned a layout, the rules above rest, and the next switch is one that leads to that layout.
-
-Every option has a price, in seconds that requests stall, added up over all requests: those whose KV a switch moves, for
-as long as that takes; and those that find no memory after it, for `min_dwell_s` each, as that is when the layout is
-judged anew. The order above decides, and prices decide between options of one kind; they are there for people to see
-what else was possible, and what it would have cost.
+way, and of those that were aborted a moment ago, have no part in. Merges and splits for wishes and long requests come
+one after another all the same, as each changes what the next should be.
 """
 
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 import numpy as np
 
-from pengserve.planners.columns import group_table
+from pengserve.planners.columns import group_table, ready_instances
+from pengserve.planners.decision import AT_REST as AT_REST
+from pengserve.planners.decision import Action as Action
+from pengserve.planners.decision import Decision as Decision
+from pengserve.planners.decision import Option as Option
 from pengserve.planners.drop import Verdict, plan_drop
+from pengserve.planners.judge.judge import JudgeHistory
+from pengserve.planners.judged import Configs, Memory, decide_by_gain, next_of_same_look
 from pengserve.planners.merge import LoadHistory, Proposal, Reason, propose
 from pengserve.planners.overload import DemandHistory, MemoryDemand, predict_demand
 from pengserve.planners.pinned import plan_pinned
 from pengserve.planners.prices import Prices, demands_over
 from pengserve.planners.restore import RestoreHistory, RestorePlan, plan_restore
 from pengserve.planners.steps import make_plan
-from pengserve.planners.types.config import DropConfig, MergeConfig
+from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot
 
+JUDGE = JudgeConfig()
 SHOWN_DROPS = 4  # options of one look; a thousand instances may call for hundreds
-
-
-class Action(StrEnum):
-    """What can be done about the layout: nothing, or what `SwitchPlan.verb` says."""
-
-    KEEP = "keep"
-    MERGE = "merge"
-    SPLIT = "split"
-    DROP = "drop"
-    RESTORE = "restore"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
-    """One thing that could be done now."""
-
-    action: Action
-    group: Group | None = None  # None: nothing is done
-    price_s: float = 0.0  # seconds that requests stall, over all requests
-    why: str = ""  # one sentence for people
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decision:
-    """What is done, and what else was possible."""
-
-    chosen: Option
-    options: tuple[Option, ...] = ()  # all that were considered, the chosen one among them
-    needs_instances: bool = False  # memory is short, and dropping parameters does not help, or not enough
-
-    def is_same(self, other: "Decision") -> bool:
-        """Whether both say to do the same. Prices differ from look to look."""
-        mine = self.chosen.action, self.chosen.group, self.needs_instances
-        return mine == (other.chosen.action, other.chosen.group, other.needs_instances)
-
-    @property
-    def is_rest(self) -> bool:
-        """Whether nothing is to be done, and nothing is missing."""
-        return self.chosen.action is Action.KEEP and not self.needs_instances
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +52,7 @@ class SelectorHistory:
     load: LoadHistory = field(default_factory=LoadHistory)
     demand: DemandHistory = field(default_factory=DemandHistory)
     restore: RestoreHistory = field(default_factory=RestoreHistory)
-
-
-AT_REST = Decision(chosen=Option(action=Action.KEEP, why="nothing is due"))
+    judge: JudgeHistory = field(default_factory=JudgeHistory, compare=False)
 
 
 def select(
@@ -97,6 +61,7 @@ def select(
     drop: DropConfig,
     history: SelectorHistory,
     strategy: SwitchStrategy = SwitchStrategy.CARRY,
+    judge_config: JudgeConfig = JUDGE,
 ) -> tuple[SwitchPlan | None, SelectorHistory, Decision]:
     """The next switch or None, what to remember for the next call, and why.
 
@@ -105,13 +70,35 @@ def select(
     """
     if not snapshot.policy.is_auto:
         return _towards_target(snapshot, drop, history, strategy)
+    instances, configs = ready_instances(snapshot.instances), Configs(merge=merge, drop=drop, judge=judge_config)
+    if history.judge.is_same_look(snapshot):
+        plan, judged, decision = next_of_same_look(snapshot, instances, configs, history.judge)
+        return plan, replace(history, judge=judged), decision
+    judged = history.judge.seen(snapshot, instances, judge_config)
+    history = replace(history, judge=judged)
+    if judged.knows(instances) or judged.will_know(instances):
+        memory = Memory(load=history.load, demand=history.demand, judge=judged)
+        plan, memory, decision = decide_by_gain(snapshot, instances, configs, memory)
+        history = replace(history, load=memory.load, demand=memory.demand, judge=memory.judge)
+        return plan, history, decision
+    return _by_rules(snapshot, merge, drop, history)
+
+
+def _by_rules(
+    snapshot: ClusterSnapshot, merge: MergeConfig, drop: DropConfig, history: SelectorHistory
+) -> tuple[SwitchPlan | None, SelectorHistory, Decision]:
+    """The first that is due, by the order above, while nothing can be predicted."""
     busy = snapshot.busy
     if any(plan.group.kind is GroupKind.TP for plan in snapshot.switching):
         proposal = Proposal(claimed=busy, history=history.load, followed=history.load)
     else:
         proposal = propose(snapshot, merge, history.load)
     if drop.max_stages <= 1 and not group_table(snapshot.layout.groups).of_kind[GroupKind.PP]:
-        return proposal.plan, SelectorHistory(load=proposal.followed), _decide_alone(snapshot, drop, proposal.plan)
+        return (
+            proposal.plan,
+            SelectorHistory(load=proposal.followed, judge=history.judge),
+            _decide_alone(snapshot, drop, proposal.plan),
+        )
     demand, demand_history = predict_demand(snapshot, drop, history.demand)
     verdict = plan_drop(snapshot, demand, drop, claimed=proposal.claimed) if drop.is_auto else Verdict()
     if busy:  # what they lead to is not known yet
@@ -120,7 +107,10 @@ def select(
     plan = _first(snapshot, demand, proposal, verdict, restore)
     is_followed = plan is not None and plan is proposal.plan
     history = SelectorHistory(
-        load=proposal.followed if is_followed else proposal.history, demand=demand_history, restore=restore_history
+        load=proposal.followed if is_followed else proposal.history,
+        demand=demand_history,
+        restore=restore_history,
+        judge=history.judge,
     )
     prices = Prices.of(demand, drop)
     return plan, history, _decide(_options(prices, proposal.plan, verdict, restore), plan, verdict)

@@ -1,6 +1,6 @@
 """From a configuration to the machine that it names, the requests that come, and what its policy wants."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -8,9 +8,10 @@ from pydantic import ValidationError
 
 from pengserve.planners.cost_model import CostModel
 from pengserve.planners.types.errors import ConfigError, UnsupportedShapeError
+from pengserve.planners.types.step_cost import StepCost
 from pengserve.simulator.config import ClusterConfig, SimulationConfig, explain
 from pengserve.simulator.engine.cluster import ClusterShape
-from pengserve.simulator.engine.memory import Sizes, require_room
+from pengserve.simulator.engine.memory import MIN_BLOCKS, Sizes, require_room
 from pengserve.simulator.engine.network import LinkNetwork
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.hardware.catalog import Gpu, ModelSpec, Profile, load_catalog
@@ -20,6 +21,7 @@ from pengserve.simulator.policies.registry import policy_named
 from pengserve.simulator.requests import Arrival
 from pengserve.simulator.timing.choose import Timing, profile_times, step_times
 from pengserve.simulator.timing.cost_model_times import fit_cost_model
+from pengserve.simulator.timing.step_costs import step_costs
 from pengserve.simulator.timing.steps import ModelTimes
 from pengserve.simulator.timing.switches import SwitchCosts, latencies, switch_costs
 from pengserve.simulator.traces.config import build
@@ -99,6 +101,7 @@ def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
             sizes=sizes,
             shapes=shapes,
             start_s=costs.start_s(named.model) if cluster.start_s is None else cluster.start_s,
+            step_costs=_step_costs(cluster, sizes, shapes, times, setup),
         ),
         times=times,
         network=lambda: LinkNetwork(links, cluster.instances, cluster.per_node, latencies()),
@@ -226,6 +229,16 @@ def _lookahead(cluster: ClusterConfig, sizes: Sizes, times: ModelTimes) -> CostM
         max_model_len=min(sizes.max_model_len, sizes.dp.num_tokens),
     )
     return model
+
+
+def _step_costs(
+    cluster: ClusterConfig, sizes: Sizes, shapes: tuple[str, ...], times: Callable[[int], ModelTimes], setup: Setup
+) -> Mapping[str, StepCost]:
+    """What the production judge is told that steps cost by shape; a static layout is judged by no planner."""
+    if not shapes or setup.is_static:
+        return {}
+    max_len = max(MIN_BLOCKS * cluster.block_size, min(sizes.max_model_len, sizes.dp.num_tokens))
+    return step_costs(times, shapes, cluster.max_num_batched_tokens, cluster.max_num_seqs, max_len)
 
 
 def _scheduler(config: SimulationConfig, setup: Setup) -> Literal["vllm", "fast"]:

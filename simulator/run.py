@@ -152,6 +152,7 @@ class Simulation:
             degrees=self.setup.degrees,
             merge=self.setup.merge,
             drop=self.setup.drop,
+            judge=self.setup.judge,
             **self.config.controller.model_dump(),
         )
 

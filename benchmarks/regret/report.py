@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.regret import plot
-from benchmarks.regret.cases import OURS, STATIC_LABELS, left_out
+from benchmarks.regret.cases import OURS, STATIC_LABELS, all_cases, left_out, small_cases
 from benchmarks.regret.law import (
     LEAST_GOODPUT,
     MOST_TTFT,
@@ -82,7 +82,7 @@ def summary(found: Sequence[Measured]) -> list[str]:
 def _dispatch_alone(found: Sequence[Measured]) -> list[str]:
     """What dispatch by predicted TTFT does to the layout dp, which is dispatched by the least load."""
     pairs = [(m, m.row("dispatch"), m.row("dp")) for m in found]
-    over = {m.case.name: routed.good / plain.good for m, routed, plain in pairs if routed and plain and plain.good}
+    over = {m.case.name: ratios(routed, plain).goodput for m, routed, plain in pairs if routed and plain}
     if not over:
         return []
     worst = min(over, key=lambda name: over[name])
@@ -97,9 +97,11 @@ def text(found: Sequence[Measured], picture: str) -> str:
     """The report in Markdown."""
     heading, *body = rows(found)
     seconds = sum(row.cpu_s for measured in found for row in measured.rows)
+    whole = len(small_cases() if found[0].case in small_cases() else all_cases())
     lines = [
         "# PengServe against the best static layout", "",
-        f"`make bench-regret`. Virtual time, simulated in {seconds:,.0f} s of a core. {facts_line()}", "",
+        f"`make bench-regret`, {len(found)} of {whole} cases. Virtual time, simulated in {seconds:,.0f} s of a core."
+        f" {facts_line()}", "",
         f"![Ratios of goodput and of P99 TTFT]({picture})", "",
         "A case is `machine/trace/scale`; `benchmarks/regret/cases.yaml` lists machines and windows. Scale 1 is what"
         " vLLM dp serves, measured by `calibrate.py`. Goodput counts requests within 5 times the mean TTFT and TPOT"

@@ -85,5 +85,7 @@ def _run(plan: Plan, system: str, round_index: int) -> Run:
             return Run(system=system, round_index=round_index, found=json.loads(line.removeprefix("RESULT")))
     if system != OFFLOAD:
         raise RuntimeError(f"{system} failed:\n{done.stderr[-3000:]}")
-    lines = [line.strip() for line in done.stderr.splitlines() if "Error" in line]
-    return Run(system=system, round_index=round_index, found={}, failure=(lines or ["no result"])[-1])
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no output"]
+    told = [line for line in lines if "Error" in line] or lines
+    failure = f"{told[-1]} (exit status {done.returncode})"
+    return Run(system=system, round_index=round_index, found={}, failure=failure)

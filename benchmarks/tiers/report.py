@@ -9,11 +9,11 @@ from benchmarks.result_files import facts_line, plan_data, table, write_result
 from benchmarks.tiers.measure import OFFLOAD, PLAIN, TIERS, Plan, Run
 
 SCENARIOS = {
+    "unused": "a load that fits the device, before all others",
     "burst": "long prompts at once, of three times the device's KV",
     "churn": "answers that grow beyond the device's KV",
     "first turns": "first turns of conversations",
     "second turns": "their second turns, after their KV was pushed out",
-    "unused": "a load that fits the device",
 }
 MIB = 1 << 20
 
@@ -69,7 +69,7 @@ def markdown(plan: Plan, runs: Sequence[Run], date: str) -> str:
     lines = [
         "# KV on device and host against plain vLLM",
         "",
-        f"`python -m benchmarks.tiers` on {date}, {plan.rounds} rounds in turn, a process for each engine;"
+        f"`python -m benchmarks.tiers` on {date}, {plan.rounds} round(s) in turn, a process for each engine;"
         f" {plan.model.name}, float32, one thread. The device holds {plan.device_blocks} blocks of 32 tokens, the host"
         f" {plan.host_blocks}. All requests of a scenario come at once, without HTTP. Medians of the rounds. Processor"
         " seconds are those of the engine's process, its copies among them: other work on the machine does not count.",

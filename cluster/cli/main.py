@@ -173,15 +173,19 @@ def events(
     after: Annotated[int, typer.Option(min=0, help="Leave out events up to this number.")] = 0,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Stay, and print events as they happen.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+    why: Annotated[
+        bool, typer.Option("--why", help="Decisions about the layout alone: all options, predictions, outcomes.")
+    ] = False,
 ) -> None:
     """Show what happened in the cluster: instances started, lost and replaced, routes and layouts changed.
 
     - `pengserve events`
+    - `pengserve events --why`
     - `pengserve events --follow --json >> events.jsonl`
     """
     from pengserve.cluster.cli.watch import run_events
 
-    run_events(url, admin_key, after, follow, as_json)
+    run_events(url, admin_key, after, follow, as_json, why)
 
 
 @layout_app.callback()

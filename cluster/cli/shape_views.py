@@ -87,9 +87,50 @@ def describe_decision(data: Mapping[str, Any]) -> str:
     """What a decision chose, then what it left, with what requests stall: "drop pp2@(0,1): 0.3 s; keep: 9 s"."""
     chosen = (data.get("action"), data.get("group"))
     options = sorted(data.get("options", ()), key=lambda o: (o["action"], o["group"]) != chosen)
-    told = [f"{o['action']} {o['group']}".strip() + f": {o['price_s']:.3g} s" for o in options[:SHOWN_GROUPS]]
+    told = [f"{o['action']} {o['group']}".strip() + f": {_price(o)}" for o in options[:SHOWN_GROUPS]]
     more = ["more instances would help"] if data.get("needs_instances") else []
     return "; ".join(told + more)
+
+
+def _price(option: Mapping[str, Any]) -> str:
+    """What an option costs, and where that was predicted, what it gains."""
+    gains = f", gains {option['gain_s']:.3g} s" if option.get("gain_s") else ""
+    return f"{option['price_s']:.3g} s{gains}"
+
+
+def why_table(data: Mapping[str, Any]) -> Table:
+    """All options of a decision with what was predicted of each, the chosen one marked."""
+    table = Table(box=None, padding=(0, 2, 0, 6), header_style="dim")
+    table.add_column("option")
+    for name in ("price", "gain", "TTFT", "TPOT", "queue", "ended", "recomputed"):
+        table.add_column(name, justify="right")
+    chosen = (data.get("action"), data.get("group"))
+    for option in data.get("options", ()):
+        mark = "> " if (option["action"], option["group"]) == chosen else "  "
+        name = f"{mark}{option['action']} {option['group']}".rstrip()
+        figures = _figure_cells(option.get("predicted") or {})
+        table.add_row(name, f"{option['price_s']:.3g} s", f"{option.get('gain_s', 0.0):.3g} s", *figures)
+    return table
+
+
+def outcome_table(data: Mapping[str, Any]) -> Table:
+    """What was predicted of a change, and what was measured after its horizon."""
+    table = Table(box=None, padding=(0, 2, 0, 6), header_style="dim")
+    table.add_column(f"{data.get('action', '')} {data.get('groups', '')}".strip())
+    for name in ("TTFT", "TPOT", "queue", "ended"):
+        table.add_column(name, justify="right")
+    for name in ("predicted", "measured"):
+        table.add_row(name, *_figure_cells(data.get(name) or {})[:4])
+    return table
+
+
+def _figure_cells(figures: Mapping[str, Any]) -> list[str]:
+    """TTFT, TPOT, queue, ended, recomputed tokens; a dash where nothing was predicted."""
+    if not figures:
+        return ["-"] * 5
+    seconds = [f"{figures['ttft_s']:.3g} s", f"{figures['tpot_s'] * 1e3:.3g} ms"]
+    counts = [figures["queue"], figures["finished"], figures.get("recomputed_tokens", 0)]
+    return [*seconds, *(f"{count:,.0f}" for count in counts)]
 
 
 def switch_line(record: SwitchRecord | None, time_s: float) -> Text:

@@ -84,11 +84,13 @@ def bar(parts: Sequence[tuple[float, str, str]], width: int = BAR_WIDTH) -> Text
 def status_view(snapshot: ClusterSnapshot) -> RenderableType:
     """The table of `pengserve status`."""
     has_paused = any(i.stats.num_paused for i in snapshot.instances)
+    has_host = any(i.stats.host_blocks for i in snapshot.instances)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("instance", "state", "shape", "node", "device", "pid"):
         table.add_column(name)
     for name in (
         "KV used / total",
+        *(["host used / total"] if has_host else []),
         "running",
         "waiting",
         *(["paused"] if has_paused else []),
@@ -107,6 +109,7 @@ def status_view(snapshot: ClusterSnapshot) -> RenderableType:
             instance.device.device,
             str(instance.device.pid or "-"),
             f"{used:,} / {total:,}" if total and not stats.is_follower else "-",
+            *([_host_tokens(instance)] if has_host else []),
             f"{stats.num_running:,}",
             f"{stats.num_waiting:,}",
             *([f"{stats.num_paused:,}"] if has_paused else []),
@@ -121,7 +124,8 @@ def top_view(before: ClusterSnapshot | None, now: ClusterSnapshot, note: str = "
     seconds = now.time_s - before.time_s if before else 0.0
     has_paused = any(i.stats.num_paused for i in now.instances)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("instance", "state", "shape", "KV tokens", "memory"):
+    has_host = any(i.stats.host_blocks for i in now.instances)
+    for name in ("instance", "state", "shape", "KV tokens", "memory", *(["host tokens"] if has_host else [])):
         table.add_column(name, no_wrap=True)
     for name in ("run", "wait", *(["paused"] if has_paused else []), "in/s", "out/s"):
         table.add_column(name, justify="right", no_wrap=True)
@@ -136,6 +140,7 @@ def top_view(before: ClusterSnapshot | None, now: ClusterSnapshot, note: str = "
             Text(role(instance, group), _shape_style(instance)),
             _kv_bar(instance),
             _memory_bar(instance, leader_of(now.instances, instance, group)),
+            *([_host_bar(instance)] if has_host else []),
             str(stats.num_running),
             str(stats.num_waiting),
             *([str(stats.num_paused)] if has_paused else []),
@@ -227,6 +232,12 @@ def _kv_bar(instance: InstanceSnapshot) -> Text:
     return text.append(f" {share:4.0%} of {total:,}")
 
 
+def _host_tokens(instance: InstanceSnapshot) -> str:
+    """Tokens whose KV the host tier holds, and can hold."""
+    host_bytes, host_used, tokens = host_parts(instance)
+    return f"{tokens * host_used // host_bytes:,} / {tokens:,}" if host_bytes else "-"
+
+
 def _memory_bar(instance: InstanceSnapshot, leader: InstanceSnapshot) -> Text:
     """A follower holds as many bytes of its leader's requests as the leader does: its heads or layers of each block."""
     if instance.capacity is None:
@@ -234,9 +245,13 @@ def _memory_bar(instance: InstanceSnapshot, leader: InstanceSnapshot) -> Text:
     weight_bytes, kv_bytes, used_bytes = memory_parts(instance, leader)
     whole = max(weight_bytes + kv_bytes, 1)
     text = bar([(weight_bytes / whole, "█", "blue"), (used_bytes / whole, "▓", "green")])
-    text.append(f" {format_bytes(weight_bytes)} + {format_bytes(kv_bytes)}")
-    host_bytes, host_used, host_tokens = host_parts(instance)
-    if host_bytes:
-        text.append_text(bar([(host_used / host_bytes, "▓", "green")]))
-        text.append(f" host {format_bytes(host_bytes)}, {host_tokens:,} tokens")
-    return text
+    return text.append(f" {format_bytes(weight_bytes)} + {format_bytes(kv_bytes)}")
+
+
+def _host_bar(instance: InstanceSnapshot) -> Text:
+    """How full the host tier is."""
+    host_bytes, host_used, tokens = host_parts(instance)
+    if not host_bytes:
+        return Text("-", "dim")
+    share = host_used / host_bytes
+    return bar([(share, "▓", "green")]).append(f" {share:4.0%} of {tokens:,}")

@@ -7,8 +7,10 @@ from rich.live import Live
 
 from pengserve.client import PengServe, PengServeConnectionError
 from pengserve.cluster.cli.output import output_console, print_value
+from pengserve.cluster.cli.shape_views import outcome_table, why_table
 from pengserve.cluster.cli.views import event_line, status_view, top_view
 from pengserve.planners.types.codec import to_data
+from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.snapshot import ClusterSnapshot
 
 EVENT_PAGE = 500
@@ -41,19 +43,27 @@ def run_top(url: str, admin_key: str | None, interval_s: float, once: bool) -> N
             return
 
 
-def run_events(url: str, admin_key: str | None, after: int, follow: bool, as_json: bool) -> None:
-    """Print events after number `after`, all there are, and with `follow` those to come."""
+def run_events(url: str, admin_key: str | None, after: int, follow: bool, as_json: bool, is_why: bool = False) -> None:
+    """Print events after number `after`, all there are, and with `follow` those to come.
+
+    With `is_why` decisions about the layout alone, each with all options and what was predicted, and their outcomes.
+    """
     console = output_console()
     with PengServe(url, admin_key=admin_key) as client:
         try:
             while True:
                 page = client.events(after=after, limit=EVENT_PAGE)
                 for event in page:
+                    after = event.seq
+                    if is_why and event.kind not in (EventKind.PLAN_DECIDED, EventKind.PLAN_OUTCOME):
+                        continue
                     if as_json:
                         print(json.dumps(to_data(event)), flush=True)
-                    else:
-                        console.print(event_line(event), soft_wrap=True)
-                    after = event.seq
+                        continue
+                    console.print(event_line(event), soft_wrap=True)
+                    if is_why:
+                        is_outcome = event.kind is EventKind.PLAN_OUTCOME
+                        console.print((outcome_table if is_outcome else why_table)(event.data))
                 if len(page) == EVENT_PAGE:
                     continue
                 if not follow:

@@ -119,6 +119,25 @@ class DropConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeConfig:
+    """When a change of the layout pays (`planners.judge`). The unit is request-seconds."""
+
+    horizon_s: float = 20.0  # what is predicted
+    margin: float = 0.15  # of what is predicted without the change, that it must save beyond its price
+    least_s: float = 1.0  # ... and at least so many request-seconds
+    slo_scale: float = 5.0  # limits of TTFT and TPOT, times what a request alone would have on the fastest shape
+    miss_weight: float = 20.0  # a request beyond a limit costs so many times the seconds of a request alone
+    regret: float = 0.5  # weight of what would be lost if fewer or more requests come than expected
+
+    def __post_init__(self) -> None:
+        if self.horizon_s <= 0:
+            raise ValueError(f"horizon_s ({self.horizon_s:g}) must be above 0, as nothing could pay within no time")
+        for name in ("margin", "least_s", "slo_scale", "miss_weight", "regret"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} ({getattr(self, name):g}) must not be below 0")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MigrateConfig:
     """When running requests move from full instances to free ones. Loads are shares of KV, and may exceed 1."""
 
@@ -155,6 +174,7 @@ class ControllerConfig:
     merge: MergeConfig = field(default_factory=MergeConfig)
     drop: DropConfig = field(default_factory=DropConfig)
     migrate: MigrateConfig = field(default_factory=MigrateConfig)
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     prepare_timeout_s: float = 3.0
     commit_timeout_s: float = 20.0  # beyond a plan's own drain_timeout_s
     event_log_path: str = ""  # JSONL; empty keeps events in memory alone

@@ -25,6 +25,7 @@ class EventKind(StrEnum):
     LAYOUT_CHANGED = "layout_changed"
     POLICY_CHANGED = "policy_changed"  # who decides about the layout
     PLAN_DECIDED = "plan_decided"  # what the arbiter of the layout chose, and what else was possible
+    PLAN_OUTCOME = "plan_outcome"  # what was predicted of a layout, and what became of it within the horizon
     TRANSITION_START = "transition_start"
     TRANSITION_END = "transition_end"
     TRANSITION_ERROR = "transition_error"

@@ -12,6 +12,7 @@ from typing import Any
 from pengserve.planners.types.ids import NO_VERSION, Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Group, Layout
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
+from pengserve.planners.types.step_cost import StepCost
 
 
 class InstanceState(StrEnum):
@@ -63,6 +64,18 @@ class InstanceStats:
     total_resumed: int = 0  # requests taken over from a lost instance
     total_migrated: int = 0  # requests that left for another instance with their KV, while both served,
     total_migrated_bytes: int = 0  # ... and that KV
+    total_requests: int = 0  # requests that came, without those that had begun elsewhere
+    total_request_tokens: int = 0  # ... and the tokens of their prompts
+    total_finished: int = 0  # requests that ended here
+    total_finished_tokens: int = 0  # ... and the tokens that they generated
+    # What steps computed and took (`StepCost`); of a pipeline, what its stages took together, idle or not.
+    total_costed_steps: int = 0
+    total_step_us: int = 0
+    total_step_tokens: int = 0
+    total_step_extra_tokens: int = 0
+    total_step_seqs: int = 0
+    total_step_context: int = 0
+    total_step_pairs: int = 0
     last_step_s: float = 0.0
     shape: str = "dp"  # what it runs now: "dp", "tp2", ...; the fields below and all block counts are of this shape
     is_follower: bool = False  # executes the steps of another instance's lane, and takes no requests
@@ -126,9 +139,10 @@ class LaneInfo:
     # holds its blocks at every member, the blocks that a group of such members has.
     capacity: KvCapacity | None
     why_not: str = ""  # why it cannot be built; one sentence for people
+    step_cost: StepCost | None = None  # as profiled; None: it was not, and what is measured counts alone
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _lane, (self.shape, self.capacity, self.why_not)
+        return _lane, (self.shape, self.capacity, self.why_not, self.step_cost)
 
 
 # What an instance can run, and where, stays as it is, and a thousand are alike: what comes off a wire becomes the
@@ -141,8 +155,8 @@ def _capacity(*values: int) -> KvCapacity:
 
 
 @lru_cache(maxsize=4096)
-def _lane(shape: str, capacity: KvCapacity | None, why_not: str) -> LaneInfo:
-    return LaneInfo(shape=shape, capacity=capacity, why_not=why_not)
+def _lane(shape: str, capacity: KvCapacity | None, why_not: str, step_cost: StepCost | None) -> LaneInfo:
+    return LaneInfo(shape=shape, capacity=capacity, why_not=why_not, step_cost=step_cost)
 
 
 @lru_cache(maxsize=4096)

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -297,13 +298,14 @@ class DpLane(Lane):
 
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Schedules, executes and samples one step; outputs by client index."""
-        if self.residency is None:
+        started_s = time.perf_counter()
+        if self.residency is None or not self.residency.has_to_choose():
             outputs, executed = self._step_core()
         else:
             with self.residency.step():
                 outputs, executed = self._step_core()
         self.core.post_step(executed)
-        self._count((outputs or {}).values())
+        self._count((outputs or {}).values(), time.perf_counter() - started_s)
         return outputs or {}
 
     def reset_prefix_cache(self) -> bool:

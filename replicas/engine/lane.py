@@ -2,10 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
+from pengserve.planners.types.step_cost import StepTotals
 from pengserve.replicas.engine.handoff import can_carry
 from pengserve.replicas.engine.kv_shares import LaneKv
 from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
@@ -14,7 +16,10 @@ from pengserve.replicas.memory.kv_views import KvView
 from pengserve.replicas.memory.layers import LayerMemory
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
-_TOTALS = ("_steps", "_resumed", "_generated", "_prompted", "_preempted", "_prefix_queries", "_prefix_hits")
+_TOTALS = (
+    *("_steps", "_resumed", "_generated", "_prompted", "_preempted", "_prefix_queries", "_prefix_hits"),
+    *("_requests_come", "_request_tokens", "_finished", "_finished_tokens"),
+)
 
 
 class Lane(ABC):
@@ -27,6 +32,9 @@ class Lane(ABC):
         self._handle = SchedulerHandle(scheduler) if scheduler is not None else None
         self._steps = self._resumed = self._generated = self._prompted = self._preempted = 0
         self._prefix_queries = self._prefix_hits = 0
+        self._requests_come = self._request_tokens = self._finished = self._finished_tokens = 0
+        self._work = StepTotals()
+        self._made: dict[str, int] = {}  # tokens that a request has generated here
         self._queued: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
         self._added = 0
 
@@ -71,6 +79,8 @@ class Lane(ABC):
         self._added += 1
         self.rehash(request)
         if request.status is not RequestStatus.PREEMPTED:
+            self._requests_come += 1
+            self._request_tokens += request.num_tokens
             self.scheduler.add(request)
             return
         self._resumed += 1
@@ -250,25 +260,32 @@ class Lane(ABC):
             "total_prefix_queries": self._prefix_queries,
             "total_prefix_hits": self._prefix_hits,
             "total_resumed": self._resumed,
+            "total_requests": self._requests_come,
+            "total_request_tokens": self._request_tokens,
+            "total_finished": self._finished,
+            "total_finished_tokens": self._finished_tokens,
+            **self._work.named(),
         }
 
     def count_on_from(self, other: "Lane") -> None:
         """Takes over the totals of the lane that this one replaces."""
         for name in _TOTALS:
             setattr(self, name, getattr(other, name))
+        self._work = replace(other._work)
 
     @property
     def has_served(self) -> bool:
         """Whether the lane has made a step that counts."""
         return self._steps > 0
 
-    def kept_totals(self) -> tuple[int, ...]:
+    def kept_totals(self) -> "KeptTotals":
         """The totals as they are, for `put_back_totals`."""
-        return tuple(getattr(self, name) for name in _TOTALS)
+        return tuple(getattr(self, name) for name in _TOTALS), replace(self._work)
 
-    def put_back_totals(self, totals: tuple[int, ...]) -> None:
+    def put_back_totals(self, totals: "KeptTotals") -> None:
         """Counts on from `totals`: the steps since then belonged to no client's request."""
-        for name, value in zip(_TOTALS, totals, strict=True):
+        counts, self._work = totals
+        for name, value in zip(_TOTALS, counts, strict=True):
             setattr(self, name, value)
 
     def _queued_tokens(self, num_waiting: int) -> int:
@@ -280,16 +297,38 @@ class Lane(ABC):
             self._queued = (version, self.scheduler.queued_tokens())
         return self._queued[1]
 
-    def _count(self, batches: Iterable[EngineCoreOutputs]) -> None:
+    def _count(self, batches: Iterable[EngineCoreOutputs], seconds: float, num_in_flight: int = 1) -> None:
+        """Counts a step that took `seconds` of the whole model, one of so many that share what runs.
+
+        A prompt counts in the step that ends it.
+        """
         self._steps += 1
+        num_tokens = pairs = 0
         for batch in batches:
             for output in batch.outputs:
-                self._generated += len(output.new_token_ids)
+                num_new = len(output.new_token_ids)
+                self._generated += num_new
+                num_tokens += num_new
+                if output.finish_reason is None:
+                    self._made[output.request_id] = self._made.get(output.request_id, 0) + num_new
+                else:
+                    self._finished += 1
+                    self._finished_tokens += self._made.pop(output.request_id, 0) + num_new
                 if output.prefill_stats is not None:
                     self._prompted += output.prefill_stats.num_prompt_tokens
+                    num_read = output.prefill_stats.num_computed_tokens
+                    num_tokens += num_read
+                    pairs += num_read * (num_read + 2 * output.prefill_stats.num_cached_tokens)
                 if output.events:
                     self._preempted += sum(event.type is EngineCoreEventType.PREEMPTED for event in output.events)
             stats = batch.scheduler_stats
             if stats is not None and stats.prefix_cache_stats is not None:
                 self._prefix_queries += stats.prefix_cache_stats.queries
                 self._prefix_hits += stats.prefix_cache_stats.hits
+        context = (self.num_held - self.num_free()) * self.capacity.block_size
+        num_seqs = self.scheduler.counts()[0] // num_in_flight
+        self._work.add(seconds, num_tokens, num_seqs, context // num_in_flight, pairs)
+
+
+KeptTotals = tuple[tuple[int, ...], StepTotals]
+"""The totals of a lane at one moment."""

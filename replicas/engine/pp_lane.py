@@ -101,6 +101,7 @@ class PpLane(GroupLane):
         self.max_in_flight = num_stages  # leader: microbatches, where members share no processors
         self._in_flight: deque[_Microbatch] = deque()
         self._clock = clock or StageClock()
+        self._counted_s = self._clock.busy_s + self._clock.idle_s  # of the clock, which other lanes have too
         self._stage_s = 0.0  # leader: of its stage, for the newest microbatch
         self._was_empty = True  # leader: nothing was to compute since the newest microbatch
         self._arriving: dict[str, Request] = {}  # requests whose KV is on its way
@@ -163,6 +164,7 @@ class PpLane(GroupLane):
         super().enter(run)
         self._was_empty = self._is_settled = True
         self._clock.forget()
+        self._counted_s = self._clock.busy_s + self._clock.idle_s
         if self.stage > 0:
             scheduler = self.config.scheduler_config
             self.runner.intermediate_tensors = self.runner.model.make_empty_intermediate_tensors(
@@ -297,7 +299,10 @@ class PpLane(GroupLane):
         assert self._microbatches is not None
         self._microbatches.came_back(microbatch.output, chunks_of(microbatch.output), self._stage_s)
         outputs = self.scheduler.update(microbatch.output, result)
-        self._count(outputs.values())
+        # Every stage takes about what this one does, idle between microbatches included.
+        total_s = self._clock.busy_s + self._clock.idle_s
+        self._count(outputs.values(), (total_s - self._counted_s) * self.num_stages, self.max_in_flight)
+        self._counted_s = total_s
         if not self._in_flight and (self._is_held or not self.scheduler.has_unfinished):
             self._was_empty = True
         return outputs

@@ -37,6 +37,7 @@ class ResidentRequests:
         self._parked: dict[str, Request] = {}
         self._ordered: set[str] = set()  # parked by an order: they wait for one that resumes them
         self._placed: dict[str, list[int]] = {}  # layers of requests that an order keeps on the host
+        self._settled: tuple[int, int, int] | None = None  # the state for which the newest choice stands
         self._prompts: list[Request] = []  # whose blocks are written behind after this step
         self.num_parks = self.num_given_up = 0
 
@@ -96,15 +97,32 @@ class ResidentRequests:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Within it, vLLM schedules one step of what the device can hold."""
-        self._prompts.clear()
+    def has_to_choose(self) -> bool:
+        """Whether the next step cannot take all that vLLM's scheduler would."""
         if self._placed:
             self._place_all()
-        if not self._parked and not self._is_short():
-            yield
-            return
+        if not self._parked:
+            return self._is_short()
+        return self._settled is None or self._state() != self._settled or self._is_changing()
+
+    def _state(self) -> tuple[int, int, int]:
+        """What decides who is stepped, while no request begins, needs a block or comes back: how many there are."""
+        scheduler = self._scheduler
+        return len(scheduler.running) + len(scheduler.holding), len(self._parked), len(self._ordered)
+
+    def _is_changing(self) -> bool:
+        """Whether requests wait, or one that runs has a prompt or needs a block in the next step."""
+        scheduler, size = self._scheduler, self._block_size
+        if scheduler.waiting or scheduler.holding or not scheduler.running:
+            return True
+        return any(
+            r.num_computed_tokens % size == 0 or r.num_tokens - r.num_computed_tokens > 1 for r in scheduler.running
+        )
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Within it, vLLM schedules one step of what the device can hold. Only where `has_to_choose`."""
+        self._prompts.clear()
         self._forget_gone()
         wanting = self._wanting()
         device = replace(self._device, num_free=self._scheduler.num_free())
@@ -113,6 +131,8 @@ class ResidentRequests:
         self._park_others(plan.stepped)
         self._free_blocks_for(stepped)
         self._bring_back([request for request in stepped if request.request_id in self._parked])
+        is_coming = any(request.request_id in self._parked for request in stepped)
+        self._settled = None if is_coming else self._state()
         self._prompts += [r for r in stepped if r.num_tokens - r.num_computed_tokens > 1]
         with self._scheduler.limited(num_new=plan.num_new, max_tokens=plan.max_tokens):
             yield

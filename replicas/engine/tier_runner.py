@@ -65,6 +65,7 @@ class TierRunner:
         self._runner, self._tiers, self._names = runner, tiers, names
         self._waits = LayerWaits(tiers, names)
         self._scheduled: dict[str, int] = {}
+        self._num_tokens = 0
         self._execute: Callable[..., Any] = runner.execute_model
         self._forward: Callable[..., Any] = runner._model_forward
         runner.execute_model, runner._model_forward = self.execute_model, self.model_forward
@@ -72,6 +73,7 @@ class TierRunner:
     def execute_model(self, scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's; `model_forward` needs to know how many tokens the step has of each request."""
         self._scheduled = scheduler_output.num_scheduled_tokens
+        self._num_tokens = scheduler_output.total_num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
             if num_hit := new.num_computed_tokens // self._tiers.block_size:
                 self._tiers.note_hits(np.array(blocks_of(new.block_ids)[:num_hit]))
@@ -98,8 +100,10 @@ class TierRunner:
     def _begin(self) -> StepTables | None:
         batch, tiers = self._runner.input_batch, self._tiers
         count = batch.num_reqs
-        tokens = np.array([self._scheduled[request_id] for request_id in batch.req_ids[:count]])
         starts = batch.num_computed_tokens_cpu[:count]
+        if self._num_tokens == count and tiers.placement.is_plain and (starts % tiers.block_size).all():
+            return None  # each request writes one token into a block that it has: nothing to look at, a few us a step
+        tokens = np.array([self._scheduled[request_id] for request_id in batch.req_ids[:count]])
         return tiers.begin_step(
             batch.block_table[0].get_numpy_array()[:count], -(-(starts + tokens) // tiers.block_size), starts
         )

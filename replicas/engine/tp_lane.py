@@ -6,6 +6,7 @@
 Every member samples, from the same logits and the same random state, so no token has to be sent.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -153,6 +154,7 @@ class TpLane(GroupLane):
 
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Leader: one step of the group."""
+        started_s = time.perf_counter()
         self._lease_ahead()
         output = self.scheduler.schedule()
         self._recompute_if_stuck(output)
@@ -161,7 +163,7 @@ class TpLane(GroupLane):
         self._lease, self._forgotten, self._known = [], [], []
         result = self._execute(output, grammar)
         outputs = self.scheduler.update(output, result)
-        self._count(outputs.values())
+        self._count(outputs.values(), time.perf_counter() - started_s)
         return outputs
 
     def follow(self, parts: Sequence[Buffer]) -> None:

@@ -1,8 +1,8 @@
 """The instances of a simulated cluster: they start, serve, change their shape, and die."""
 
 import asyncio
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, FenceError, PengServeError, StepError
@@ -10,6 +10,7 @@ from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceState, KvCapacity
+from pengserve.planners.types.step_cost import StepCost
 from pengserve.simulator.engine.driver import Driver, Owner
 from pengserve.simulator.engine.group import end_group
 from pengserve.simulator.engine.instance import BuildLane, SimInstance
@@ -33,6 +34,7 @@ class ClusterShape:
     sizes: Sizes
     shapes: tuple[str, ...] = ()  # beside dp
     start_s: float = 0.0  # until an instance that replaces another is ready
+    step_costs: Mapping[str, StepCost] = field(default_factory=dict)  # by shape, as profiled
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +53,7 @@ class SimCluster:
         self.shape, self.owner, self.network, self.costs = shape, owner, network, costs
         self.instances: dict[InstanceKey, SimInstance] = {}
         self._build = build
-        self._lanes = lane_infos(shape.sizes, shape.shapes) if shape.shapes else ()
+        self._lanes = lane_infos(shape.sizes, shape.shapes, shape.step_costs) if shape.shapes else ()
         self._newest: dict[InstanceId, InstanceKey] = {}
         self._prepared: dict[tuple[InstanceKey, str], SwitchPlan] = {}
         self._under_way: dict[str, _UnderWay] = {}

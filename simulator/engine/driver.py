@@ -4,6 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.step_cost import StepTotals
 from pengserve.simulator.engine.scheduler import LaneScheduler
 from pengserve.simulator.requests import LiveRequest
 
@@ -14,6 +15,11 @@ class Driver(Protocol):
     @property
     def scheduler(self) -> LaneScheduler:
         """Its scheduler, to be asked. What changes it goes through the lane."""
+        ...
+
+    @property
+    def work(self) -> StepTotals:
+        """What its steps computed and took."""
         ...
 
     def admit(self, request: LiveRequest, computed_tokens: int) -> bool:

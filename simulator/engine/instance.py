@@ -47,6 +47,7 @@ class SimInstance:
         self._lanes = lanes
         self._leaving: set[LiveRequest] = set()  # a drain waits for these
         self._drained: asyncio.Event | None = None
+        self._num_requests = self._num_request_tokens = self._num_finished = self._num_finished_tokens = 0
         self.lane = build(GroupKind.DP, sizes.dp, (self,))
 
     @property
@@ -85,6 +86,9 @@ class SimInstance:
 
     def add(self, request: LiveRequest) -> None:
         """Takes a request, which is held back while the instance drains for a switch."""
+        if not request.num_moves and not request.num_generated:
+            self._num_requests += 1
+            self._num_request_tokens += request.num_tokens
         if self.held is not None:
             self.held.append(request)
         else:
@@ -118,6 +122,8 @@ class SimInstance:
 
     def note_ended(self, requests: Collection[LiveRequest]) -> None:
         """These have ended here."""
+        self._num_finished += len(requests)
+        self._num_finished_tokens += sum(request.num_generated for request in requests)
         if self._leaving:
             self._leaving.difference_update(requests)
             if not self._leaving and self._drained is not None:
@@ -151,7 +157,11 @@ class SimInstance:
         run, scheduler, own = self.group, self.current.scheduler, self.lane.scheduler
         leads = run is not None and run.leader is self
         return InstanceStats(
-            **{**self._load(), **scheduler.totals},
+            **{**self._load(), **scheduler.totals, **self.current.work.named()},
+            total_requests=self._num_requests,
+            total_request_tokens=self._num_request_tokens,
+            total_finished=self._num_finished,
+            total_finished_tokens=self._num_finished_tokens,
             longest_tokens=max((r.num_tokens for r in scheduler.running), default=0) if leads else 0,
             num_paused=0 if run is None else len(own.running) + len(own.waiting),
         )

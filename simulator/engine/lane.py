@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from pengserve.planners.types.step_cost import StepTotals
 from pengserve.simulator.engine.gaps import GapCounter
 from pengserve.simulator.engine.scheduler import LaneScheduler, SimStep
 from pengserve.simulator.requests import LiveRequest
@@ -58,6 +59,7 @@ class SimLane:
         self.scheduler, self.times = scheduler, times
         self.last_step_s = 0.0  # of the newest step that has ended
         self.busy_s = 0.0  # of all steps that have ended
+        self.work = StepTotals()
         self.gaps = gaps if gaps is not None else GapCounter()
         self._on_end, self._on_step, self._swap_s = on_end, on_step, swap_s
         self._loop = asyncio.get_running_loop()
@@ -258,6 +260,7 @@ class SimLane:
             self._on_step()
         first_s, last_step_s = end_s, end_s - flight.begin_s
         self.busy_s += last_step_s
+        self._count_work(batch, last_step_s, num_steps)
         if num_steps > 1:
             first_s = flight.begin_s + self.times.step_s(batch)
             last_step_s = self._nth_step_s(batch, num_steps - 1)
@@ -265,6 +268,10 @@ class SimLane:
         self.last_step_s = last_step_s
         self._write(step.due, first_s, end_s, last_step_s if num_steps > 1 else 0.0)
         return ended
+
+    def _count_work(self, batch: Batch, seconds: float, num_steps: int) -> None:
+        """Notes what `num_steps` steps, the first of which is `batch`, computed in `seconds`."""
+        count_work(self.work, batch, seconds, num_steps)
 
     def _nth_step_s(self, batch: Batch, index: int) -> float:
         return self.times.step_s(Batch(batch.num_decodes, batch.context_tokens + index * batch.num_decodes))
@@ -288,3 +295,15 @@ class SimLane:
             if longest_s > request.longest_gap_s:
                 request.longest_gap_s = longest_s
         self.gaps.add(gap_s, count)
+
+
+def count_work(work: StepTotals, batch: Batch, seconds: float, num_steps: int = 1) -> None:
+    """Adds `num_steps` steps to `work`, the first of which is `batch`; in the others each decode has a token more."""
+    decodes, context = batch.num_decodes, num_steps * batch.context_tokens
+    context += batch.num_decodes * (num_steps * (num_steps - 1) // 2)
+    tokens, pairs = decodes, 0
+    for chunk in batch.prefills:
+        tokens += chunk.num_tokens
+        context += num_steps * (chunk.num_tokens + chunk.prefix_tokens)
+        pairs += chunk.num_tokens * (chunk.num_tokens + 2 * chunk.prefix_tokens)
+    work.add(seconds, tokens, decodes + len(batch.prefills), context, pairs, num_steps)

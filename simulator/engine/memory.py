@@ -6,7 +6,7 @@ tp p    all, as views (a static cluster: its share)  p times the tokens, at each
 pp s    all that is not in layers, and its layers    block_size tokens, at each member the bytes of its layers
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,6 +15,7 @@ from pengserve.planners.stages import Parts, stage_layers, stage_of
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.snapshot import KvCapacity, LaneInfo
+from pengserve.planners.types.step_cost import StepCost
 from pengserve.planners.types.units import format_bytes
 
 MIN_BLOCKS = 2  # of a lane that can serve at all
@@ -123,10 +124,14 @@ def _num_layers(parts: Parts) -> Iterator[tuple[int, int]]:
         yield stop - first, high - low
 
 
-def lane_infos(sizes: Sizes, shapes: Iterable[str]) -> tuple[LaneInfo, ...]:
-    """What an instance says it can run: dp, and `shapes`."""
-    wide = [LaneInfo(shape=shape, capacity=sizes.lane(shape)) for shape in sorted(shapes)]
-    return (LaneInfo(shape="dp", capacity=sizes.dp), *wide)
+def lane_infos(
+    sizes: Sizes, shapes: Iterable[str], step_costs: Mapping[str, StepCost] | None = None
+) -> tuple[LaneInfo, ...]:
+    """What an instance says it can run: dp, and `shapes`; and what steps cost in each, as far as that is known."""
+    costs = step_costs or {}
+    dp = LaneInfo(shape="dp", capacity=sizes.dp, step_cost=costs.get("dp"))
+    wide = [LaneInfo(shape=s, capacity=sizes.lane(s), step_cost=costs.get(s)) for s in sorted(shapes)]
+    return (dp, *wide)
 
 
 def require_room(sizes: Sizes, shape: str, what: str) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 
 from pengserve.planners.types.errors import PlanError
 from pengserve.simulator.engine.gaps import GapCounter
-from pengserve.simulator.engine.lane import MANY, Flight, SimLane
+from pengserve.simulator.engine.lane import MANY, Flight, SimLane, count_work
 from pengserve.simulator.engine.scheduler import LaneScheduler
 from pengserve.simulator.requests import LiveRequest
 from pengserve.simulator.timing.steps import Batch, StepTimes
@@ -106,6 +106,9 @@ class PipelineLane(SimLane):
             return self._pace * self._stage_times.step_s(batch)
         return self._pace * self.times.step_s(batch) / self.num_stages
 
+    def _count_work(self, batch: Batch, seconds: float, num_steps: int) -> None:
+        """Nothing: a microbatch is counted when it enters, as what its stages take, idle time between them included."""
+
     def _wake(self) -> None:
         if not self._is_at_boundary:
             self._fill(self._loop.time())
@@ -120,7 +123,9 @@ class PipelineLane(SimLane):
             begin_s = self._started(step, now_s)
             stage_s = self._stage_s(step.batch)
             is_queue = self.scheduler.queued_tokens > 0
+            before_s = self.stages.busy_s + self.stages.idle_s
             end_s = self.stages.enter(begin_s, stage_s, self._transfer_s(step.batch), is_queue)
+            count_work(self.work, step.batch, self.stages.busy_s + self.stages.idle_s - before_s)
             self._flights.append(Flight(step, begin_s, 1, end_s))
             self._loop.call_at(end_s, self._ended)
         if not self._flights:

@@ -4,7 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
-from pengserve.planners.types.config import DropConfig, MergeConfig
+from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.simulator.dispatcher import Dispatch
 from pengserve.simulator.policies.policy import Facts, Policy, Setup, planner_config
 
@@ -12,11 +12,12 @@ from pengserve.simulator.policies.policy import Facts, Policy, Setup, planner_co
 class PengServePolicy(Policy):
     """Merges where `cluster.degrees` allow it, and drops where `cluster.max_stages` does.
 
-    `merge` and `drop` are fields of `planners.types.config.MergeConfig` and `DropConfig`.
+    `merge`, `drop` and `judge` are fields of `planners.types.config.MergeConfig`, `DropConfig` and `JudgeConfig`.
     """
 
     merge: dict[str, Any] = Field(default_factory=dict)
     drop: dict[str, Any] = Field(default_factory=dict)
+    judge: dict[str, Any] = Field(default_factory=dict)
     dispatch: Dispatch = "ttft"
 
     def setup(self, facts: Facts) -> Setup:
@@ -27,5 +28,6 @@ class PengServePolicy(Policy):
             max_stages=facts.max_stages,
             merge=planner_config(MergeConfig, self.merge, "policy.options.merge"),
             drop=drop,
+            judge=planner_config(JudgeConfig, self.judge, "policy.options.judge"),
             dispatch=self.dispatch,
         )

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from pengserve.planners.groups import groups_for
-from pengserve.planners.types.config import DropConfig, MergeConfig
+from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
@@ -39,6 +39,7 @@ class Setup:
     max_stages: int = 1
     merge: MergeConfig = REST
     drop: DropConfig = field(default_factory=lambda: DropConfig(is_auto=False))
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
     layout: tuple[Group, ...] = ()  # that is formed before the first request comes, and kept; empty: nothing is pinned
     is_static: bool = False  # members of tp groups hold their share of the weights alone
     preemption: Literal["recompute", "swap"] = "recompute"
@@ -79,7 +80,7 @@ def groups_of(facts: Facts, kind: GroupKind, degree: int, field_name: str) -> tu
     return groups_for(ranks, nodes, [degree], kind)
 
 
-Config = TypeVar("Config", MergeConfig, DropConfig)
+Config = TypeVar("Config", MergeConfig, DropConfig, JudgeConfig)
 
 _NAMES: dict[type, str] = {bool: "true or false", int: "a number", float: "a number", str: "a word"}
 

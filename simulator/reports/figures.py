@@ -60,6 +60,7 @@ class Figures:
     slo: tuple[SloPoint, ...]
     num_preemptions: int
     num_moves: int
+    cached_share: float | None  # of all prompt tokens that began, found in prefix caches
     kv_use_mean: float | None  # share of the KV room that running requests hold, over time
     kv_use_peak: float | None
     demand_peak: float | None  # KV that all requests in flight would hold, over the room there was at that moment
@@ -100,6 +101,7 @@ def figures_of(result: Result, base: SloBase | None = None) -> Figures:
         slo=attainment(outcomes, base, result.end_s) if base is not None else (),
         num_preemptions=sum(o.num_preemptions for o in outcomes),
         num_moves=sum(o.num_moves for o in outcomes),
+        cached_share=sum(o.cached_tokens for o in outcomes) / prompts if prompts else None,
         kv_use_mean=use_mean,
         kv_use_peak=use_peak,
         demand_peak=demand_peak,

@@ -9,6 +9,7 @@ import yaml
 
 from pengserve.planners.types.codec import to_data
 from pengserve.simulator.reports import panels, words
+from pengserve.simulator.reports.decisions import decisions
 from pengserve.simulator.reports.runs import Run
 from pengserve.simulator.reports.tables import FigureRow, headline_rows, rows
 
@@ -28,6 +29,7 @@ def write_page(runs: Sequence[Run]) -> str:
         _layout(runs),
         _ttft(runs),
         _layouts(runs),
+        decisions(runs),
         _slo(runs),
         _queues(runs),
         _table("figures", "Figures", "Beside a value, its ratio to the first run's.", rows(), runs),

@@ -130,6 +130,9 @@ def _layout() -> list[FigureRow]:
             get=lambda f: sum(stop - start for start, stop in f.drops),
             show=words.seconds,
         ),
+        FigureRow(
+            part="Shape", title="prompt tokens found in caches", get=lambda f: f.cached_share, show=words.percent
+        ),
         FigureRow(part="Shape", title="preemptions", get=lambda f: f.num_preemptions, show=words.count),
         FigureRow(part="Shape", title="requests moved", get=lambda f: f.num_moves, show=words.count),
     ]

@@ -62,6 +62,11 @@ def fit_cost_model(
     return model, float(np.mean(relative_errors(model, samples)))
 
 
+def sampled_batches(source: random.Random, max_tokens: int, max_seqs: int, max_len: int) -> Iterator[Batch]:
+    """Batches of decodes, prefill and both within these limits; lengths are spread evenly over their logarithm."""
+    return map(_batch, _sampled(source, max_tokens, max_seqs, max_len))
+
+
 def _batch(chunks: tuple[Chunk, ...]) -> Batch:
     decodes = [chunk for chunk in chunks if chunk.num_tokens == 1]
     prefills = tuple(chunk for chunk in chunks if chunk.num_tokens > 1)

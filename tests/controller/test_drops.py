@@ -198,11 +198,11 @@ def test_missing_instances_are_told_once_in_a_while_and_later_where_they_last() 
 def test_a_decision_reads_back_from_the_log() -> None:
     full = clusters.snapshot(2, "", {0: FULL}, max_stages=2, degrees=())
     _, _, decision = select(full, MergeConfig(), DROP, Steering(AUTO, Clock())._history)
-    change = decided(decision)
+    change = decided(decision, 0.0)
     event = Event(seq=1, time_s=0, kind=change.kind, why=change.why, data=change.data)
     assert from_data(Event, to_data(event)) == event
     assert change.data["needs_instances"] is False and change.data["price_s"] > 0
-    assert decided(AT_REST).data["group"] == ""
+    assert decided(AT_REST, 0.0).data["group"] == ""
 
 
 # The pure state

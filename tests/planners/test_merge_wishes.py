@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pengserve.planners.merge import LoadHistory, Reason
-from pengserve.planners.types.layout import GroupKind
-from pengserve.planners.types.plans import SwitchStrategy
+from pengserve.planners.merge import LoadHistory, Reason, StandingGroup, propose
+from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand
 from tests.planners.clusters import DP_TOKENS, T0_S, VirtualCluster, plan_switch, snapshot, stats
 from tests.planners.merges import CONFIG, DWELL_S, plan, running_group, snapshots, what
@@ -199,3 +199,18 @@ def test_a_wish_for_dp_is_met_by_a_pipeline() -> None:
     options = [Demand(wanted_degrees=((1, 1),))]
     assert plan(snapshot(4, "tp2@(0,1) pp2@(2,3)", demands=options, max_stages=2)) is None
     assert what(plan(snapshot(4, "tp2@(0,1) tp2@(2,3)", demands=options, max_stages=2))) == "split tp2@(0,1)"
+
+
+def test_paused_requests_go_on_where_another_group_serves_the_urgent_ones_as_well() -> None:
+    """They would wait for as long as urgent requests come."""
+    pairs = {Group.parse(text): reason for text, reason in (("tp2@(0,1)", Reason.PRIORITY), ("tp2@(2,3)", Reason.LOAD))}
+    loads = {0: stats("tp2", 1, num_paused=2), 2: stats("tp2", 1)}
+    seen = snapshot(4, "tp2@(0,1) tp2@(2,3)", loads, demands=[Demand(num_priority=1)], degrees=(2,))
+
+    def found(age_s: float) -> SwitchPlan | None:
+        standing = {g: StandingGroup(since_s=T0_S - age_s, reason=reason) for g, reason in pairs.items()}
+        history = LoadHistory(running_groups=standing, seen_s=T0_S - 0.5)
+        return propose(seen, CONFIG, history, is_judged=True).plan
+
+    assert found(CONFIG.min_dwell_s - 0.5) is None
+    assert what(found(CONFIG.min_dwell_s + 0.5)) == "split tp2@(0,1)"

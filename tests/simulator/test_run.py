@@ -184,7 +184,8 @@ def test_pipelines_grow_and_are_cut_with_what_runs() -> None:
     asked = ((3, "pp2"), (5, "pp4"), (8, "pp2@(0,1)"), (10, "pp4"), (13, "dp"))
     layouts = [{"at_s": at_s, "layout": layout} for at_s, layout in asked]
     # By the least load all instances are equally full, so that the pairs are dropped in their order.
-    config = config_of(options={"dispatch": "load"}, cluster={"instances": 4, "max_stages": 4}, layouts=layouts)
+    options = {"dispatch": "load", "drop": {"is_auto": False}}
+    config = config_of(options=options, cluster={"instances": 4, "max_stages": 4}, layouts=layouts)
     result = simulate_small(config, poisson(300, 18))
     reports = [e.data for e in result.events if e.kind is EventKind.TRANSITION_END]
     assert [report["parts"] for report in reports] == [

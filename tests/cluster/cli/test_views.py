@@ -9,7 +9,7 @@ from rich.console import Console
 
 from pengserve.cluster.cli import shape_views
 from pengserve.cluster.cli.views import bar, event_line, hit_rate, predicted_rate, rates_between, status_view, top_view
-from pengserve.cluster.memory_parts import memory_parts
+from pengserve.cluster.memory_parts import host_parts, memory_parts
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.layout import Layout, parse_groups
@@ -139,6 +139,19 @@ def test_a_pipeline_shows_as_a_group_whose_members_have_half_of_the_parameters()
     assert memory_parts(alone, alone) == whole
 
 
+def test_a_host_tier_shows_its_size_in_tokens():
+    held = InstanceStats(device_blocks=40, device_blocks_used=30, host_blocks=300, host_blocks_used=60, num_parked=2)
+    alone = replace(instance(1), stats=held)
+    _, kv, used = memory_parts(alone, alone)
+    assert (kv, used) == (40 * CAPACITY.bytes_per_block, 30 * CAPACITY.bytes_per_block)
+    tokens = 300 * CAPACITY.block_size
+    assert host_parts(alone) == (300 * CAPACITY.bytes_per_block, 60 * CAPACITY.bytes_per_block, tokens)
+    assert host_parts(instance(1)) == (0, 0, 0)
+    now = replace(merged(), instances=(alone,))
+    assert f"{tokens // 5:,} / {tokens:,}" in "\n".join(drawn(status_view(now)))
+    assert f"20% of {tokens:,}" in "\n".join(drawn(top_view(None, now)))
+
+
 def test_a_decision_tells_what_was_chosen_first_and_what_the_others_cost():
     options = [
         {"action": "keep", "group": "", "price_s": 33.6, "why": "nothing is due"},
@@ -149,6 +162,26 @@ def test_a_decision_tells_what_was_chosen_first_and_what_the_others_cost():
     assert event_line(event).plain.endswith("drop pp2@(0,1): 0.336 s; keep: 33.6 s   why: memory")
     short = {**options[0], "options": options[:1], "needs_instances": True}
     assert shape_views.describe_decision(short) == "keep: 33.6 s; more instances would help"
+
+
+def test_why_shows_all_options_and_an_outcome_beside_its_prediction():
+    figures = {"ttft_s": 0.2, "tpot_s": 0.012, "queue": 0.0, "finished": 31.0}
+    options = [
+        {"action": "keep", "group": "", "price_s": 0.0, "why": "nothing else pays"},
+        {
+            "action": "merge",
+            "group": "tp2@(0,1)",
+            "price_s": 0.5,
+            "gain_s": 12.0,
+            "why": "faster",
+            "predicted": figures,
+        },
+    ]
+    shown = "\n".join(drawn(shape_views.why_table({**options[1], "options": options})))
+    assert "> merge tp2@(0,1)" in shown and "12 ms" in shown and "12 s" in shown
+    outcome = {"action": "merge", "groups": "tp2@(0,1)", "predicted": figures, "measured": figures | {"ttft_s": 0.3}}
+    shown = "\n".join(drawn(shape_views.outcome_table(outcome)))
+    assert "measured" in shown and "0.3 s" in shown
 
 
 def test_kv_is_counted_in_the_blocks_of_the_shape():

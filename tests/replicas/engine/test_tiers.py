@@ -23,12 +23,14 @@ BLOCK_BYTES = 4 * 16384  # of the tiny model, over its four layers
 WORK = {"lengths": [40, 150, 300, 600, 100, 900, 70, 400, 250, 600, 350, 128], "max_tokens": 40, "turns": 2}
 
 
-def run(model: Path, device_blocks: int, host_blocks: int = 0, **given: Any) -> dict[str, Any]:
-    """What `tests.support.tiered_engine` found."""
-    engine = {**ENGINE, "kv_cache_memory_bytes": device_blocks * BLOCK_BYTES, **given.pop("engine", {})}
+def run(
+    model: Path, device_blocks: int, host_blocks: int = 0, *, module: str = "tiered_engine", **given: Any
+) -> dict[str, Any]:
+    """What a module of `tests.support` found."""
+    engine = {**ENGINE, "kv_cache_memory_bytes": device_blocks * BLOCK_BYTES}
     work = {**WORK, "engine": engine, "host_bytes": host_blocks * BLOCK_BYTES, **given}
     environment = {**os.environ, **OFFLINE, **process_environment(InstanceConfig(app="tests", model=str(model)))}
-    command = [sys.executable, "-m", "tests.support.tiered_engine", str(model), json.dumps(work)]
+    command = [sys.executable, "-m", f"tests.support.{module}", str(model), json.dumps(work)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT"))
@@ -61,6 +63,14 @@ def test_a_full_host_falls_back_to_preemption(model: Path, plain: dict[str, Any]
     found = run(model, 24, 20)
     assert found["tokens"] == plain["tokens"]
     assert found["preemptions"] > 0
+
+
+@pytest.mark.shapes
+def test_a_host_tier_that_is_not_used_costs_next_to_nothing(model: Path) -> None:
+    found = run(model, 400, 400, module="tiered_steps")
+    print(f"\n  a step takes {found['on_s'] * 1e3:.3f} ms, without a host tier {found['off_s'] * 1e3:.3f} ms")
+    assert found["mapped"] == 0, "all KV is at home: vLLM's own tables are right"
+    assert found["on_s"] < 1.05 * found["off_s"], "the aim is 1.02, on an idle machine"
 
 
 SIZES = {"num_layers": 4, "block_size": 32, "block_bytes": 16384}

@@ -54,6 +54,7 @@ def random_run(seed: int) -> Result:
                 "first_token_s": first_s,
                 "output_tokens": tokens,
                 "end_s": first_s + rng.random() * (tokens > 1),
+                "cached_tokens": rng.choice([0, 16, 64]),
             }
         outcomes.append(outcome(number, **changes))
     return result(outcomes=tuple(outcomes), end_s=50.0)
@@ -71,6 +72,8 @@ def test_counts_and_rates_equal_a_plain_count(seed: int) -> None:
     served = [o for o in outcomes if o.first_token_s is not None]
     assert figures.total_tokens_per_s == sum(o.output_tokens for o in outcomes) / 50 + 100 * len(served) / 50
     assert figures.num_preemptions == sum(o.num_preemptions for o in outcomes)
+    cached = sum(o.cached_tokens for o in served)
+    assert figures.cached_share == (cached / (100 * len(served)) if served else None)
     assert (0 if figures.ttft_s is None else figures.ttft_s.count) == len(served)
 
 

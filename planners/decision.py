@@ -1,0 +1,55 @@
+"""What is done about the layout, and what else was possible: what the arbiter answers, and events tell."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pengserve.planners.judge.forecasts import Outcome
+from pengserve.planners.judge.pricing import Prediction
+from pengserve.planners.types.layout import Group
+
+
+class Action(StrEnum):
+    """What can be done about the layout: nothing, or what `SwitchPlan.verb` says."""
+
+    KEEP = "keep"
+    MERGE = "merge"
+    SPLIT = "split"
+    DROP = "drop"
+    RESTORE = "restore"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One thing that could be done now."""
+
+    action: Action
+    group: Group | None = None  # None: nothing is done
+    price_s: float = 0.0  # seconds that requests stall, over all requests
+    gain_s: float = 0.0  # request-seconds that are saved within the horizon, less the price
+    prediction: Prediction | None = None  # of its groups with it; None: nothing was predicted
+    why: str = ""  # one sentence for people
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """What is done, and what else was possible."""
+
+    chosen: Option
+    options: tuple[Option, ...] = ()  # all that were considered, the chosen one among them
+    needs_instances: bool = False  # memory is short, and dropping parameters does not help, or not enough
+    is_judged: bool = False  # options were compared by what they will gain, and not by the order of the rules
+    outcomes: tuple[Outcome, ...] = ()  # of earlier decisions, whose horizon is over
+
+    def is_same(self, other: "Decision") -> bool:
+        """Whether both say to do the same. Prices differ from look to look."""
+        mine = self.chosen.action, self.chosen.group, self.needs_instances
+        return mine == (other.chosen.action, other.chosen.group, other.needs_instances)
+
+    @property
+    def is_rest(self) -> bool:
+        """Whether nothing is to be done, nothing is missing, and no memory that is short could be had."""
+        could_drop = self.is_judged and any(option.action is Action.DROP for option in self.options)
+        return self.chosen.action is Action.KEEP and not self.needs_instances and not could_drop
+
+
+AT_REST = Decision(chosen=Option(action=Action.KEEP, why="nothing is due"))

@@ -1,0 +1,136 @@
+"""Changes of the layout that could be made now, without asking whether they pay: what the judge chooses among."""
+
+from collections.abc import Callable, Collection, Iterator
+from heapq import nsmallest
+from typing import NamedTuple
+
+import numpy as np
+
+from pengserve.planners.drop import Verdict, pipeline_buckets
+from pengserve.planners.load import OVERLOAD, ClusterView
+from pengserve.planners.overload import MemoryDemand
+from pengserve.planners.projection import projected_loads
+from pengserve.planners.restore import can_restore, ways
+from pengserve.planners.steps import next_step
+from pengserve.planners.types.config import DropConfig, MergeConfig
+from pengserve.planners.types.ids import InstanceId
+from pengserve.planners.types.layout import Group, GroupKind, alone
+from pengserve.planners.types.plans import SwitchStrategy
+
+MOST = 8  # of each kind and degree, after a cheap filter: a thousand instances could do hundreds of things
+
+
+class Change(NamedTuple):
+    """One thing that could be done, and what it is for."""
+
+    verb: str  # of the switch that comes next
+    group: Group  # that this switch begins or ends
+    parts: tuple[Group, ...]  # that the switch ends in, where these are not its members alone
+    before: tuple[Group, ...]  # groups of the layout that it is about
+    after: tuple[Group, ...]  # what they will be, perhaps some switches later
+    why: str = ""
+    is_spare: bool = False  # only where compute is plentiful: it costs throughput, and no memory is short
+
+    @property
+    def is_merge(self) -> bool:
+        """Whether the next switch forms a group."""
+        return self.verb in ("merge", "drop")
+
+
+def tp_changes(
+    view: ClusterView,
+    config: MergeConfig,
+    claimed: Collection[InstanceId],
+    may_split: Callable[[Group], bool],
+    standing: Collection[Group],
+) -> Iterator[Change]:
+    """Tensor-parallel groups that could end, the fullest first; and those that could be formed, the idlest first."""
+
+    def is_free(group: Group) -> bool:
+        return all(m not in claimed for part in view.groups_over(group.members) for m in part.members)
+
+    full = sorted(standing, key=lambda g: (-view.load(g).load, g.members))
+    ends = [g for g in full if is_free(g) and may_split(g)][:MOST]
+    for group in ends:
+        yield Change("split", group, (), (group,), alone(group.members), f"{group} computes as its members alone")
+    is_hard = config.load_strategy == SwitchStrategy.HARD  # it would pause what runs for as long as the group stands
+    by_degree: dict[int, list[tuple[float, Group]]] = {}
+    most = OVERLOAD if config.merge_below > 0 else 0.0  # 0: people want no merge for load
+    for group, load, is_known in projected_loads(view, config.max_degree, most):
+        if is_known and group not in standing:
+            by_degree.setdefault(group.degree, []).append((load, group))
+    for found in by_degree.values():
+        count = 0
+        for load, goal in nsmallest(2 * MOST, found, key=lambda pair: (pair[0], pair[1].members)):
+            step = next_step(view, goal, may_split) if is_free(goal) else None
+            if step is None or (is_hard and load > 0):
+                continue
+            group, is_merge = step
+            why, before = f"{goal} computes each layer together", view.groups_over(goal.members)
+            yield Change("merge" if is_merge else "split", group, (), before, (goal,), why, True)
+            count += 1
+            if count == MOST:
+                break
+
+
+def pp_changes(
+    view: ClusterView,
+    config: DropConfig,
+    claimed: Collection[InstanceId],
+    may_split: Callable[[Group], bool],
+    planned: Collection[Group],
+) -> Iterator[Change]:
+    """Pipelines that could be formed, the fullest members first: stages read the chunks of one prompt side by side, and
+    share one memory. Those of `planned`, for memory, are left out.
+    """
+    requests = view.instances.stat("num_running") + view.instances.stat("num_waiting")
+    is_free = np.zeros(max(view.instances.size, view.table.size), dtype=np.bool_)
+    is_free[view.instances.ids] = True
+    is_free[list(claimed)] = False
+    groups, buckets = pipeline_buckets(view.snapshot.groups)
+    for bucket in buckets:
+        if bucket.members.shape[1] > config.max_stages:
+            continue
+        able = np.flatnonzero(is_free[bucket.members].all(axis=1))
+        fullest = able[np.argsort(-requests[bucket.members[able]].sum(axis=1), kind="stable")[: 2 * MOST]]
+        count = 0
+        for goal in (groups[bucket.start + at] for at in fullest.tolist()):
+            step = next_step(view, goal, may_split) if goal not in planned else None
+            if step is not None and all(view.load(part).is_known for part in view.groups_over(goal.members)):
+                group, is_merge = step
+                why = f"the stages of {goal} read prompts side by side, and share their memory"
+                before = view.groups_over(goal.members)
+                yield Change("drop" if is_merge else "split", group, (), before, (goal,), why, True)
+                count += 1
+            if count == MOST:
+                break
+
+
+def drop_changes(demand: MemoryDemand, verdict: Verdict) -> Iterator[Change]:
+    """Pipelines that would make room, the one whose members are shortest of memory first."""
+    for pipeline in verdict.plan.pipelines[:MOST] if verdict.plan is not None else ():
+        group = pipeline.group
+        before = tuple(dict.fromkeys(demand.by_member[m].group for m in group.members))
+        yield Change("drop", group, (), before, (group,), pipeline.why)
+
+
+def restore_changes(
+    demand: MemoryDemand,
+    config: DropConfig,
+    groups: tuple[Group, ...],
+    claimed: Collection[InstanceId],
+    longest_waiting_tokens: int,
+) -> Iterator[Change]:
+    """Pipelines whose requests surely fit into what they could end in, the emptiest first."""
+    if config.restore_below <= 0:  # people want none
+        return
+    table, columns = demand.by_member.table, demand.by_member.columns
+    pipelines = [g for g in table.of_kind[GroupKind.PP] if not any(m in claimed for m in g.members)]
+    pipelines.sort(key=lambda g: (int(columns.demand_blocks[table.position_of[g.leader]]), g.members))
+    for group in pipelines[:MOST]:
+        if not demand.by_member[group.leader].is_known:
+            continue
+        for way in ways(group, groups):
+            if can_restore(demand, way, config.drop_above, longest_waiting_tokens):
+                parts = () if way.is_alone else way.parts
+                yield Change("restore", group, parts, (group,), way.parts, "memory: what runs fits without the drop")

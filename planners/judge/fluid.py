@@ -1,0 +1,222 @@
+"""What will become of groups of instances within a horizon: requests as a fluid that is read, decoded, and ends.
+
+A row is one group, now or as it would be. `servers` of it compute side by side: one where it is alone or
+tensor-parallel, one for each stage of a pipeline, in which so many microbatches are under way. In each slice of time:
+
+    read        waiting prompts are read, as fast as full steps are, as far as KV and slots are free
+    decoded     running requests have a token of each of these steps, and of the steps in the rest of the time
+    ended       by the mean length of an answer, tokens end requests, and these free their KV
+    preempted   where KV has grown beyond what there is, requests lose theirs, and wait to be computed again
+
+The currency is request-seconds: one for each second of a request that runs, `WAIT_WEIGHT` for each second of one that
+has no token yet, as if all prompts were long ones, and `miss_s` for a request that misses its limits. What is left at
+the end counts as long as it will take. So queues, TTFT, TPOT, computing again and stalls add up in one unit, and a
+layout that serves the same with fewer requests in flight is better (Little's law).
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pengserve.planners.columns import Floats
+from pengserve.planners.types.step_cost import KNOT_TOKENS
+
+WAIT_WEIGHT = 16.0  # request-seconds of a second without a first token
+STEP_TOKENS = 2048  # new tokens of a full step, as vLLM's default is
+SLICES = 12  # of the horizon; the later ones are longer
+GROWTH = 1.15  # of a slice over the one before
+TPOT_SPREAD = 0.15  # of the logarithm of requests' TPOT around the mean
+RESERVE = 0.25  # of its answer, that a request must find room for before it is read: those that run grow meanwhile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Groups to predict, an entry each. Rates are by second, KV is in tokens."""
+
+    servers: Floats
+    cost: Floats  # [row, term]: of one server's step, in the order of `StepCost.terms`
+    kv_tokens: Floats
+    slots: Floats  # requests that may run, of all servers together
+    running: Floats
+    held_tokens: Floats  # of running requests
+    waiting: Floats
+    waiting_tokens: Floats
+    stall_s: Floats  # from now on, in which nothing runs
+    rate: Floats  # requests that come
+    prompt_tokens: Floats
+    output_tokens: Floats
+    pairs: Floats  # that a token of a prompt adds to a step (`StepCost.pair_s`): the mean square over the mean prompt
+    spread: Floats  # of prompts: the standard deviation of their logarithm
+    ttft_limit_s: Floats
+    tpot_limit_s: Floats
+    miss_s: Floats  # request-seconds that one costs which is beyond a limit
+    routes: Floats  # groups of the whole layout that requests are sent to, this one among them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fate:
+    """What becomes of each row."""
+
+    cost_s: Floats  # request-seconds, see above
+    ttft_s: Floats  # mean of those that begin
+    tpot_s: Floats  # mean
+    queue: Floats  # requests that wait at the end
+    running: Floats  # ... and that run
+    finished: Floats  # requests
+    recomputed_tokens: Floats
+    missed: Floats  # requests beyond a limit
+    read_share: Floats  # of the time that reading prompts takes at the rate at which they come
+    request_s: Floats  # of all that wait and run within the horizon, alike
+
+
+def slices(horizon_s: float) -> Floats:
+    """Seconds of each slice of time."""
+    lengths = GROWTH ** np.arange(SLICES)
+    found: Floats = horizon_s * lengths / lengths.sum()
+    return found
+
+
+def predict(rows: Rows, horizon_s: float) -> Fate:
+    """The fate of each row within `horizon_s`."""
+    kv, prompt, output = rows.kv_tokens, rows.prompt_tokens, rows.output_tokens
+    running, waiting, waiting_tokens = rows.running.copy(), rows.waiting.copy(), rows.waiting_tokens.copy()
+    stall = rows.stall_s.copy()
+    # KV of one that runs: as it is, and later as lengths say.
+    usual = prompt + 0.5 * output
+    each = np.where(running > 0, rows.held_tokens / np.maximum(running, 1e-9), usual)
+    zero = np.zeros_like(kv)
+    wait_s, run_s, read_s, begun, finished, decoded, recomputed, late, slow, long_s = (zero.copy() for _ in range(10))
+    steps = _steps(rows, running, each, prompt)
+    for length in slices(horizon_s):
+        # Arrivals.
+        came, before = rows.rate * length, waiting
+        waiting, waiting_tokens = waiting + came, waiting_tokens + came * prompt
+        live = np.maximum(0.0, length - stall)
+        stall = np.maximum(0.0, stall - length)
+        mean = np.maximum(1.0, waiting_tokens / np.maximum(waiting, 1e-9))
+        # Read, as far as there are memory, slots and time; a request will need more memory than its prompt.
+        grown = 1.0 + RESERVE * output / mean
+        by_memory = np.maximum(0.0, kv - running * each) / grown
+        by_slots = np.maximum(0.0, rows.slots - running) * mean
+        middle = running
+        for _ in range(2):  # the second time at the batch of the middle of this slice
+            steps = _steps(rows, middle, each, mean)
+            # Requests also end while others are read, and leave them their place.
+            ending = middle * live / np.maximum(1e-9, output * steps.decode_s)
+            freed = np.minimum(middle, ending)
+            read = np.minimum(waiting_tokens, by_memory + freed * each / grown)
+            read = np.minimum(np.minimum(read, by_slots + freed * mean), steps.rate * live)
+            busy = np.minimum(live, read / steps.rate)
+            num_steps = busy / steps.full_s + (live - busy) / steps.decode_s
+            # dR/dt = new / live - R / stay
+            new = read / mean
+            stay = np.where(live > 0, live * output / np.maximum(num_steps, 1e-9), 1.0)
+            left = np.exp(-live / stay)
+            level = new * stay / np.maximum(live, 1e-9)
+            end = np.where(live > 0, level + (running - level) * left, running)
+            middle = np.where(
+                live > 0, level + (running - level) * (1.0 - left) * stay / np.maximum(live, 1e-9), running
+            )
+        ended = np.maximum(0.0, running + new - end)
+        chance, longest_s = _behind(rows, steps)
+        read_s += new * (steps.alone_s + chance * longest_s)
+        long_s += new * (steps.long_s + chance * longest_s)
+        queue_s = np.minimum(horizon_s, np.maximum(0.0, waiting - new) * length / np.maximum(new, 1e-9))
+        late += new * _late(rows, steps, queue_s, chance, longest_s)
+        slow_share = _share_above(live / np.maximum(num_steps, 1e-9), rows.tpot_limit_s, TPOT_SPREAD)
+        slow += ended * np.where(live > 0, slow_share, 0.0)
+        waiting_tokens, waiting = waiting_tokens - read, np.maximum(0.0, waiting - new)
+        wait_s += 0.5 * (before + waiting) * length
+        run_s += middle * live + running * (length - live)
+        decoded += middle * num_steps
+        each = usual + (each - usual) * left
+        # Preempted, where those that run have grown beyond the memory.
+        lost = np.minimum(end, np.maximum(0.0, end - kv / each))
+        running, waiting, waiting_tokens = end - lost, waiting + lost, waiting_tokens + lost * each
+        begun, finished, recomputed = begun + new, finished + ended, recomputed + lost * each
+    # What is left takes as long as a full group needs for it: a queue its square over twice the rate.
+    most = np.minimum(rows.slots, kv / usual)
+    full = _steps(rows, most, usual, prompt)
+    per_s = 1.0 / (prompt / steps.rate + output * full.decode_s / np.maximum(1.0, most))
+    left_s = WAIT_WEIGHT * waiting * waiting / (2.0 * per_s) + waiting * output * full.decode_s
+    left_s = left_s + running * output * steps.decode_s * 0.5
+    late += np.maximum(0.0, waiting - per_s * rows.ttft_limit_s)
+    slow += running * _share_above(steps.decode_s, rows.tpot_limit_s, TPOT_SPREAD)
+    missed = late + slow * (1.0 - late / np.maximum(begun + waiting, late + 1e-9))
+    return Fate(
+        cost_s=WAIT_WEIGHT * (wait_s + long_s) + run_s + left_s + rows.miss_s * missed,
+        ttft_s=(wait_s + read_s) / np.maximum(begun, 1e-9),
+        tpot_s=run_s / np.maximum(decoded, 1e-9),
+        queue=waiting,
+        running=running,
+        finished=finished,
+        recomputed_tokens=recomputed,
+        missed=missed,
+        read_share=rows.rate * prompt / steps.rate,
+        request_s=wait_s + read_s + run_s,
+    )
+
+
+def _behind(rows: Rows, steps: "_Steps") -> tuple[Floats, Floats]:
+    """How likely a prompt waits behind others that came by chance at the same time, and how long it then does.
+
+    Prompts of a group are read one after the other; of k groups the one with the least to do is chosen (Sakasegawa).
+    """
+    share = np.minimum(0.95, rows.rate * rows.prompt_tokens / steps.rate)
+    chance = share ** (np.sqrt(2.0 * (rows.routes + 1.0)) - 1.0) * share
+    # Of the prompt that one meets: long ones are met more often, and half of it is read already.
+    return chance, rows.pairs / steps.rate / (2.0 * rows.routes * (1.0 - share))
+
+
+def _late(rows: Rows, steps: "_Steps", queue_s: Floats, chance: Floats, longest_s: Floats) -> Floats:
+    """Share of requests whose first token comes beyond the limit: long ones, and those that wait behind long ones."""
+    slack_s = np.maximum(1e-3, rows.ttft_limit_s - queue_s)
+    long = _share_above(steps.alone_s * np.exp(-0.5 * rows.spread**2), slack_s, rows.spread)
+    behind = chance * np.exp(-np.maximum(0.0, slack_s - steps.alone_s) / np.maximum(1e-6, longest_s * rows.routes))
+    late: Floats = np.minimum(1.0, long + behind)
+    return late
+
+
+def _share_above(median: Floats, limit: Floats, spread: Floats | float) -> Floats:
+    """Share of what is spread around `median`, as a normal distribution of logarithms, that is above `limit`."""
+    distance = np.log(np.maximum(1e-9, limit) / np.maximum(1e-9, median)) / np.maximum(0.05, spread)
+    share: Floats = 1.0 / (1.0 + np.exp(np.clip(1.702 * distance, -50.0, 50.0)))
+    return share
+
+
+class _Steps(NamedTuple):
+    """Steps of each row with so many running."""
+
+    decode_s: Floats  # of decoding alone
+    full_s: Floats  # with as much of prompts as a step takes
+    rate: Floats  # tokens of prompts that a second of full steps reads
+    alone_s: Floats  # from arriving to the first token, where nothing is in the way but the step under way
+    long_s: Floats  # ... of a long prompt
+
+
+def _steps(rows: Rows, running: Floats, each_tokens: Floats, prompt: Floats) -> _Steps:
+    """`each_tokens`: KV of one that runs. `prompt`: tokens of one that waits."""
+    load, token, extra, seq, context, pair = rows.cost.T
+    batch = running / rows.servers
+    fixed_s = load + seq * batch + context * batch * each_tokens
+    decode_s = fixed_s + token * batch + extra * np.maximum(0.0, batch - KNOT_TOKENS)
+    room = np.maximum(64.0, STEP_TOKENS - batch)
+    read_s = pair * rows.pairs + context  # of a token of a prompt, beside what every token costs
+    full = batch + room
+    full_s = fixed_s + token * full + extra * np.maximum(0.0, full - KNOT_TOKENS) + room * (read_s + seq / prompt)
+
+    def alone_s(num_tokens: Floats) -> Floats:
+        """A prompt waits for the step under way, and takes its own steps, among others' decodes."""
+        share = np.minimum(num_tokens, room)
+        own = batch + share
+        own_s = fixed_s + token * own + extra * np.maximum(0.0, own - KNOT_TOKENS)
+        own_s = own_s * num_tokens / share + (pair * num_tokens + context) * num_tokens
+        # The stages of a pipeline read chunks of one prompt side by side: n chunks take n + s - 1 times a stage's time.
+        num_chunks = np.maximum(rows.servers, num_tokens / room)
+        filled = (num_chunks + rows.servers - 1.0) / (num_chunks * rows.servers)
+        first_s: Floats = own_s * filled + 0.5 * np.minimum(1.0, batch) * decode_s / rows.servers
+        return first_s
+
+    long = np.maximum(prompt, rows.pairs)  # mean size by token: what most tokens' prompts are like
+    return _Steps(decode_s, full_s, rows.servers * room / full_s, alone_s(prompt), alone_s(long))

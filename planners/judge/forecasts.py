@@ -1,0 +1,175 @@
+"""What was predicted, beside what became of it: so that people can judge the judge, and systematic errors correct it.
+
+A forecast is made of groups when a change leads to them, and now and then of the layout as it is. After the horizon it
+is held against what was measured there, where the groups still stand. The load that came is known then: the model
+predicts again with it, so that what is left between the two is the model's own error, by shape.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import exp, log
+
+import numpy as np
+
+from pengserve.planners.columns import ReadyInstances
+from pengserve.planners.judge.fluid import Rows, predict
+from pengserve.planners.judge.pricing import Prediction
+from pengserve.planners.judge.watch import Traffic
+from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.types.snapshot import ClusterSnapshot
+
+KEEP = "keep"  # the action of a forecast of the layout as it is
+MOST_GROUPS = 16  # of one forecast
+LEARN = 0.3  # weight of the newest error
+MOST_CORRECTION = log(1.5)
+MIN_REQUEST_S = 5.0  # request-seconds that were measured; fewer say little
+LATE_S = 5.0  # a change that does not stand after so long has failed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What became of some groups within the horizon."""
+
+    seconds: float = 0.0
+    request_s: float = 0.0  # request-seconds, running and waiting
+    run_s: float = 0.0
+    wait_s: float = 0.0
+    requests: int = 0  # that came
+    finished: int = 0
+    generated_tokens: int = 0
+    queue: int = 0  # at the end
+
+    @property
+    def ttft_s(self) -> float:
+        """Mean wait for the first token, by Little's law."""
+        return self.wait_s / max(1, self.requests)
+
+    @property
+    def tpot_s(self) -> float:
+        """Mean seconds of a token."""
+        return self.run_s / max(1, self.generated_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """A forecast whose time is over."""
+
+    action: str
+    groups: tuple[Group, ...]
+    made_s: float  # seconds since the Unix epoch
+    predicted: Prediction
+    measured: Measured
+    error: float  # request-seconds measured over those that the model gives for the requests that came
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What should become of `groups`, counted from when they stand."""
+
+    action: str
+    groups: tuple[Group, ...]
+    rows: Rows = field(compare=False)
+    predicted: Prediction
+    made_s: float
+    begun_s: float | None = None  # since when the groups stand
+    seen_s: float = 0.0
+    first: tuple[int, int, int] = (0, 0, 0)  # requests, finished, generated
+    measured: Measured = field(default_factory=Measured)
+
+    def seen(
+        self, snapshot: ClusterSnapshot, instances: ReadyInstances, standing: frozenset[Group]
+    ) -> "Forecast | None":
+        """With this look; None where its groups do not stand any more, or never came to stand."""
+        now_s = snapshot.time_s
+        stats = [instances[g.leader].stats for g in self.groups if g in standing and g.leader in instances]
+        is_whole = len(stats) == len(self.groups) and all(
+            s.shape == g.shape for s, g in zip(stats, self.groups, strict=True)
+        )
+        if not is_whole:
+            return self if self.begun_s is None and now_s - self.made_s < LATE_S else None
+        counts = (
+            sum(s.total_requests for s in stats),
+            sum(s.total_finished for s in stats),
+            sum(s.total_generated_tokens for s in stats),
+        )
+        if self.begun_s is None:
+            return replace(self, begun_s=now_s, seen_s=now_s, first=counts)
+        waiting, running = sum(s.num_waiting for s in stats), sum(s.num_running for s in stats)
+        gap_s, before = now_s - self.seen_s, self.measured
+        measured = Measured(
+            seconds=now_s - self.begun_s,
+            request_s=before.request_s + gap_s * (waiting + running),
+            run_s=before.run_s + gap_s * running,
+            wait_s=before.wait_s + gap_s * waiting,
+            requests=counts[0] - self.first[0],
+            finished=counts[1] - self.first[1],
+            generated_tokens=counts[2] - self.first[2],
+            queue=waiting,
+        )
+        return replace(self, seen_s=now_s, measured=measured)
+
+    def outcome(self, traffic: Traffic) -> Outcome:
+        """What became of it, and the model's error with the requests that really came."""
+        rows, measured = self.rows, self.measured
+        share = rows.rate / max(1e-9, float(rows.rate.sum()))
+        ones = np.ones_like(share)
+        again = replace(
+            rows,
+            rate=share * measured.requests / max(1e-9, measured.seconds),
+            prompt_tokens=traffic.prompt_tokens * ones,
+            output_tokens=traffic.output_tokens * ones,
+        )
+        expected_s = float(predict(again, max(1e-3, measured.seconds)).request_s.sum())
+        return Outcome(
+            action=self.action,
+            groups=self.groups,
+            made_s=self.made_s,
+            predicted=self.predicted,
+            measured=measured,
+            error=(measured.request_s + MIN_REQUEST_S) / (expected_s + MIN_REQUEST_S),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecasts:
+    """Those under way, and what errors have taught. A value: a look returns the next one."""
+
+    open: tuple[Forecast, ...] = ()
+    log_errors: Mapping[str, float] = field(default_factory=dict)  # by shape, of the newest ones
+
+    def seen(
+        self, snapshot: ClusterSnapshot, instances: ReadyInstances, traffic: Traffic, horizon_s: float
+    ) -> "tuple[Forecasts, tuple[Outcome, ...]]":
+        """With this look; and the outcomes of those whose time is over."""
+        if not self.open:
+            return self, ()
+        standing = frozenset(snapshot.layout.groups)
+        left, outcomes, errors = [], [], dict(self.log_errors)
+        for forecast in self.open:
+            found = forecast.seen(snapshot, instances, standing)
+            if found is None:
+                continue
+            if found.measured.seconds < horizon_s:
+                left.append(found)
+                continue
+            outcome = found.outcome(traffic)
+            outcomes.append(outcome)
+            shapes = {group.shape for group in outcome.groups}
+            if len(shapes) == 1 and outcome.measured.request_s >= MIN_REQUEST_S:
+                (shape,) = shapes
+                before = errors.get(shape, 0.0)
+                errors[shape] = before + LEARN * (log(outcome.error) - before)
+        return Forecasts(open=tuple(left), log_errors=errors), tuple(outcomes)
+
+    def correction(self, shape: str) -> float:
+        """Factor on the request-seconds that the model gives for `shape`; of one that was never tried, that of dp.
+
+        Most of what the model is wrong by, such as bursts within the horizon, is alike for all shapes.
+        """
+        error = self.log_errors.get(shape, self.log_errors.get(GroupKind.DP, 0.0))
+        return exp(max(-MOST_CORRECTION, min(MOST_CORRECTION, error)))
+
+    def goals(self) -> tuple[Group, ...]:
+        """Groups that a change has begun to lead to, and that do not stand yet."""
+        waiting = (f.groups for f in self.open if f.begun_s is None and f.action != KEEP)
+        return tuple(group for groups in waiting for group in groups if group.kind is not GroupKind.DP)

@@ -1,0 +1,149 @@
+"""Which change of the layout pays best, if any: what it saves, less the price of the way there and back."""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from pengserve.planners.columns import ReadyInstances
+from pengserve.planners.judge.changes import Change
+from pengserve.planners.judge.forecasts import KEEP, MOST_GROUPS, Forecast, Forecasts, Outcome
+from pengserve.planners.judge.pricing import Prediction, Priced, Pricing
+from pengserve.planners.judge.switch_costs import SwitchPrices, first_link
+from pengserve.planners.judge.watch import Watched
+from pengserve.planners.types.config import DropConfig, JudgeConfig
+from pengserve.planners.types.ids import InstanceId
+from pengserve.planners.types.layout import GroupKind, Layout
+from pengserve.planners.types.snapshot import ClusterSnapshot
+
+SAME_LOOK_S = 0.1  # looks that follow each other so fast see the same: a controller asks again after each switch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranked:
+    """Changes that pay, the best first, for the next calls of the same tick."""
+
+    time_s: float
+    layout: Layout
+    paying: tuple[Priced, ...]
+    forecasts: Mapping[Change, Forecast]
+    claimed: frozenset[InstanceId]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JudgeHistory:
+    """What the judge remembers from look to look. A value: a look returns the next one."""
+
+    watched: Watched = field(default_factory=Watched)
+    switches: SwitchPrices = field(default_factory=SwitchPrices)
+    forecasts: Forecasts = field(default_factory=Forecasts)
+    ranked: Ranked | None = None  # of the newest look
+    outcomes: tuple[Outcome, ...] = ()  # of the forecasts whose time was over at the newest look
+
+    def seen(self, snapshot: ClusterSnapshot, instances: ReadyInstances, config: JudgeConfig) -> "JudgeHistory":
+        """With this look."""
+        watched, switches = self.watched.seen(snapshot, instances), self.switches.learned(snapshot)
+        if not watched.is_known:
+            return replace(self, watched=watched, switches=switches, outcomes=())
+        forecasts, outcomes = self.forecasts.seen(snapshot, instances, watched.traffic(), config.horizon_s)
+        return JudgeHistory(
+            watched=watched, switches=switches, forecasts=forecasts, ranked=self.ranked, outcomes=outcomes
+        )
+
+    def is_same_look(self, snapshot: ClusterSnapshot) -> bool:
+        """Whether changes were ranked a moment ago, for the layout that still stands."""
+        ranked = self.ranked
+        if ranked is None or ranked.layout is not snapshot.layout or not snapshot.switching:
+            return False
+        return 0.0 <= snapshot.time_s - ranked.time_s <= SAME_LOOK_S
+
+    def next_of(self, busy: frozenset[InstanceId]) -> tuple["JudgeHistory", Priced | None]:
+        """The best of what was ranked that has no `busy` member; and what to remember then."""
+        assert self.ranked is not None
+        taken = busy.union(self.ranked.claimed)
+        able = (p for p in self.ranked.paying if all(taken.isdisjoint(group.members) for group in p.change.before))
+        best = next(able, None)
+        if best is None:
+            return self, None
+        return self.expecting(self.ranked.forecasts[best.change]), best
+
+    def knows(self, instances: ReadyInstances) -> bool:
+        """Whether it can predict: requests have come, and steps of an instance that is alone have a price."""
+        return self.watched.is_known and self.watched.costs(instances).of(GroupKind.DP) is not None
+
+    def will_know(self, instances: ReadyInstances) -> bool:
+        """Whether it has only just begun to watch requests that come: in a moment it can predict."""
+        return not self.watched.is_known and bool(instances.stat("total_requests").any())
+
+    def expecting(self, forecast: Forecast) -> "JudgeHistory":
+        """With one forecast more."""
+        return replace(self, forecasts=replace(self.forecasts, open=(*self.forecasts.open, forecast)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """The best change, and all that were priced."""
+
+    history: JudgeHistory
+    best: Priced | None = None  # None: nothing pays
+    priced: tuple[Priced, ...] = ()
+    keep: Prediction | None = None  # of the layout as it is, where that was predicted
+
+
+def judge(
+    snapshot: ClusterSnapshot,
+    instances: ReadyInstances,
+    changes: Sequence[Change],
+    config: JudgeConfig,
+    drop: DropConfig,
+    history: JudgeHistory,
+    claimed: Collection[InstanceId] = (),
+) -> Judgement:
+    """Prices `changes`; the best is that which saves most beyond the margin.
+
+    `claimed` members are needed for something else as long as this look lasts.
+    """
+    if not changes:
+        return Judgement(history=history)
+    watched, forecasts = history.watched, history.forecasts
+    link = first_link(snapshot, drop)
+    pricing = Pricing(
+        snapshot,
+        instances,
+        watched.traffic(),
+        watched.costs(instances),
+        history.switches,
+        config,
+        link,
+        forecasts.correction,
+    )
+    priced = pricing.price(changes)
+    paying = [p for p in priced if p.gain_s > max(config.least_s, config.margin * p.keep.cost_s)]
+    paying.sort(key=lambda p: (-p.gain_s, p.change.group.members))
+    now_s = snapshot.time_s
+    if paying:
+        forecasts_of = {
+            p.change: Forecast(
+                action=p.change.verb,
+                groups=p.change.after,
+                rows=pricing.rows_after(p.change),
+                predicted=p.then,
+                made_s=now_s,
+            )
+            for p in paying
+        }
+        ranked = Ranked(
+            time_s=now_s,
+            layout=snapshot.layout,
+            paying=tuple(paying),
+            forecasts=forecasts_of,
+            claimed=frozenset(claimed),
+        )
+        after = replace(history, ranked=ranked).expecting(forecasts_of[paying[0].change])
+        return Judgement(history=after, best=paying[0], priced=priced)
+    if forecasts.open:
+        return Judgement(history=history, priced=priced)
+    kept = pricing.keep(snapshot.layout.groups[:MOST_GROUPS])
+    if kept is None:
+        return Judgement(history=history, priced=priced)
+    groups, rows, prediction = kept
+    forecast = Forecast(action=KEEP, groups=groups, rows=rows, predicted=prediction, made_s=now_s)
+    return Judgement(history=history.expecting(forecast), priced=priced, keep=prediction)

@@ -1,0 +1,120 @@
+"""Laws of the fluid model: requests are conserved, and what is faster or has more room is not worse."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pengserve.planners.judge.fluid import Rows, predict, slices
+from pengserve.planners.types.step_cost import StepCost
+from tests.support.effort import examples
+
+# About a 14B model on one A800.
+COST = StepCost(load_s=0.02, token_s=5e-5, extra_s=6e-5, seq_s=5e-5, context_s=1.3e-7, pair_s=2.7e-9)
+TP2 = StepCost(load_s=0.0125, token_s=5e-5, extra_s=4e-5, seq_s=4e-5, context_s=6.7e-8, pair_s=1.3e-9)
+
+
+def row(cost: StepCost = COST, **given: float) -> Rows:
+    values = {
+        "servers": 1.0,
+        "kv_tokens": 150e3,
+        "slots": 256.0,
+        "running": 0.0,
+        "held_tokens": 0.0,
+        "waiting": 0.0,
+        "waiting_tokens": 0.0,
+        "stall_s": 0.0,
+        "rate": 1.0,
+        "prompt_tokens": 1000.0,
+        "output_tokens": 200.0,
+        "pairs": 1000.0,
+        "routes": 1.0,
+        "spread": 0.5,
+        "ttft_limit_s": 1.0,
+        "tpot_limit_s": 0.1,
+        "miss_s": 0.0,
+    } | given
+    return Rows(cost=np.array([cost.terms]), **{name: np.array([value]) for name, value in values.items()})
+
+
+LOADS = {
+    "rate": st.floats(0, 10),
+    "running": st.integers(0, 200),
+    "waiting": st.integers(0, 100),
+    "stall_s": st.sampled_from([0.0, 0.5, 3.0]),
+    "kv_tokens": st.sampled_from([20e3, 150e3, 1e6]),
+    "servers": st.sampled_from([1.0, 2.0, 4.0]),
+    "prompt_tokens": st.sampled_from([50.0, 1000.0, 9000.0]),
+    "output_tokens": st.sampled_from([1.0, 50.0, 400.0]),
+}
+
+
+@settings(max_examples=examples(200))
+@given(st.fixed_dictionaries(LOADS))
+def test_requests_are_conserved_and_nothing_is_negative(load: dict[str, float]) -> None:
+    load["held_tokens"] = min(load["kv_tokens"], load["running"] * load["prompt_tokens"])
+    load["waiting_tokens"] = load["waiting"] * load["prompt_tokens"]
+    fate = predict(row(**load), 20.0)
+    came = load["running"] + load["waiting"] + 20.0 * load["rate"]
+    assert float(fate.finished[0] + fate.running[0] + fate.queue[0]) == pytest.approx(came, rel=1e-6, abs=1e-6)
+    for name in ("cost_s", "ttft_s", "tpot_s", "queue", "running", "finished", "recomputed_tokens", "request_s"):
+        value = float(getattr(fate, name)[0])
+        assert np.isfinite(value) and value >= 0, name
+
+
+@settings(max_examples=examples(100))
+@given(st.fixed_dictionaries(LOADS))
+def test_a_stall_is_never_predicted_to_help(load: dict[str, float]) -> None:
+    load["waiting_tokens"] = load["waiting"] * load["prompt_tokens"]
+    load["running"] = min(load["running"], load["kv_tokens"] // (load["prompt_tokens"] + load["output_tokens"]))
+    load["held_tokens"] = load["running"] * load["prompt_tokens"]
+    without = predict(row(**(load | {"stall_s": 0.0})), 20.0)
+    with_it = predict(row(**(load | {"stall_s": 2.0})), 20.0)
+    assert with_it.cost_s[0] >= without.cost_s[0] * 0.95
+
+
+def test_the_slices_are_the_horizon() -> None:
+    assert slices(20.0).sum() == pytest.approx(20.0)
+
+
+def test_at_low_load_two_as_one_are_faster_and_at_high_load_slower() -> None:
+    def cost_s(rate: float) -> tuple[float, float]:
+        alone = 2 * float(predict(row(rate=rate / 2), 20.0).cost_s[0])
+        return alone, float(predict(row(TP2, rate=rate, kv_tokens=300e3), 20.0).cost_s[0])
+
+    alone_s, together_s = cost_s(0.5)
+    assert together_s < 0.9 * alone_s
+    alone_s, together_s = cost_s(14.0)
+    assert together_s > 1.1 * alone_s
+
+
+def test_a_drop_helps_where_memory_is_short_and_not_where_compute_is() -> None:
+    """Twice the memory behind the same two processors, at 7 % less speed."""
+    slower = StepCost(**{name: getattr(COST, name) * 1.07 for name in COST.__slots__})
+
+    def gain_s(**load: float) -> float:
+        half = {name: value / 2 for name, value in load.items() if name in ("rate", "waiting", "waiting_tokens")}
+        kept = 2 * float(predict(row(**(load | half)), 20.0).cost_s[0])
+        wide = load | {"kv_tokens": 3 * load["kv_tokens"], "servers": 2.0}
+        return kept - float(predict(row(slower, **wide), 20.0).cost_s[0])
+
+    short_of_memory = {"kv_tokens": 30e3, "prompt_tokens": 1000.0, "output_tokens": 400.0, "rate": 6.0}
+    assert gain_s(**short_of_memory) > 0
+    short_of_compute = {"kv_tokens": 150e3, "prompt_tokens": 2000.0, "output_tokens": 50.0, "rate": 14.0}
+    assert gain_s(**short_of_compute) < 0
+
+
+def test_rows_do_not_depend_on_their_neighbours() -> None:
+    rows = [row(rate=1.0), row(TP2, rate=9.0), row(rate=3.0, waiting=20.0, waiting_tokens=20e3)]
+    names = list(Rows.__slots__)
+    together = predict(Rows(**{name: np.concatenate([getattr(r, name) for r in rows]) for name in names}), 20.0)
+    for at, one in enumerate(rows):
+        assert float(predict(one, 20.0).cost_s[0]) == pytest.approx(float(together.cost_s[at]))
+
+
+def test_more_memory_is_never_predicted_to_be_worse_where_nothing_is_slower() -> None:
+    for rate in (1.0, 4.0, 8.0):
+        costs = [float(predict(replace(row(rate=rate), kv_tokens=np.array([kv])), 20.0).cost_s[0]) for kv in (3e4, 3e5)]
+        assert costs[1] <= costs[0] * 1.001

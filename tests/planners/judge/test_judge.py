@@ -1,0 +1,147 @@
+"""Laws of the judge: what pays is done, what does not is left alone, and the same looks give the same decisions."""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pengserve.planners.check import check_switch
+from pengserve.planners.selector import Action, Decision, SelectorHistory, select
+from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
+from pengserve.planners.types.plans import SwitchPlan
+from pengserve.planners.types.snapshot import ClusterSnapshot, Demand
+from pengserve.planners.types.step_cost import StepCost
+from tests.planners.judge.watching import COST, COSTS, served
+from tests.support.effort import examples
+
+MERGE, DROP = MergeConfig(), DropConfig(max_stages=4)
+
+
+def decided(looks: Iterable[ClusterSnapshot], judge: JudgeConfig | None = None) -> tuple[SwitchPlan | None, Decision]:
+    """The first switch that is decided on `looks`, or what is decided at the last one."""
+    history, plan, decision = SelectorHistory(), None, None
+    for seen in looks:
+        plan, history, decision = select(seen, MERGE, DROP, history, judge_config=judge or JudgeConfig())
+        if plan is not None and decision.is_judged:
+            break
+    assert decision is not None
+    return plan, decision
+
+
+def what(plan: SwitchPlan | None) -> str:
+    return "" if plan is None else f"{plan.verb} {plan.group}"
+
+
+def test_at_low_load_instances_merge_because_each_token_comes_sooner() -> None:
+    plan, decision = decided(served(4, rate=0.3, running=1))
+    assert what(plan) == "merge tp4@(0,1,2,3)"
+    assert decision.is_judged and decision.chosen.gain_s > 0 and decision.chosen.prediction is not None
+
+
+def test_at_high_load_a_group_is_split_because_two_compute_more_than_one() -> None:
+    plan, _ = decided(served(2, "tp2@(0,1)", rate=6.0, running=30, waiting=20))
+    assert what(plan) == "split tp2@(0,1)"
+
+
+def test_where_compute_is_short_a_drop_loses_though_memory_is_full() -> None:
+    looks = served(2, rate=9.0, prompt=2000, output=50, running=64, waiting=30)
+    plan, decision = decided(looks)
+    assert plan is None and decision.chosen.action is Action.KEEP
+    assert any(option.action is Action.DROP for option in decision.options), "it was considered"
+    assert not decision.is_rest, "that it was not done is told"
+
+
+def test_where_memory_is_short_a_drop_wins() -> None:
+    """The batch is small, since there is no room for more; steps take as long for one as for many."""
+    plan, _ = decided(served(2, rate=2.0, prompt=1000, output=500, running=6, waiting=12, blocks=256))
+    assert what(plan) == "drop pp2@(0,1)"
+
+
+def test_a_pipeline_that_no_memory_needs_is_restored() -> None:
+    slower = StepCost(**{name: 1.4 * getattr(COST, name) for name in COST.__slots__})
+    plan, _ = decided(served(2, "pp2@(0,1)", rate=4.0, running=10, costs=dict(COSTS) | {"pp2": slower}))
+    assert what(plan) == "restore pp2@(0,1)"
+
+
+def test_what_requests_need_comes_before_what_pays() -> None:
+    looks = [
+        replace(seen, demands=(Demand(longest_waiting_tokens=4096 * 32 + 1),))
+        for seen in served(4, rate=9.0, prompt=2000, output=50, running=60, waiting=30)
+    ]
+    plan, _ = decided(looks)
+    assert what(plan) == "merge tp2@(0,1)"
+
+
+def test_a_margin_that_nothing_reaches_keeps_the_layout() -> None:
+    plan, decision = decided(served(4, rate=0.3, running=1), JudgeConfig(margin=1.0))
+    assert plan is None and len(decision.options) > 1
+
+
+@settings(max_examples=examples(40))
+@given(
+    st.sampled_from(["", "tp2@(0,1)", "tp4@(0..3)", "pp2@(0,1)", "pp2@(0,1) tp2@(2,3)"]),
+    st.floats(0, 12),
+    st.integers(0, 100),
+    st.integers(0, 30),
+)
+def test_decisions_are_lawful_and_the_same_again(layout: str, rate: float, running: int, waiting: int) -> None:
+    one = two = SelectorHistory()
+    for seen in served(4, layout, rate=rate, running=running, waiting=waiting, seconds=6):
+        plan, one, decision = select(seen, MERGE, DROP, one)
+        again, two, same = select(seen, MERGE, DROP, two)
+        assert (plan, decision) == (again, same)
+        if plan is not None:
+            assert check_switch(plan, seen) == ()
+            assert (decision.chosen.action.value, decision.chosen.group) == (plan.verb, plan.group)
+
+
+# What it measures
+
+
+def test_steps_that_take_longer_than_profiled_are_believed() -> None:
+    history = SelectorHistory()
+    seen = None
+    for seen in served(2, rate=2.0, running=20, slow=1.5):
+        _, history, _ = select(seen, MERGE, DROP, history)
+    assert seen is not None
+    from pengserve.planners.columns import ready_instances
+
+    costs = history.judge.watched.costs(ready_instances(seen.instances))
+    alone = costs.of("dp")
+    assert alone is not None and alone.load_s == pytest.approx(1.5 * COST.load_s, rel=0.2)
+
+
+def test_without_a_profile_steps_are_fitted_and_other_shapes_are_a_share_of_them() -> None:
+    history = SelectorHistory()
+    seen = None
+    for seen in served(2, rate=2.0, running=20, costs={}):
+        _, history, _ = select(seen, MERGE, DROP, history)
+    assert seen is not None
+    from pengserve.planners.columns import ready_instances
+
+    costs = history.judge.watched.costs(ready_instances(seen.instances))
+    alone, pair = costs.of("dp"), costs.of("tp2")
+    assert alone is not None and pair is not None
+    held = 20 * 1100
+    assert alone.step_s(20, 20, held) == pytest.approx(COST.step_s(20, 20, held), rel=0.3)
+    assert alone.step_s(20, 20, held) / 2 < pair.step_s(20, 20, held) < alone.step_s(20, 20, held)
+
+
+def test_the_rate_and_the_lengths_of_requests_are_those_of_late() -> None:
+    history = SelectorHistory()
+    for seen in served(4, rate=2.0, prompt=700, output=90):
+        _, history, _ = select(seen, MERGE, DROP, history)
+    traffic = history.judge.watched.traffic()
+    few, expected, many = traffic.rates
+    assert few < expected < many and expected == pytest.approx(8.0, rel=0.1)
+    assert traffic.prompt_tokens == pytest.approx(700) and traffic.output_tokens == pytest.approx(90, rel=0.1)
+
+
+def test_a_forecast_is_held_against_what_became_of_it() -> None:
+    history, outcomes = SelectorHistory(), []
+    for seen in served(4, rate=4.0, running=30, seconds=40):
+        _, history, decision = select(seen, replace(MERGE, max_degree=1), DROP, history)
+        outcomes += decision.outcomes
+    assert outcomes == [] or all(outcome.error > 0 for outcome in outcomes)

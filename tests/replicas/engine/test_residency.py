@@ -1,0 +1,133 @@
+"""Laws of parked requests over vLLM's own scheduler and real tiers, without a model."""
+
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm")
+from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.replicas.engine.residency import ResidentRequests
+from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
+from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput
+from pengserve.simulator.engine.options import SchedulerOptions
+from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
+from tests.replicas.kv.tiered_world import BLOCK_SIZE, TieredWorld
+from tests.support.vllm_requests import scheduled_request
+
+pytestmark = pytest.mark.slow
+
+LAYERS, DEVICE, HOST, RESERVED = 4, 40, 200, 12
+
+
+class Engine:
+    """A scheduler, tiers and the choice between them. Each step gives each request that it computes a token."""
+
+    def __init__(self, host: int = HOST) -> None:
+        self.world = TieredWorld(LAYERS, DEVICE, host, RESERVED)
+        num_blocks = self.world.num_blocks - 1
+        capacity = KvCapacity(
+            num_blocks=num_blocks,
+            block_size=BLOCK_SIZE,
+            bytes_per_block=1,
+            max_model_len=min(160, num_blocks * BLOCK_SIZE),
+            max_num_seqs=16,
+            weight_bytes=0,
+        )
+        options = SchedulerOptions(max_num_batched_tokens=32)
+        self.handle = SchedulerHandle(build_vllm_scheduler(capacity, options, is_terse=False))
+        self.residency = ResidentRequests(self.handle, self.world.tiers, max(0, num_blocks - host))
+        self.num_steps = self.num_choices = 0
+
+    def step(self) -> None:
+        """As `DpLane.step`."""
+        self.num_steps += 1
+        if not self.residency.has_to_choose():
+            self._step()
+            return
+        self.num_choices += 1
+        with self.residency.step():
+            self._step()
+
+    def _step(self) -> None:
+        output = self.handle.schedule()
+        ids = list(output.num_scheduled_tokens)
+        if ids:
+            self._forward(ids, output.num_scheduled_tokens)
+        done = [self.handle.request(name) for name in ids]
+        tokens = [[7] if r.num_computed_tokens >= r.num_tokens else [] for r in done]
+        self.handle.update(output, ModelRunnerOutput(ids, {name: i for i, name in enumerate(ids)}, tokens))
+
+    def _forward(self, ids: list[str], num_tokens: dict[str, int]) -> None:
+        tiers = self.world.tiers
+        stops = np.array([self.handle.request(name).num_computed_tokens for name in ids])  # vLLM has counted the step
+        starts = stops - np.array([num_tokens[name] for name in ids])
+        counts = -(-stops // BLOCK_SIZE)
+        tables = np.zeros((len(ids), int(counts.max())), dtype=np.int32)
+        for row, name in enumerate(ids):
+            tables[row, : counts[row]] = self.handle.block_ids(name)[: counts[row]]
+        step = tiers.begin_step(tables, counts, starts)
+        if step is not None and step.waits:
+            for layer in range(LAYERS):
+                tiers.wait_layer(layer)
+                tiers.read_layer(layer)
+            tiers.end_step()
+        assert tiers.check() == ()
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    engine = Engine()
+    yield engine
+    engine.world.close()
+
+
+def run(engine: Engine, most: int = 5000) -> None:
+    while engine.handle.has_unfinished or engine.residency.has_work():
+        engine.step()
+        assert engine.num_steps < most, "the requests do not come on"
+
+
+def test_requests_of_several_times_the_device_all_end_without_recompute(engine: Engine) -> None:
+    rng = random.Random(1)
+    requests = [scheduled_request(str(i), rng.choice([5, 30, 90]), max_tokens=60) for i in range(12)]
+    for request in requests:
+        engine.handle.add(request)
+    run(engine)
+    assert [request.num_output_tokens for request in requests] == [60] * 12
+    assert {request.num_preemptions for request in requests} == {0}
+    assert engine.residency.num_parks > 0 and engine.residency.num_given_up == 0
+    assert engine.num_choices < engine.num_steps, "while nothing changes, the choice stands"
+
+
+def test_parked_by_an_order_means_until_an_order(engine: Engine) -> None:
+    for name in "ab":
+        engine.handle.add(scheduled_request(name, 10, max_tokens=20))
+    engine.step()
+    assert engine.residency.park(["a", "unknown"]) == ["a"]
+    run(engine)
+    assert engine.handle.knows("a") and not engine.handle.knows("b") and engine.residency.num_parked() == 1
+    assert engine.residency.resume(["a"]) == ["a"]
+    run(engine)
+    assert not engine.handle.knows("a")
+
+
+def test_a_parked_request_that_is_aborted_is_gone(engine: Engine) -> None:
+    engine.handle.add(scheduled_request("a", 10, max_tokens=20))
+    engine.step()
+    engine.residency.park(["a"])
+    engine.handle.end(["a"])
+    assert engine.residency.num_parked() == 0 and not engine.residency.has_work()
+
+
+def test_where_the_host_is_full_the_youngest_gives_up_its_kv() -> None:
+    engine = Engine(host=20)
+    requests = [scheduled_request(str(i), 40, max_tokens=60) for i in range(6)]
+    for request in requests:
+        engine.handle.add(request)
+    run(engine)
+    assert [request.num_output_tokens for request in requests] == [60] * 6
+    assert sum(request.num_preemptions for request in requests) > 0
+    assert requests[0].num_preemptions == 0, "the oldest goes on"
+    engine.world.close()
