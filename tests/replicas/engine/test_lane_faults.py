@@ -36,7 +36,11 @@ def lanes() -> Lanes:
     made = Lanes.__new__(Lanes)
     taken: list[int] = []
     dp: Any = SimpleNamespace(
-        capacity=SimpleNamespace(num_blocks=8), take_back=taken.extend, totals=lambda: {"step": 1}, memory=None
+        capacity=SimpleNamespace(num_blocks=8),
+        take_back=taken.extend,
+        totals=lambda: {"step": 1},
+        memory=None,
+        tiers=None,
     )
     made.dp, made.taken, made._idle_totals = dp, taken, {}  # type: ignore[attr-defined]
     made.leases = Leases(dp)
