@@ -52,6 +52,7 @@ class DropSettings(BaseModel, extra="forbid", validate_default=True, frozen=True
 class JudgeSettings(BaseModel, extra="forbid", validate_default=True, frozen=True):
     """When a change of the layout pays; see `planners.types.config.JudgeConfig`."""
 
+    enabled: bool = True  # false: thresholds decide, as before anything was measured
     horizon_s: float = Field(default=20, gt=0)
     margin: float = Field(default=0.15, ge=0)
     least_s: float = Field(default=1, ge=0)
@@ -61,7 +62,7 @@ class JudgeSettings(BaseModel, extra="forbid", validate_default=True, frozen=Tru
 
     def judge_config(self) -> JudgeConfig:
         """What the judge goes by."""
-        return JudgeConfig(**self.model_dump())
+        return JudgeConfig(is_on=self.enabled, **self.model_dump(exclude={"enabled"}))
 
 
 class ShapeSettings(BaseModel, extra="forbid", validate_default=True, frozen=True):

@@ -7,8 +7,8 @@ pressure is both, as a share of what it holds:
     pressure = (resident + weight * pending) / capacity          pending: queued + unseen + prefilling tokens
     credit   = weight * hit / capacity                           hit: tokens of the prompt whose KV is there
 
-The least pressure less credit wins. So a small hit is worth a short queue and no more, and without hits requests spread
-by load. Capacity stands for speed too: a tensor-parallel group has that of its members, and more.
+The least pressure less credit wins. So a hit is worth a queue of as many tokens and no more. Without hits, and with those
+below `MIN_HIT_TOKENS`, requests spread by load. Capacity stands for speed too: a tensor-parallel group has that of its members, and more.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +20,7 @@ from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 
 FULL = 1.0  # virtual load from which requests wait
 PREFILL_WEIGHT = 8.0  # tokens of resident KV that delay a request as much as one token that is to be computed
+MIN_HIT_TOKENS = 128  # smaller hits save less than an even spread of requests, which grow while they decode
 SESSION_SHARE = 0.5  # of its prompt that a session's last instance is taken to hold, where nothing more is known
 NO_HITS: Mapping[InstanceKey, int] = {}
 
@@ -103,7 +104,7 @@ class Candidate:
 
     def credit(self, hit_tokens: int) -> float:
         """What so many tokens of a prompt whose KV is there take from the pressure."""
-        return self.weight * hit_tokens / max(1, self.capacity_tokens)
+        return self.weight * hit_tokens / max(1, self.capacity_tokens) if hit_tokens >= MIN_HIT_TOKENS else 0.0
 
     @property
     def virtual_load(self) -> float:

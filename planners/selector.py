@@ -77,7 +77,7 @@ def select(
     instances = ready_instances(snapshot.instances)
     judged = history.judge.seen(snapshot, instances, judge_config)
     history = replace(history, judge=judged)
-    if judged.knows(instances) or judged.will_know(instances):
+    if judge_config.is_on and (judged.knows(instances) or judged.will_know(instances)):
         memory = Memory(load=history.load, demand=history.demand, judge=judged)
         plan, memory, decision = decide_by_gain(snapshot, instances, configs, memory)
         history = replace(history, load=memory.load, demand=memory.demand, judge=memory.judge)

@@ -122,6 +122,7 @@ class DropConfig:
 class JudgeConfig:
     """When a change of the layout pays (`planners.judge`). The unit is request-seconds."""
 
+    is_on: bool = True  # False: changes come by thresholds, in the order of `planners.selector`
     horizon_s: float = 20.0  # what is predicted
     margin: float = 0.15  # of what is predicted without the change, that it must save beyond its price
     least_s: float = 1.0  # ... and at least so many request-seconds

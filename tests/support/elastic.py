@@ -24,6 +24,7 @@ from pengserve.planners.types.config import (
     ControllerConfig,
     DropConfig,
     InstanceConfig,
+    JudgeConfig,
     MergeConfig,
     MicrobatchPolicy,
 )
@@ -67,6 +68,7 @@ class ElasticCluster:
         engine: Mapping[str, Any] | None = None,
         merge: MergeConfig | None = None,
         drop: DropConfig | None = None,
+        judge: JudgeConfig | None = None,
         max_stages: int = 1,
         microbatches: MicrobatchPolicy = MicrobatchPolicy.LOOKAHEAD,
         max_in_flight: int = 0,
@@ -96,6 +98,7 @@ class ElasticCluster:
             degrees=tuple(degrees),
             merge=merge or MergeConfig(is_auto=False),
             drop=replace(drop or DropConfig(is_auto=False), max_stages=max_stages),
+            judge=judge or JudgeConfig(),
             tick_s=0.1,
             restart_backoff_s=0.1,
             restart_backoff_max_s=0.5,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pengserve.planners.types.config import DropConfig
+from pengserve.planners.types.config import DropConfig, JudgeConfig
 from pengserve.planners.types.events import Event, EventKind
 from tests.support.elastic import ElasticCluster, elastic_cluster
 from tests.support.streams import make_prompts
@@ -26,8 +26,16 @@ BACK_WITHIN_S = 160.0
 @pytest.fixture(scope="module")
 def cluster(model: Path) -> Iterator[ElasticCluster]:
     drop = DropConfig(restore_below=0.6, quiet_s=0.5, min_dwell_s=0.5)
+    thresholds = JudgeConfig(is_on=False)  # the burst is over in seconds: to compute a few requests again costs less
     with elastic_cluster(
-        model, 2, degrees=(), max_stages=2, memory_bytes=MEMORY_BYTES, drop=drop, engine={"max_num_seqs": 64}
+        model,
+        2,
+        degrees=(),
+        max_stages=2,
+        memory_bytes=MEMORY_BYTES,
+        drop=drop,
+        judge=thresholds,
+        engine={"max_num_seqs": 64},
     ) as cluster:
         yield cluster
 

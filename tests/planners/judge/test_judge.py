@@ -34,6 +34,11 @@ def what(plan: SwitchPlan | None) -> str:
     return "" if plan is None else f"{plan.verb} {plan.group}"
 
 
+def test_where_it_is_switched_off_thresholds_decide() -> None:
+    _, decision = decided(served(4, rate=0.3, running=1), JudgeConfig(is_on=False))
+    assert not decision.is_judged and decision.chosen.prediction is None
+
+
 def test_at_low_load_instances_merge_because_each_token_comes_sooner() -> None:
     plan, decision = decided(served(4, rate=0.3, running=1))
     assert what(plan) == "merge tp4@(0,1,2,3)"
