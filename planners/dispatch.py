@@ -7,8 +7,9 @@ pressure is both, as a share of what it holds:
     pressure = (resident + weight * pending) / capacity          pending: queued + unseen + prefilling tokens
     credit   = weight * hit / capacity                           hit: tokens of the prompt whose KV is there
 
-The least pressure less credit wins. So a hit is worth a queue of as many tokens and no more. Without hits, and with those
-below `MIN_HIT_TOKENS`, requests spread by load. Capacity stands for speed too: a tensor-parallel group has that of its members, and more.
+The least pressure less credit wins. So a hit is worth a queue of as many tokens and no more. Without hits, and with
+those below `MIN_HIT_TOKENS`, requests spread by load. Capacity stands for speed too: a tensor-parallel group has that
+of its members, and more.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
