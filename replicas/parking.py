@@ -6,8 +6,7 @@ from typing import Protocol
 from pengserve.planners.types.errors import FenceError
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.orders import Park, Place, Resume
-
-MAX_REMEMBERED_ORDERS = 1024
+from pengserve.replicas.taken_orders import TakenOrders
 
 
 class Parks(Protocol):
@@ -28,7 +27,7 @@ class ParkOrders:
 
     def __init__(self, key: InstanceKey) -> None:
         self._key = key
-        self._known: dict[str, None] = {}  # ids of orders, the newest last
+        self._known = TakenOrders()
 
     def require_own(self, orders: Sequence[Park | Resume | Place]) -> None:
         """Raises FenceError where one is for another life."""
@@ -39,11 +38,8 @@ class ParkOrders:
     def take(self, orders: Sequence[Park | Resume | Place], parks: Parks) -> None:
         """Carries out the orders that are new, one after the other."""
         for order in orders:
-            if order.order_id in self._known:
+            if not self._known.take(order.order_id):
                 continue
-            self._known[order.order_id] = None
-            while len(self._known) > MAX_REMEMBERED_ORDERS:
-                del self._known[next(iter(self._known))]
             if isinstance(order, Park):
                 parks.park(order.request_ids)
             elif isinstance(order, Resume):

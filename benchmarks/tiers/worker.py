@@ -12,9 +12,8 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from pengserve.planners.types.config import InstanceConfig
 from pengserve.replicas.engine.dp_lane import DpLane
-from tests.support.tiered_engine import Driver
+from tests.support.tiered_engine import Driver, opened
 
 VOCABULARY = 2000
 
@@ -95,25 +94,13 @@ def measure(lane: DpLane, given: dict[str, Any]) -> dict[str, Any]:
 
 def main(model: str, given: dict[str, Any]) -> None:
     """Builds the engine, measures, prints."""
-    config = InstanceConfig(
-        app="bench",
-        model=model,
-        engine=given["engine"],
-        host_bytes=given.get("host_bytes", 0),
-        link_bytes_per_s=given.get("link_bytes_per_s", 0.0),
-    )
-    lane = DpLane(config)
-    try:
-        if config.host_bytes and lane.residency is None:
-            raise SystemExit(lane.worker.tier_failure)
+    with opened(model, given) as lane:
         found = {
             "num_blocks": lane.capacity.num_blocks,
             "device_blocks": lane.tiers.pool.num_blocks if lane.tiers is not None else lane.capacity.num_blocks,
             "scenarios": measure(lane, given),
         }
         print("RESULT" + json.dumps(found), flush=True)
-    finally:
-        lane.close()
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ class Pricing:
         self._miss_s = config.miss_weight * (first_s + traffic.output_tokens * token_s)
 
     def _fates(self, scenarios: Sequence[int]) -> list[Fate]:
-        """The fate of all rows in each scenario; predicted together, as that costs hardly more than one."""
+        """What becomes of all rows in each scenario. One prediction for all costs hardly more than one for each."""
         each = [self._scenario(scenario) for scenario in scenarios]
         self._expected = each[scenarios.index(EXPECTED)]
         names, count = [f.name for f in fields(Rows)], len(self._rows)

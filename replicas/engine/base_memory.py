@@ -21,7 +21,6 @@ from pengserve.planners.types.errors import ConfigError, UnsupportedShapeError
 from pengserve.planners.types.units import format_bytes
 from pengserve.replicas.engine.shared_model import pack_linears
 from pengserve.replicas.memory.arena.open import open_arena
-from pengserve.replicas.memory.kv_layout import kv_blocks
 from pengserve.replicas.memory.layers import LayerMemory
 
 OPTIONS = "pengserve_memory"
@@ -162,14 +161,6 @@ class BaseMemory:
     def _read_spare(self, layer: int) -> torch.Tensor:
         self._spare.seek(self._offsets[layer])
         return torch.from_numpy(np.fromfile(self._spare, dtype=np.uint8, count=self.layers.sizes.weight_bytes[layer]))
-
-    def kv_tensors(self, kv_cache_config: Any, layout: str) -> dict[str, torch.Tensor]:
-        """vLLM's KV tensors by layer, over their whole ranges: block ids say what of them may be touched."""
-        spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
-        sizes = {"num_heads": spec.num_kv_heads, "num_tokens": spec.block_size}
-        memory = {name: self.layers.kv(layer_of(name)).view(spec.dtype) for name in names}
-        return {name: kv_blocks(kv, layout, **sizes) for name, kv in memory.items()}
 
     def close(self) -> None:
         """Gives all memory back."""

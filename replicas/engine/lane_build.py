@@ -9,11 +9,11 @@ from torch import nn
 
 from pengserve.planners.types.errors import UnsupportedShapeError
 from pengserve.replicas.engine.dp_lane import DpLane
+from pengserve.replicas.engine.kv_binding import bind_memory
 from pengserve.replicas.engine.shared_model import check_supported
 from pengserve.replicas.engine.vllm_seam import (
     Scheduler,
     VllmConfig,
-    bind_kv_cache,
     generate_scheduler_kv_cache_config,
     get_hash_fn_by_name,
     get_kv_cache_configs,
@@ -22,7 +22,7 @@ from pengserve.replicas.engine.vllm_seam import (
     set_default_torch_dtype,
 )
 from pengserve.replicas.engine.worker import replayable
-from pengserve.replicas.memory.kv_layout import kv_blocks, kv_memory, require_whole_blocks
+from pengserve.replicas.memory.kv_layout import kv_memory
 
 Share = Callable[[nn.Module, nn.Module], None]
 """Gives a model that was built on `meta` (first) the storage of the base model (second)."""
@@ -122,18 +122,6 @@ def _runner_class(base: type) -> type:
             self, kv_cache_config: Any, kernel_block_sizes: list[int], *args: Any, **kwargs: Any
         ) -> dict[str, Any]:
             """Binds views of existing KV memory where vLLM would allocate, over all blocks that there may ever be."""
-            group = kv_cache_config.kv_cache_groups[0]
-            spec, layout = group.kv_cache_spec, self.cache_config.kv_cache_layout
-            require_whole_blocks(spec.block_size, kernel_block_sizes)
-            sizes = {"num_heads": spec.num_kv_heads, "num_tokens": spec.block_size}
-            views = {name: kv_blocks(self.memory[name], layout, **sizes) for name in group.layer_names}
-            bind_kv_cache(
-                views,
-                self.compilation_config.static_forward_context,
-                self.kv_caches,
-                1,
-                kv_cache_groups=kv_cache_config.kv_cache_groups,
-            )
-            return views
+            return bind_memory(self, lambda _, name: self.memory[name], kv_cache_config, kernel_block_sizes)
 
     return SharedKvRunner

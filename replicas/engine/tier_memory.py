@@ -8,7 +8,6 @@ import torch
 
 from pengserve.planners.types.errors import ConfigError, UnsupportedShapeError
 from pengserve.planners.types.units import format_bytes
-from pengserve.replicas.engine.vllm_seam import bind_kv_cache
 from pengserve.replicas.kv.host_tier import HostTier
 from pengserve.replicas.kv.pool import DevicePool, whole_blocks
 from pengserve.replicas.kv.tiered import TieredKv
@@ -159,19 +158,3 @@ def open_tiers(sizes: TierSizes, options: TierOptions, device: torch.device) -> 
         block_size=sizes.block_size,
         link_bytes_per_s=options.link_bytes_per_s,
     )
-
-
-def bind_pool(runner: Any, pool: DevicePool, kv_cache_config: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """In place of `GPUModelRunner.initialize_kv_cache_tensors`: each layer gets its view of the pool."""
-    names = [name for group in kv_cache_config.kv_cache_groups for name in group.layer_names]
-    spec = kv_cache_config.kv_cache_groups[0].kv_cache_spec
-    shape = (pool.num_cells, spec.num_kv_heads, spec.block_size, 2 * spec.head_size)
-    tensors = {name: pool.layer(layer).view(-1).view(spec.dtype).view(shape) for layer, name in enumerate(names)}
-    bind_kv_cache(
-        tensors,
-        runner.compilation_config.static_forward_context,
-        runner.kv_caches,
-        1,
-        kv_cache_groups=kv_cache_config.kv_cache_groups,
-    )
-    return tensors

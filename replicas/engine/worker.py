@@ -18,13 +18,13 @@ from vllm.sampling_params import SamplingType
 
 from pengserve.planners.types.errors import ConfigError, PengServeError, one_line
 from pengserve.planners.types.units import format_bytes
-from pengserve.replicas.engine.base_memory import OPTIONS, BaseMemory, MemoryOptions, block_bytes_of
+from pengserve.replicas.engine.base_memory import OPTIONS, BaseMemory, MemoryOptions, block_bytes_of, layer_of
 from pengserve.replicas.engine.block_groups import blocks_of, grouped
+from pengserve.replicas.engine.kv_binding import bind_memory
 from pengserve.replicas.engine.tier_memory import OPTIONS as TIER_OPTIONS
 from pengserve.replicas.engine.tier_memory import (
     TierOptions,
     TierSizes,
-    bind_pool,
     check_engine,
     check_one_kind,
     host_bytes_of,
@@ -37,13 +37,11 @@ from pengserve.replicas.engine.vllm_seam import (
     GPUWorker,
     Request,
     SchedulerOutput,
-    bind_kv_cache,
     initialize_model,
     set_current_vllm_config,
     set_default_torch_dtype,
 )
 from pengserve.replicas.kv.tiered import TieredKv
-from pengserve.replicas.memory.kv_layout import require_whole_blocks
 from pengserve.replicas.parent_death import signal_when_parent_ends
 
 logger = logging.getLogger(__name__)
@@ -122,7 +120,9 @@ class LaneWorkerMixin:
             logger.warning("%s", self.memory_failure, exc_info=not isinstance(error, PengServeError))
             return
         self.memory = memory
-        runner.initialize_kv_cache_tensors = partial(bind_kv, runner, memory)
+        runner.initialize_kv_cache_tensors = partial(
+            bind_memory, runner, lambda _, name: memory.layers.kv(layer_of(name))
+        )
 
     def determine_available_memory(self) -> int:
         """Bytes of KV: what the weights leave of the memory that they share, or were to share, with it."""
@@ -168,7 +168,7 @@ class LaneWorkerMixin:
             logger.warning("%s", self.tier_failure, exc_info=not isinstance(error, PengServeError))
             return
         self.tiers, self.tier_sizes = tiers, sizes
-        runner.initialize_kv_cache_tensors = partial(bind_pool, runner, tiers.pool)
+        runner.initialize_kv_cache_tensors = partial(bind_memory, runner, lambda layer, _: tiers.pool.layer(layer))
         TierRunner(runner, tiers, list(runner.get_kv_cache_spec()))
 
     def adopt_request(self, state: CachedRequestState) -> str:
@@ -204,22 +204,6 @@ class LaneWorkerMixin:
             torch.device("meta"),
         ):
             return initialize_model(config)
-
-
-def bind_kv(
-    runner: Any, memory: BaseMemory, kv_cache_config: Any, kernel_block_sizes: list[int], *args: Any, **kwargs: Any
-) -> dict[str, Any]:
-    """In place of `GPUModelRunner.initialize_kv_cache_tensors`: binds the arena's ranges instead of allocating."""
-    require_whole_blocks(kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size, kernel_block_sizes)
-    tensors = memory.kv_tensors(kv_cache_config, runner.cache_config.kv_cache_layout)
-    bind_kv_cache(
-        tensors,
-        runner.compilation_config.static_forward_context,
-        runner.kv_caches,
-        1,
-        kv_cache_groups=kv_cache_config.kv_cache_groups,
-    )
-    return tensors
 
 
 def adopt_request(runner: Any, request: Request, num_kv_groups: int) -> None:

@@ -34,10 +34,10 @@ from pengserve.replicas.migration.messages import (
 )
 from pengserve.replicas.switching.member import Member
 from pengserve.replicas.switching.step_thread import StepThread, Submit
+from pengserve.replicas.taken_orders import TakenOrders
 
 logger = logging.getLogger(__name__)
 
-MAX_REMEMBERED_ORDERS = 1024
 WATCH_PERIOD_S = 1.0
 
 
@@ -71,7 +71,7 @@ class Migrations:
         self._arrivals = Arrivals(member, submit, members.say, members.receivers, self._why_none_comes)
         members.on_piece = self._arrivals.heard
         self._orders: list[_Open] = []
-        self._known: dict[str, None] = {}  # ids of orders, the newest last
+        self._known = TakenOrders()
         self._is_emptied = False
         self._is_watched = False
 
@@ -106,11 +106,8 @@ class Migrations:
 
     def _take(self, orders: Sequence[Migrate]) -> None:
         for order in orders:
-            if order.order_id in self._known:
+            if not self._known.take(order.order_id):
                 continue
-            self._known[order.order_id] = None
-            while len(self._known) > MAX_REMEMBERED_ORDERS:
-                del self._known[next(iter(self._known))]
             # The newest knows best where there is room: it stands for those to its target that have not begun.
             self._orders = [found for found in self._orders if not found.gives_way_to(order)]
             self._orders.append(_Open(order))

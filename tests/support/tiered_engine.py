@@ -9,6 +9,8 @@ import random
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -122,7 +124,9 @@ def _cells_to_host(tiers: TieredKv) -> int:
     return moved // tiers.pool.block_bytes
 
 
-def main(model: str, given: dict[str, Any]) -> None:
+@contextmanager
+def opened(model: str, given: dict[str, Any]) -> Iterator[DpLane]:
+    """The engine that `given` describes; closed at the end. Ends the process where its host tier cannot be opened."""
     config = InstanceConfig(
         app="tests",
         model=model,
@@ -134,9 +138,14 @@ def main(model: str, given: dict[str, Any]) -> None:
     try:
         if lane.residency is None and config.host_bytes:
             raise SystemExit(lane.worker.tier_failure)
-        print("RESULT" + json.dumps(run(lane, given)), flush=True)
+        yield lane
     finally:
         lane.close()
+
+
+def main(model: str, given: dict[str, Any]) -> None:
+    with opened(model, given) as lane:
+        print("RESULT" + json.dumps(run(lane, given)), flush=True)
 
 
 if __name__ == "__main__":

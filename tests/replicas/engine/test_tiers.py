@@ -1,4 +1,4 @@
-"""Laws of an engine with a host tier: its tokens are plain vLLM's, wherever the KV is and whoever is parked."""
+"""Laws of an engine with a host tier: its tokens are plain vLLM's, with KV anywhere and any requests parked."""
 
 import json
 import os
