@@ -64,6 +64,35 @@ def _per_instance(expression: str) -> tuple[Query, ...]:
     return (Query(promql=f"max by (instance_id) ({expression})", legend="instance {{instance_id}}"),)
 
 
+def _attained(counter: str, by: str, legend: str) -> Query:
+    """Share of what a counter counts that was kept, apart for each value of labels."""
+    kept, all_of_it = (
+        f"sum by ({by}) (rate({counter}{{$app{extra}}}[$__rate_interval]))" for extra in (', outcome="kept"', "")
+    )
+    return Query(promql=f"{kept} / {all_of_it}", legend=legend)
+
+
+_SLO = Row(
+    title="Latencies kept",
+    panels=(
+        Panel(
+            title="Answers within their SLO",
+            unit="percentunit",
+            help="Of requests with an SLO: first token, mean and 99th percentile of the time between tokens.",
+            queries=(
+                _attained("pengserve_slo_requests_total", "service_class, latency", "{{service_class}} {{latency}}"),
+            ),
+            width=12,
+        ),
+        Panel(
+            title="Tokens within the time between tokens",
+            unit="percentunit",
+            queries=(_attained("pengserve_slo_tokens_total", "service_class", "{{service_class}}"),),
+            width=12,
+        ),
+    ),
+)
+
 _TRAFFIC = Row(
     title="Traffic and latency",
     panels=(
@@ -400,4 +429,4 @@ _CLUSTER = Row(
     ),
 )
 
-ROWS: tuple[Row, ...] = (_TRAFFIC, _MEMORY, _SHAPE, _INSTANCES, _CLUSTER)
+ROWS: tuple[Row, ...] = (_SLO, _TRAFFIC, _MEMORY, _SHAPE, _INSTANCES, _CLUSTER)

@@ -1,5 +1,7 @@
 """What the ingress counts: PengServe's own metrics, and vLLM's through vLLM's own loggers."""
 
+from pengserve.cluster.ingress.kept import UNCOUNTED_ENDS, KeptSequence
+from pengserve.cluster.ingress.slo_meters import SloMeters
 from pengserve.cluster.ingress.vllm_openai_seam import (
     IterationStats,
     PrometheusStatLogger,
@@ -45,6 +47,7 @@ class IngressMeters:
         self._moved = {kind: metrics.counter(catalog.MOVED, kind=kind) for kind in ("carried", "redirected")}
         self._switch_gaps = metrics.histogram(catalog.SWITCH_GAP_SECONDS)
         self._dispatched: dict[InstanceKey, Counter] = {}
+        self._slo: dict[str, SloMeters] = {}  # by class
 
     def link_up(self, link: InstanceLink) -> None:
         """A request channel is open."""
@@ -99,6 +102,15 @@ class IngressMeters:
     def ended(self, outcome: str) -> None:
         """A request ended: `ok`, `aborted` or `failed`."""
         self._outcomes[outcome].inc()
+
+    def kept(self, service_class: str, kept: KeptSequence) -> None:
+        """A sequence with an SLO ended."""
+        if kept.finish in UNCOUNTED_ENDS:
+            return
+        meters = self._slo.get(service_class)
+        if meters is None:
+            meters = self._slo[service_class] = SloMeters(self.metrics, service_class)
+        meters.ended(kept.outcome())
 
     def rejected(self, reason: str) -> None:
         """A request was refused."""

@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from pengserve.cluster.ingress.kept import KeptSequence
 from pengserve.cluster.ingress.moves import Stash
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.ingress.suspicion import PROVEN_TOKENS, Suspicion
@@ -42,6 +43,7 @@ class RequestRecord:
     is_unsettled: bool = False  # was moved, redirected or lost, and has had no token since
     is_resumed: bool = False  # its next copy replaces a lost one
     lost_since_s: float | None = None  # until the first token after a loss
+    kept: KeptSequence | None = None  # what it gets of its SLO; None: it has none
     chain: tuple[int, ...] | None = None  # hashes of its prompt, for dispatch; None: not made yet
     num_prompt_tokens: int = field(init=False)
 

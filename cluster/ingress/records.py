@@ -34,6 +34,7 @@ from time import monotonic
 import msgspec
 
 from pengserve.cluster.ingress.config import LimitConfig
+from pengserve.cluster.ingress.kept import KeptSequence
 from pengserve.cluster.ingress.moves import Orphans, RequestMove, Stash
 from pengserve.cluster.ingress.placing import Placing
 from pengserve.cluster.ingress.prefixes import Prefixes
@@ -108,9 +109,11 @@ class RequestBook:
         """Requests without an instance."""
         return len(self._waiting)
 
-    def add(self, request: EngineCoreRequest, options: RequestOptions = NO_OPTIONS) -> None:
-        """Takes a request and sends it to an instance, now or as soon as there is one."""
-        record = RequestRecord(request, options, created_s=self._clock())
+    def add(
+        self, request: EngineCoreRequest, options: RequestOptions = NO_OPTIONS, kept: KeptSequence | None = None
+    ) -> None:
+        """Takes a request and sends it to an instance, now or as soon as there is one. Tells `kept` of its tokens."""
+        record = RequestRecord(request, options, created_s=self._clock(), kept=kept)
         self._records[request.request_id] = record
         if record.is_urgent:
             self._placing.urgent.add(record)
@@ -142,6 +145,8 @@ class RequestBook:
                 if record.last_token_s is None:
                     record.first_token_s = now_s
                 record.last_token_s = now_s
+                if record.kept is not None:
+                    record.kept.add(len(output.new_token_ids), now_s)
             if record.num_copies > 1:
                 output.request_id = record.request.request_id
             if output.finish_reason is not None:
