@@ -327,7 +327,7 @@ class ClusterEngineClient(EngineClient):
         collector = _collector(request.request_id, params.output_kind, kept)
         if params.n == 1:
             self._output_processor.add_request(request, prompt_text, None, 0, collector)
-            self.book.add(request, options, kept and kept.begin())
+            self.book.add(request, options, None if kept is None else kept.begin())
             return collector
         parent = ParentRequest(request)
         children = []
@@ -337,7 +337,7 @@ class ClusterEngineClient(EngineClient):
             self._output_processor.add_request(child, prompt_text, parent, index, collector)
             children.append(child)
         for child in children:
-            self.book.add(child, options, kept and kept.begin())
+            self.book.add(child, options, None if kept is None else kept.begin())
         return collector
 
     def _process(
