@@ -4,11 +4,12 @@ Pure ASGI, so that streams pass through untouched. The body is read here, once, 
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -18,6 +19,7 @@ from pengserve.cluster.ingress import request_ids
 from pengserve.cluster.ingress.body import check_common, check_generation, parse_object
 from pengserve.cluster.ingress.body_reader import BodyReader, bounded, replay
 from pengserve.cluster.ingress.config import IngressConfig
+from pengserve.cluster.ingress.contract import ContractReader, without_own_fields
 from pengserve.cluster.ingress.errors import OverloadedError, RequestRefused, respond
 from pengserve.cluster.ingress.keys import KeyRing, key_id
 from pengserve.cluster.ingress.own_machine import refuse_foreign
@@ -28,6 +30,7 @@ from pengserve.cluster.ingress.request_options import (
 )
 from pengserve.cluster.ingress.traffic import Places, Ticket, Traffic
 from pengserve.planners.types.cluster_id import CLUSTER_HEADER, cluster_id
+from pengserve.planners.types.contract import by_name
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +42,7 @@ TOKEN_PATHS = frozenset({"/tokenize", "/detokenize"})
 ADMIN_PREFIX = "/cluster/"
 METRICS_PATH = "/metrics"
 
-# Headers by which vLLM lets a trusted router steer it; a client is none.
+# Headers that vLLM reads itself: a trusted router's, and those that `request_options` has read and checked.
 _DROPPED_HEADERS = frozenset({b"x-data-parallel-rank", b"x-vllm-priority", b"x-session-id", b"x-request-id"})
 _EXPOSED_HEADERS = (request_ids.HEADER, "Retry-After")  # what scripts of another origin may read
 
@@ -78,6 +81,7 @@ class Guard:
         self._long_text = asyncio.Lock()
         self._keys = keys or KeyRing(config)
         self._cluster_id = cluster_id(config.instance.channel_token)
+        self._contracts = ContractReader(by_name(config.classes), is_tenant_trusted=config.is_tenant_trusted)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -153,9 +157,10 @@ class Guard:
                     await self._app(scope, replayed, send)
             return
         num_sequences = check_generation(data, self._config.limits, self._vocab_size)
-        options = read_options(exchange.headers, data, self._config.degrees)
-        if self._keys.api:
-            options = replace(options, key_id=key_id(_bearer(exchange.headers)))
+        named = key_id(_bearer(exchange.headers)) if self._keys.api else ""
+        options = read_options(exchange.headers, data, self._config.degrees, self._contracts, named)
+        if (for_vllm := without_own_fields(data)) is not None:
+            replayed = replay(json.dumps(for_vllm).encode(), receive)
         with self._traffic.ticket(num_sequences) as ticket:
             tokens = current_ticket.set(ticket), current_options.set(options), current_deadline_s.set(deadline_s)
             try:
