@@ -15,12 +15,12 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pengserve.cluster.ingress import request_ids
+from pengserve.cluster.ingress.admin import AdminDoor, bearer
 from pengserve.cluster.ingress.body import check_common, check_generation, parse_object
 from pengserve.cluster.ingress.body_reader import BodyReader, bounded, replay
 from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.errors import OverloadedError, RequestRefused, respond
 from pengserve.cluster.ingress.keys import KeyRing, key_id
-from pengserve.cluster.ingress.own_machine import refuse_foreign
 from pengserve.cluster.ingress.request_options import (
     current_deadline_s,
     current_options,
@@ -70,6 +70,7 @@ class Guard:
         max_model_len: Callable[[], int] = lambda: 0,
         on_rejected: Callable[[str], None] = lambda reason: None,
         keys: KeyRing | None = None,
+        admin: AdminDoor | None = None,
     ) -> None:
         self._app, self._config, self._traffic, self._vocab_size = app, config, traffic, vocab_size
         self._max_model_len, self._on_rejected = max_model_len, on_rejected
@@ -77,6 +78,7 @@ class Guard:
         self._tokenizing = Places(MAX_TOKENIZING, "Too many texts wait to be tokenized. Try again later.")
         self._long_text = asyncio.Lock()
         self._keys = keys or KeyRing(config)
+        self._admin = admin or AdminDoor(config, self._keys)
         self._cluster_id = cluster_id(config.instance.channel_token)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -155,7 +157,7 @@ class Guard:
         num_sequences = check_generation(data, self._config.limits, self._vocab_size)
         options = read_options(exchange.headers, data, self._config.degrees)
         if self._keys.api:
-            options = replace(options, key_id=key_id(_bearer(exchange.headers)))
+            options = replace(options, key_id=key_id(bearer(exchange.headers)))
         with self._traffic.ticket(num_sequences) as ticket:
             tokens = current_ticket.set(ticket), current_options.set(options), current_deadline_s.set(deadline_s)
             try:
@@ -182,29 +184,15 @@ class Guard:
         return noting
 
     def _authenticate(self, path: str, exchange: _Exchange) -> None:
-        bearer = _bearer(exchange.headers)
         if path.startswith(ADMIN_PREFIX):
-            self._authenticate_admin(exchange, exchange.headers.get("x-pengserve-admin-key") or bearer)
+            self._admin.require(exchange.scope["method"], exchange.headers)
             return
-        if path == METRICS_PATH and self._keys.metrics and not self._keys.metrics.accept(bearer):
+        key = bearer(exchange.headers)
+        if path == METRICS_PATH and self._keys.metrics and not self._keys.metrics.accept(key):
             raise RequestRefused(401, "The metrics key or the admin key is needed: send it as `Authorization: Bearer`.")
         is_guarded = path.startswith("/v1") or path in TOKEN_PATHS
-        if is_guarded and self._keys.api and not self._keys.api.accept(bearer):
+        if is_guarded and self._keys.api and not self._keys.api.accept(key):
             raise RequestRefused(401, "An API key is needed: send it as `Authorization: Bearer KEY`.")
-
-    def _authenticate_admin(self, exchange: _Exchange, key: str) -> None:
-        if not self._keys.admin:
-            if not self._config.is_loopback or self._keys.api:
-                raise RequestRefused(403, "Cluster routes are closed until security.admin_key is set.")
-            refuse_foreign(exchange.scope["method"], exchange.headers)
-        elif not self._keys.admin.accept(key):
-            raise RequestRefused(401, "The admin key is needed: send it as `x-pengserve-admin-key` or a bearer key.")
-
-
-def _bearer(headers: Headers) -> str:
-    """The bearer key of a request; "" where it has none."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 _REASONS = {401: "auth", 403: "auth", 413: "body_size"}
