@@ -152,20 +152,27 @@ def two(first_queue: int, second_queue: int) -> list[Candidate]:
     ]
 
 
+def weighed(candidate: Candidate) -> float:
+    """What its queue counts beside resident tokens."""
+    queue = candidate.queued_tokens
+    return queue + (candidate.weight - 1) * max(0, queue - MIN_WAIT_TOKENS)
+
+
 @given(st.integers(0, 20_000), st.integers(0, 20_000), st.integers(0, 20_000))
-def test_a_hit_is_worth_a_queue_of_as_many_tokens_and_no_more(first: int, second: int, hit: int) -> None:
+def test_a_hit_is_worth_a_queue_of_as_many_tokens_and_one_step_and_no_more(first: int, second: int, hit: int) -> None:
     one, other = two(first, second)
     key = choose([one, other], 20_000, hits={other.key: hit})
-    worth = hit if hit >= MIN_HIT_TOKENS else 0  # below that requests spread as if nothing were there
-    assert key == (other.key if second - worth < first else one.key)
+    worth = other.weight * hit if hit >= MIN_HIT_TOKENS else 0  # below that requests spread as if nothing were there
+    assert key == (other.key if weighed(other) - worth < weighed(one) else one.key)
+    if second >= first + hit + MIN_WAIT_TOKENS:
+        assert key == one.key
 
 
 @given(st.integers(0, 20_000), st.integers(0, 20_000))
 def test_a_token_to_be_computed_delays_more_than_one_that_is_there(pending: int, resident: int) -> None:
     one, other = two(pending, 0)
     other = replace(other, resident_tokens=one.resident_tokens + resident)
-    weighed = pending + (one.weight - 1) * max(0, pending - MIN_WAIT_TOKENS)
-    assert choose([one, other], 0) == (one.key if weighed <= resident else other.key)
+    assert choose([one, other], 0) == (one.key if weighed(one) <= resident else other.key)
 
 
 @given(st.integers(1, 16), st.integers(30, 120))
