@@ -10,9 +10,9 @@ pressure is both, as a share of what it holds:
     credit   = weight * hit / capacity                           hit: tokens of the prompt whose KV is there
 
 The least pressure less credit wins. So a hit is worth a queue of as many tokens and one step, no more. Small hits and
-short queues do not count: a request decodes for a hundred steps or more beside its neighbours, so that an even spread of
-requests is worth more than one small prompt's compute. Without hits, requests spread by load. Capacity stands for speed
-too: a tensor-parallel group has that of its members, and more.
+short queues do not count: a request decodes for a hundred steps or more beside its neighbours, so that an even spread
+of requests is worth more than one small prompt's compute. Without hits, requests spread by load. Capacity stands for
+speed too: a tensor-parallel group has that of its members, and more.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
