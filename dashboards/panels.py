@@ -64,12 +64,16 @@ def _per_instance(expression: str) -> tuple[Query, ...]:
     return (Query(promql=f"max by (instance_id) ({expression})", legend="instance {{instance_id}}"),)
 
 
-def _attained(counter: str, by: str, legend: str) -> Query:
-    """Share of what a counter counts that was kept, apart for each value of labels."""
-    kept, all_of_it = (
-        f"sum by ({by}) (rate({counter}{{$app{extra}}}[$__rate_interval]))" for extra in (', outcome="kept"', "")
+def _share(counter: str, outcome: str, by: str, legend: str) -> Query:
+    """Share of what a counter counts that had an outcome, apart for each value of labels."""
+    part, whole = (
+        f"sum by ({by}) (rate({counter}{{$app{extra}}}[$__rate_interval]))" for extra in (f', outcome="{outcome}"', "")
     )
-    return Query(promql=f"{kept} / {all_of_it}", legend=legend)
+    return Query(promql=f"{part} / {whole}", legend=legend)
+
+
+def _attained(counter: str, by: str, legend: str) -> Query:
+    return _share(counter, "kept", by, legend)
 
 
 _SLO = Row(
@@ -82,13 +86,26 @@ _SLO = Row(
             queries=(
                 _attained("pengserve_slo_requests_total", "service_class, latency", "{{service_class}} {{latency}}"),
             ),
-            width=12,
+            width=8,
         ),
         Panel(
             title="Tokens within the time between tokens",
             unit="percentunit",
             queries=(_attained("pengserve_slo_tokens_total", "service_class", "{{service_class}}"),),
-            width=12,
+            width=8,
+        ),
+        Panel(
+            title="Answers as long as predicted",
+            unit="percentunit",
+            help="Three quarters should reach the low bound, and half the median.",
+            queries=(
+                _share(
+                    "pengserve_length_predictions_total",
+                    "reached",
+                    "service_class, bound",
+                    "{{service_class}} {{bound}}",
+                ),
+            ),
         ),
     ),
 )

@@ -274,7 +274,7 @@ class ClusterEngineClient(EngineClient):
         self._request_log.note(record, finish)
         if record.kept is not None:
             record.kept.finish = finish
-            self._meters.kept(record.options.contract.service_class, record.kept)
+            self._meters.kept(record, finish)
 
     def on_finished(self, output: EngineCoreOutput) -> None:
         """A request was complete when its instance died."""

@@ -2,7 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from pengserve.cluster.ingress.kept import UNCOUNTED_ENDS, KeptSequence
+from pengserve.cluster.ingress.expected_lengths import LEARNED_ENDS
+from pengserve.cluster.ingress.kept import UNCOUNTED_ENDS
+from pengserve.cluster.ingress.record import RequestRecord
 from pengserve.cluster.ingress.slo_meters import SloMeters
 from pengserve.cluster.ingress.vllm_openai_seam import (
     IterationStats,
@@ -106,14 +108,17 @@ class IngressMeters:
         """A request ended: `ok`, `aborted` or `failed`."""
         self._outcomes[outcome].inc()
 
-    def kept(self, service_class: str, kept: KeptSequence) -> None:
-        """A sequence with an SLO ended."""
-        if kept.finish in UNCOUNTED_ENDS:
+    def kept(self, record: RequestRecord, finish: str) -> None:
+        """A request with an SLO ended."""
+        kept, service_class = record.kept, record.options.contract.service_class
+        if kept is None or finish in UNCOUNTED_ENDS:
             return
         meters = self._slo.get(service_class)
         if meters is None:
             meters = self._slo[service_class] = SloMeters(self.metrics, service_class)
         meters.ended(kept.outcome())
+        if record.expected is not None and finish in LEARNED_ENDS:
+            meters.length(record.expected, len(record.output_token_ids))
 
     def rejected(self, reason: str) -> None:
         """A request was refused."""

@@ -12,6 +12,7 @@ from pengserve.cluster.ingress.moves import Stash
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.ingress.suspicion import PROVEN_TOKENS, Suspicion
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput, EngineCoreRequest
+from pengserve.planners.lengths import LengthRange
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.link import InstanceLink
 
@@ -44,6 +45,7 @@ class RequestRecord:
     is_resumed: bool = False  # its next copy replaces a lost one
     lost_since_s: float | None = None  # until the first token after a loss
     kept: KeptSequence | None = None  # what it gets of its SLO; None: it has none
+    expected: LengthRange | None = None  # of its answer, as predicted when it was first sent; None: it has no SLO
     chain: tuple[int, ...] | None = None  # hashes of its prompt, for dispatch; None: not made yet
     num_prompt_tokens: int = field(init=False)
 

@@ -3,6 +3,7 @@
 from pengserve.cluster.ingress.kept import Outcome
 from pengserve.cluster.metrics import catalog
 from pengserve.cluster.metrics.facade import Counter, Metrics
+from pengserve.planners.lengths import LengthRange
 
 _OUTCOMES = {True: "kept", False: "missed"}
 
@@ -24,6 +25,19 @@ class SloMeters:
             is_kept: metrics.counter(catalog.SLO_TOKENS, service_class=service_class, outcome=outcome)
             for is_kept, outcome in _OUTCOMES.items()
         }
+
+        self._lengths = {
+            (bound, is_reached): metrics.counter(
+                catalog.LENGTH_PREDICTIONS, service_class=service_class, bound=bound, outcome=outcome
+            )
+            for bound in ("low", "median")
+            for is_reached, outcome in ((True, "reached"), (False, "below"))
+        }
+
+    def length(self, expected: LengthRange, num_tokens: int) -> None:
+        """An answer that was expected to have so many tokens ended by itself with `num_tokens`."""
+        self._lengths["low", num_tokens >= expected.low].inc()
+        self._lengths["median", num_tokens >= expected.median].inc()
 
     def ended(self, outcome: Outcome) -> None:
         """A sequence ended with this."""

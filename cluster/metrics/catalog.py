@@ -179,6 +179,17 @@ SLO_TOKENS = _counter(
     "outcome",
 )
 
+LENGTH_PREDICTIONS = _counter(
+    "pengserve_length_predictions_total",
+    _TRAFFIC,
+    "answers",
+    "Answers of requests with an SLO, by whether they had at least as many tokens as was predicted (`reached`) or not "
+    "(`below`), for the conservative bound (`low`, 75 % should reach it) and the `median`.",
+    "service_class",
+    "bound",
+    "outcome",
+)
+
 # Instances: one series per slot. A replacement takes over the series of the dead one.
 INSTANCE_UP = _gauge(
     "pengserve_instance_up", _INSTANCES, "0 or 1", "1 while the instance is ready for new requests.", "instance_id"

@@ -21,6 +21,7 @@ from pengserve.replicas.engine.kv_shares import LaneKv, shares_of
 from pengserve.replicas.engine.lane import NOTHING, Lane
 from pengserve.replicas.engine.residency import ResidentRequests
 from pengserve.replicas.engine.shared_model import plain_weights
+from pengserve.replicas.engine.slo_gate import Contracts, SloGate
 from pengserve.replicas.engine.tier_memory import OPTIONS as TIER_OPTIONS
 from pengserve.replicas.engine.tier_memory import TierOptions
 from pengserve.replicas.engine.vllm_seam import (
@@ -138,6 +139,7 @@ class DpLane(Lane):
         self.num_kv_groups = len(kv_config.kv_cache_groups)
         self._num_lent = 0
         self.residency: ResidentRequests | None = None  # where KV has a host tier
+        self._slo_gate: SloGate | None = None  # where contracts are known
         super().__init__(
             shape="dp",
             scheduler=scheduler,
@@ -299,14 +301,26 @@ class DpLane(Lane):
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Schedules, executes and samples one step; outputs by client index."""
         started_s = time.perf_counter()
-        if self.residency is None or not self.residency.has_to_choose():
-            outputs, executed = self._step_core()
+        gate = self._slo_gate
+        if gate is None or not gate.is_on:
+            outputs, executed = self._step_resident()
         else:
-            with self.residency.step():
-                outputs, executed = self._step_core()
+            with gate.step():
+                outputs, executed = self._step_resident()
         self.core.post_step(executed)
         self._count((outputs or {}).values(), time.perf_counter() - started_s)
         return outputs or {}
+
+    def _step_resident(self) -> tuple[dict[int, EngineCoreOutputs] | None, bool]:
+        """One step of what the device can hold."""
+        if self.residency is None or not self.residency.has_to_choose():
+            return self._step_core()
+        with self.residency.step():
+            return self._step_core()
+
+    def use_contracts(self, contracts: Contracts) -> None:
+        """Begins prompts only where that breaks no SLO of those that decode, from now on."""
+        self._slo_gate = SloGate(self.scheduler, contracts)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False while requests hold blocks."""

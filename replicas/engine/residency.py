@@ -152,8 +152,7 @@ class ResidentRequests:
 
     def _waiting(self) -> Sequence[Request]:
         scheduler = self._scheduler
-        slots = scheduler.max_running - len(scheduler.running)
-        return [request for request, _ in zip(scheduler.waiting, range(max(0, slots)), strict=False)]
+        return [request for request, _ in zip(scheduler.waiting, range(scheduler.new_slots), strict=False)]
 
     def _wanting(self) -> list[tuple[Request, Wanting]]:
         scheduler = self._scheduler

@@ -8,6 +8,7 @@ from pengserve.cluster.ingress.kept import KeptAnswer, KeptSequence, Outcome
 from pengserve.cluster.ingress.request_options import NO_OPTIONS
 from pengserve.cluster.ingress.slo_meters import SloMeters
 from pengserve.cluster.metrics.facade import Metrics
+from pengserve.planners.lengths import LengthRange
 from pengserve.planners.types.contract import Pacing, Slo
 from tests.support.moving import Cluster, a_request
 
@@ -103,8 +104,11 @@ def test_attainment_is_counted_by_class() -> None:
         is_ttft_kept=True, is_tbt_kept=False, is_tpot_kept=True,
     )  # fmt: skip
     meters.ended(late)
+    meters.length(LengthRange(low=5, median=20), 10)
     body, _ = metrics.exposition()
-    lines = [line for line in body.decode().splitlines() if re.match(r"pengserve_slo_\w+_total{", line)]
+    lines = [
+        line for line in body.decode().splitlines() if re.match(r"pengserve_(slo_\w+|length_predictions)_total{", line)
+    ]
     counted = {frozenset(line.split('"')[1::2]) - {"tests"}: float(line.rpartition(" ")[2]) for line in lines}
     assert {labels: value for labels, value in counted.items() if value} == {
         frozenset({"chat", "ttft", "kept"}): 1,
@@ -112,4 +116,6 @@ def test_attainment_is_counted_by_class() -> None:
         frozenset({"chat", "tbt", "missed"}): 1,
         frozenset({"chat", "kept"}): 7,
         frozenset({"chat", "missed"}): 3,
+        frozenset({"chat", "low", "reached"}): 1,
+        frozenset({"chat", "median", "below"}): 1,
     }
