@@ -273,6 +273,7 @@ class Instance:
         self._phase = "loading the model"
         self._codec, self._step_codec = Codec(), Codec()
         lanes = Lanes(self.config)
+        lanes.dp.use_contracts(self._requests)
         if self.config.degrees or self.config.max_stages > 1:
             self._try_to_build_agent(lanes)
         logger.info("instance %s: engine built in %.1f s", self.key, time.perf_counter() - started_s)
