@@ -25,6 +25,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
+from pengserve.cluster.class_settings import ClassSettings, service_classes
 from pengserve.cluster.demo.shipped import SHIPPED_NAME, shipped_model
 from pengserve.cluster.devices import has_cuda_driver
 from pengserve.cluster.http_settings import HttpSettings
@@ -119,6 +120,7 @@ class Settings(_Section):
     http: HttpSettings = HttpSettings()
     security: SecuritySettings = SecuritySettings()
     limits: LimitSettings = LimitSettings()
+    classes: dict[str, ClassSettings] = {}  # what requests of a service class may ask for; see `class_settings`
     openai: OpenAISettings = OpenAISettings()
     controller: ControllerSettings = ControllerSettings()
     shape: ShapeSettings = ShapeSettings()
@@ -146,6 +148,12 @@ class Settings(_Section):
             if type(engine.get(key, 1)) is not int or engine.get(key, 1) < 1:
                 raise ValueError(f"{key} must be a whole number from 1 on; got {engine[key]!r}")
         return engine
+
+    @field_validator("classes")
+    @classmethod
+    def _classes_can_be(cls, value: dict[str, ClassSettings]) -> dict[str, ClassSettings]:
+        service_classes(value)
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -349,6 +357,7 @@ class Settings(_Section):
             drop=replace(self.shape.drop.drop_config(), max_stages=self.max_stages),
             migrate=MigrateConfig(is_auto=self.shape.migrate),
             judge=self.shape.judge.judge_config(),
+            classes=service_classes(self.classes),
             **(self.controller.model_dump() | {"max_starting": self._max_starting}),
         )
 

@@ -408,7 +408,7 @@ class Instance:
         lanes, add = self._lanes, self._codec.decode_add(parts)
         add.request.client_index = client_index
         request_id, is_tried_alone = add.request.request_id, add.is_tried_alone
-        self._requests.add(add.request)
+        self._requests.add(add.request, add.contract)
         lanes.num_predicted += add.predicted_hit_tokens
         self._idle.clear()
 

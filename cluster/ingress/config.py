@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from pengserve.planners.types.config import InstanceConfig
+from pengserve.planners.types.contract import ServiceClass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +54,8 @@ class IngressConfig:
     api_keys_file: str = ""  # one key a line, on the ingress's machine; read again when it changes
     admin_key_file: str = ""
     metrics_key_file: str = ""
+    is_tenant_trusted: bool = False  # the header `x-pengserve-tenant` comes from a proxy that sets it itself
+    classes: tuple[ServiceClass, ...] = ()  # beside the built-in ones, or in their place
     limits: LimitConfig = field(default_factory=LimitConfig)
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)
     metrics_backend: str = "auto"

@@ -297,6 +297,8 @@ class ClusterEngineClient(EngineClient):
     ) -> EngineCoreRequest:
         tasks = await self.get_supported_tasks()
         inputs = {**inputs, "trace_headers": None, "data_parallel_rank": None}
+        if priority := current_options.get().contract.priority:  # a header's or the class's, which vLLM has not seen
+            inputs["priority"] = priority
         processor = self.input_processor
         is_guided = params.structured_outputs is not None
         is_rendered = isinstance(prompt, dict) and "type" in prompt

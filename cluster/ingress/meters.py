@@ -1,5 +1,7 @@
 """What the ingress counts: PengServe's own metrics, and vLLM's through vLLM's own loggers."""
 
+from collections.abc import Callable, Sequence
+
 from pengserve.cluster.ingress.vllm_openai_seam import (
     IterationStats,
     PrometheusStatLogger,
@@ -45,6 +47,7 @@ class IngressMeters:
         self._moved = {kind: metrics.counter(catalog.MOVED, kind=kind) for kind in ("carried", "redirected")}
         self._switch_gaps = metrics.histogram(catalog.SWITCH_GAP_SECONDS)
         self._dispatched: dict[InstanceKey, Counter] = {}
+        self.on_first_tokens: Callable[[Sequence[float]], None] | None = None  # while a page is open; gets seconds
 
     def link_up(self, link: InstanceLink) -> None:
         """A request channel is open."""
@@ -107,5 +110,7 @@ class IngressMeters:
     def _record(
         self, key: InstanceKey, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None
     ) -> None:
+        if self.on_first_tokens is not None and iteration_stats is not None:
+            self.on_first_tokens(iteration_stats.time_to_first_tokens_iter)
         if key.instance_id < self._num_instances:
             self.vllm.record(scheduler_stats, iteration_stats, engine_idx=key.instance_id)

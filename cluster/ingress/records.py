@@ -443,6 +443,7 @@ class RequestBook:
             record.output_token_ids,
             is_tried_alone=self._trials.is_tried_alone(record),
             predicted_hit_tokens=hit_tokens,
+            contract=record.options.contract,
         )
         record.wire_id, record.link, record.num_losses_seen = request.request_id, link, self._num_losses
         record.sent_s, record.num_tokens_when_sent = self._clock(), len(record.output_token_ids)

@@ -18,6 +18,7 @@ from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput, EngineCoreRequest, FinishReason
+from pengserve.planners.types.contract import NO_CONTRACT, Contract
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
@@ -63,6 +64,7 @@ class FakeLink:
         self.is_broken = False  # at the instance's end; the ingress learns of it by LOST
         self.refuses = False  # the ingress's sends fail already, though it has not read LOST yet
         self.aborts: list[list[str]] = []
+        self.contracts: list[Contract] = []  # of what was sent
 
     def add(
         self,
@@ -71,8 +73,10 @@ class FakeLink:
         *,
         is_tried_alone: bool = False,
         predicted_hit_tokens: int = 0,
+        contract: Contract = NO_CONTRACT,
     ) -> None:
         """See `InstanceLink`."""
+        self.contracts.append(contract)
         if self.refuses:
             raise LinkLostError("gone")
         wire_id, done = request.request_id, list(output_token_ids)
