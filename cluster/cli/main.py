@@ -31,6 +31,8 @@ model_app = typer.Typer(no_args_is_help=True, help="Make models to try PengServe
 app.add_typer(model_app, name="model")
 layout_app = typer.Typer(invoke_without_command=True)
 app.add_typer(layout_app, name="layout")
+dashboards_app = typer.Typer(no_args_is_help=True, help="Grafana dashboards of the cluster.")
+app.add_typer(dashboards_app, name="dashboards")
 
 Url = Annotated[
     str, typer.Option("--url", envvar="PENGSERVE_URL", help="Address of the running application.", show_default=True)
@@ -284,6 +286,25 @@ def init(
     from pengserve.cluster.cli.init import run_init
 
     run_init(directory)
+
+
+@dashboards_app.command("push")
+def dashboards_push(
+    grafana: Annotated[str, typer.Argument(metavar="URL", help="Address of Grafana, such as http://localhost:3000.")],
+    backend: Annotated[
+        list[str] | None, typer.Option(help="prometheus or ray, as `metrics.backend`; else both.", show_default=False)
+    ] = None,
+) -> None:
+    """Send the dashboards to a Grafana server, with the service account's token in `GRAFANA_TOKEN`.
+
+    Needs `pip install 'pengserve[grafana]'`. `pengserve init` writes the same files, to import by hand.
+
+    - `GRAFANA_TOKEN=... pengserve dashboards push http://localhost:3000`
+    """
+    from pengserve.dashboards.push import run_push
+
+    for address in run_push(grafana, backend or ()):
+        typer.echo(address)
 
 
 @model_app.command("make-demo")

@@ -11,7 +11,7 @@ from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.guide_check import GuideChecker, describe_tokenizer
 from pengserve.cluster.ingress.guide_rules import parse_without_compiling
 from pengserve.cluster.ingress.meters import IngressMeters
-from pengserve.cluster.ingress.record import RequestRecord
+from pengserve.cluster.ingress.record import RequestRecord, Resumption
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.request_options import current_deadline_s, current_options
@@ -274,9 +274,9 @@ class ClusterEngineClient(EngineClient):
         """A request was complete when its instance died."""
         self._process([output], 0.0, None, None)
 
-    def on_dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
+    def on_dispatched(self, key: InstanceKey, resumed: Resumption | None) -> None:
         """A request went to an instance."""
-        self._meters.dispatched(key, num_resumed_tokens)
+        self._meters.dispatched(key, resumed)
 
     def on_resumed(self, gap_s: float) -> None:
         """A lost request's next token came."""

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
@@ -13,6 +13,13 @@ from pengserve.cluster.ingress.suspicion import PROVEN_TOKENS, Suspicion
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput, EngineCoreRequest
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.link import InstanceLink
+
+
+class Resumption(NamedTuple):
+    """How a request comes to an instance that had begun elsewhere."""
+
+    num_tokens: int  # output tokens that it brings
+    why: str  # "lost": its instance died; "drained": it was emptied
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +47,7 @@ class RequestRecord:
     first_token_s: float | None = None
     last_token_s: float | None = None
     is_unsettled: bool = False  # was moved, redirected or lost, and has had no token since
-    is_resumed: bool = False  # its next copy replaces a lost one
+    resumed_why: str = ""  # its next copy replaces one that was "lost", or whose instance was "drained"
     lost_since_s: float | None = None  # until the first token after a loss
     chain: tuple[int, ...] | None = None  # hashes of its prompt, for dispatch; None: not made yet
     num_prompt_tokens: int = field(init=False)
@@ -124,8 +131,8 @@ class RecordEvents(Protocol):
     def on_finished(self, output: EngineCoreOutput) -> None:
         """The request turned out to be complete when its instance died; `output` says so."""
 
-    def on_dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
-        """A request went to an instance; with the number of output tokens it brought, where it was resumed."""
+    def on_dispatched(self, key: InstanceKey, resumed: Resumption | None) -> None:
+        """A request went to an instance; `resumed` tells where from, if it had begun elsewhere."""
 
     def on_resumed(self, gap_s: float) -> None:
         """The first token after a loss came, `gap_s` after it."""
@@ -145,6 +152,9 @@ class Links(Protocol):
 
     def find(self, key: InstanceKey) -> InstanceLink | None:
         """The open link to that life of an instance, whether or not it takes new requests."""
+
+    def is_leaving(self, key: InstanceKey) -> bool:
+        """Whether the routing table does not name that life any more, as one that is being drained."""
 
     def discard(self, link: InstanceLink) -> None:
         """A send over `link` failed."""
