@@ -190,6 +190,41 @@ def events(
     run_events(url, admin_key, after, follow, as_json, why)
 
 
+@app.command()
+def why(
+    request_id: Annotated[str, typer.Argument(help="Its `x-request-id`, or the id in its answer.")],
+    config: Annotated[
+        Path | None, typer.Option("--config", help="YAML file whose logs are read.", show_default=False)
+    ] = None,
+    request_log: Annotated[
+        Path | None, typer.Option(help="Request log, where no --config names it.", show_default=False)
+    ] = None,
+    event_log: Annotated[
+        Path | None, typer.Option(help="Event log; else the running application is asked.", show_default=False)
+    ] = None,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Tell the life of a request that has ended: where it ran, what moved it, what it waited for.
+
+    Needs the setting `request_log`. Run it on the machine that has the file.
+
+    - `pengserve why 3f2a9c --config serve.yaml`
+    - `pengserve why 3f2a9c --request-log requests.jsonl --event-log events.jsonl`
+    """
+    from pengserve.cluster.cli.why import run_why
+    from pengserve.cluster.settings import load_settings
+    from pengserve.planners.types.errors import ConfigError
+
+    if config is not None:
+        settings = load_settings(config)
+        request_log = request_log or (Path(settings.request_log) if settings.request_log else None)
+        event_log = event_log or (Path(settings.event_log) if settings.event_log else None)
+    if request_log is None:
+        raise ConfigError("name the request log: --request-log FILE, or --config with the setting request_log")
+    run_why(request_id, request_log, event_log, url, admin_key)
+
+
 @layout_app.callback()
 def layout(
     context: typer.Context,

@@ -15,6 +15,7 @@ from pengserve.cluster.ingress.record import RequestRecord, Resumption
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.request_options import current_deadline_s, current_options
+from pengserve.cluster.ingress.traces import Traces
 from pengserve.cluster.ingress.vllm_openai_seam import (
     STREAM_FINISHED,
     EngineClient,
@@ -64,8 +65,10 @@ class ClusterEngineClient(EngineClient):
         meters: IngressMeters,
         admit: Callable[[int], None] = lambda n: None,
         request_log: RequestLog | None = None,
+        traces: Traces | None = None,
     ) -> None:
-        """`admit(n)` raises GracefulHTTPError where n more sequences are too many. None: no request log."""
+        """`admit(n)` raises GracefulHTTPError where n more sequences are too many. None: no request log, no traces."""
+        self._traces = traces
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
@@ -234,8 +237,10 @@ class ClusterEngineClient(EngineClient):
     async def on_batch(self, link: InstanceLink, batch: StepBatch) -> None:
         """Hands a batch's tokens to their requests."""
         outputs, shape = batch.outputs, batch.stats.shape
-        if self._shapes.get(link.key) != shape:
+        if (before := self._shapes.get(link.key)) != shape:
             self._shapes[link.key] = shape
+            if before is not None:
+                self.book.note_shape(link, shape)
             self.book.wake()
         iteration_stats = IterationStats() if self._meters.vllm is not None and outputs.outputs else None
         for start in range(0, len(outputs.outputs), OUTPUTS_PER_SLICE):
@@ -269,6 +274,8 @@ class ClusterEngineClient(EngineClient):
     def on_ended(self, record: RequestRecord, finish: str) -> None:
         """A request is over."""
         self._request_log.note(record, finish)
+        if self._traces is not None:
+            self._traces.ended(record, finish)
 
     def on_finished(self, output: EngineCoreOutput) -> None:
         """A request was complete when its instance died."""

@@ -14,6 +14,8 @@ from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput, EngineC
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.link import InstanceLink
 
+MAX_LIFE = 64  # notes of one request
+
 
 class Resumption(NamedTuple):
     """How a request comes to an instance that had begun elsewhere."""
@@ -50,11 +52,22 @@ class RequestRecord:
     resumed_why: str = ""  # its next copy replaces one that was "lost", or whose instance was "drained"
     lost_since_s: float | None = None  # until the first token after a loss
     chain: tuple[int, ...] | None = None  # hashes of its prompt, for dispatch; None: not made yet
+    life: list[tuple[float, str, str]] = field(default_factory=list)  # seconds after it came, what, instance
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         prompt = self.request.prompt_token_ids
         self.num_prompt_tokens = len(prompt) if prompt is not None else len(self.request.prompt_embeds)
+
+    @property
+    def request_id(self) -> str:
+        """The id that its client knows it by."""
+        return str(self.request.external_req_id or self.request.request_id)
+
+    def note(self, now_s: float, what: str, key: InstanceKey) -> None:
+        """Something became of it: "sent", "resumed", "carried", "handed back", "lost", or "shape tp2"."""
+        if len(self.life) < MAX_LIFE:
+            self.life.append((now_s - self.created_s, what, str(key)))
 
     @property
     def num_tokens(self) -> int:

@@ -233,6 +233,12 @@ class RequestBook:
             for record in self._records.values()
         )
 
+    def note_shape(self, link: InstanceLink, shape: str) -> None:
+        """`link` runs another shape now, and its requests with it."""
+        for record in self._records.values():
+            if record.link is link:
+                record.note(self._clock(), f"shape {shape}", link.key)
+
     def demand(self) -> Demand:
         """What the requests in flight want, for the planners."""
         return self._placing.demand(self._records.values())
@@ -313,6 +319,7 @@ class RequestBook:
                 return None
             self._events.on_request_moved(carried=True)
             record.link, record.is_unsettled = link, True
+            record.note(self._clock(), "carried", link.key)
             self._trials.told(record, is_alone=False)
             if record.stash is None:
                 return None
@@ -326,6 +333,8 @@ class RequestBook:
 
     def _send_again(self, record: RequestRecord, *, to: InstanceKey | None, avoid: InstanceLink | None) -> None:
         """A switch left `record` to us: it goes to `to` where that fits, or to any other than `avoid`."""
+        if record.link is not None:
+            record.note(self._clock(), "handed back", record.link.key)
         self._drop_copy(record)
         record.is_unsettled = True
         record.num_redirects_in_place += 1
@@ -339,6 +348,8 @@ class RequestBook:
 
     def _resume(self, record: RequestRecord, why: str = "lost") -> None:
         """The copy of `record` is lost."""
+        if record.link is not None:
+            record.note(self._clock(), "lost", record.link.key)
         self._drop_copy(record)
         record.num_losses += 1
         record.num_losses_in_place += 1
@@ -454,6 +465,7 @@ class RequestBook:
         self._trials.begin(record)
         self._placing.sent(record, link, hit_tokens)
         why, record.resumed_why = record.resumed_why, ""
+        record.note(record.sent_s, "resumed" if why else "sent", link.key)
         self._events.on_dispatched(link.key, Resumption(len(record.output_token_ids), why) if why else None)
 
     def _finish_if_complete(self, record: RequestRecord) -> bool:
