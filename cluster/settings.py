@@ -109,6 +109,13 @@ class MetricsSettings(_Section):
     backend: Literal["auto", "prometheus", "ray"] = "auto"
 
 
+class TraceSettings(_Section):
+    """Spans of requests, over OTLP and HTTP. Needs `pip install 'pengserve[traces]'`."""
+
+    otlp_endpoint: str = Field(default="", pattern=r"^(https?://\S+)?$")  # "http://127.0.0.1:4318/v1/traces"; "": off
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)  # of requests whose client has not decided
+
+
 class Settings(_Section):
     """Everything the user decides about one application. Unknown keys are refused."""
 
@@ -126,6 +133,7 @@ class Settings(_Section):
     shape: ShapeSettings = ShapeSettings()
     memory: MemorySettings = MemorySettings()
     metrics: MetricsSettings = MetricsSettings()
+    traces: TraceSettings = TraceSettings()
     event_log: str = ""  # JSONL file; empty keeps events in memory alone
     request_log: str = ""  # JSONL file: a line for each answer, without its text; empty: none
     # Of each log: the newest file is renamed when it would grow beyond so many bytes (0: never), ...
