@@ -14,11 +14,12 @@ from pengserve.cluster.ingress.guide_check import GuideChecker, describe_tokeniz
 from pengserve.cluster.ingress.guide_rules import parse_without_compiling
 from pengserve.cluster.ingress.kept import KeptAnswer, current_kept
 from pengserve.cluster.ingress.meters import IngressMeters
-from pengserve.cluster.ingress.record import RequestRecord
+from pengserve.cluster.ingress.record import RequestRecord, Resumption
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.reject import require_ttft
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.request_options import current_deadline_s, current_options
+from pengserve.cluster.ingress.traces import Traces
 from pengserve.cluster.ingress.vllm_openai_seam import (
     STREAM_FINISHED,
     EngineClient,
@@ -70,8 +71,10 @@ class ClusterEngineClient(EngineClient):
         meters: IngressMeters,
         admit: Callable[[int], None] = lambda n: None,
         request_log: RequestLog | None = None,
+        traces: Traces | None = None,
     ) -> None:
-        """`admit(n)` raises GracefulHTTPError where n more sequences are too many. None: no request log."""
+        """`admit(n)` raises GracefulHTTPError where n more sequences are too many. None: no request log, no traces."""
+        self._traces = traces
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
@@ -256,8 +259,10 @@ class ClusterEngineClient(EngineClient):
     async def on_batch(self, link: InstanceLink, batch: StepBatch) -> None:
         """Hands a batch's tokens to their requests."""
         outputs, shape = batch.outputs, batch.stats.shape
-        if self._shapes.get(link.key) != shape:
+        if (before := self._shapes.get(link.key)) != shape:
             self._shapes[link.key] = shape
+            if before is not None:
+                self.book.note_shape(link, shape)
             self.book.wake()
         iteration_stats = IterationStats() if self._meters.vllm is not None and outputs.outputs else None
         for start in range(0, len(outputs.outputs), OUTPUTS_PER_SLICE):
@@ -294,14 +299,16 @@ class ClusterEngineClient(EngineClient):
         if record.kept is not None:
             record.kept.finish = finish
             self._meters.kept(record, finish)
+        if self._traces is not None:
+            self._traces.ended(record, finish)
 
     def on_finished(self, output: EngineCoreOutput) -> None:
         """A request was complete when its instance died."""
         self._process([output], 0.0, None, None)
 
-    def on_dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
+    def on_dispatched(self, key: InstanceKey, resumed: Resumption | None) -> None:
         """A request went to an instance."""
-        self._meters.dispatched(key, num_resumed_tokens)
+        self._meters.dispatched(key, resumed)
 
     def on_resumed(self, gap_s: float) -> None:
         """A lost request's next token came."""

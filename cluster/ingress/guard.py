@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import monotonic
 from typing import Any
 
@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 MAX_TOKEN_BODY_BYTES = 1 << 20  # to count or turn round: their answers are as long, and made on the event loop
 MAX_TOKENIZING = 64  # requests to count or turn round tokens at once
+MAX_TRACEPARENT_CHARS = 256
 LONG_TEXT_BYTES = 64 << 10  # of these one at a time: a thread tokenizes for all requests
 GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 TOKEN_PATHS = frozenset({"/tokenize", "/detokenize"})
@@ -165,6 +166,8 @@ class Guard:
         num_sequences = check_generation(data, self._config.limits, self._vocab_size)
         named = key_id(bearer(exchange.headers)) if self._keys.api else ""
         options = read_options(exchange.headers, data, self._config.degrees, self._contracts, named)
+        if self._config.otlp_endpoint:
+            options = replace(options, traceparent=exchange.headers.get("traceparent", "")[:MAX_TRACEPARENT_CHARS])
         if (for_vllm := without_own_fields(data)) is not None:
             replayed = replay(json.dumps(for_vllm).encode(), receive)
         slo = options.contract.slo

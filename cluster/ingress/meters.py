@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from pengserve.cluster.ingress.expected_lengths import LEARNED_ENDS
 from pengserve.cluster.ingress.kept import UNCOUNTED_ENDS
-from pengserve.cluster.ingress.record import RequestRecord
+from pengserve.cluster.ingress.record import RequestRecord, Resumption
 from pengserve.cluster.ingress.slo_meters import SloMeters
 from pengserve.cluster.ingress.vllm_openai_seam import (
     IterationStats,
@@ -46,7 +46,7 @@ class IngressMeters:
         self._has_engine_info = False
         self._outcomes = {o: metrics.counter(catalog.REQUESTS, outcome=o) for o in ("ok", "aborted", "failed")}
         self._resume_seconds = metrics.histogram(catalog.RESUME_SECONDS)
-        self._resumed = metrics.counter(catalog.RESUMED, reason="lost")
+        self._resumed = {why: metrics.counter(catalog.RESUMED, reason=why) for why in ("lost", "drained")}
         self._resumed_tokens = metrics.counter(catalog.RESUMED_TOKENS)
         self._moved = {kind: metrics.counter(catalog.MOVED, kind=kind) for kind in ("carried", "redirected")}
         self._switch_gaps = metrics.histogram(catalog.SWITCH_GAP_SECONDS)
@@ -80,17 +80,17 @@ class IngressMeters:
         """Outputs of an instance counted after the batches they came with."""
         self._record(key, None, iteration_stats)
 
-    def dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
+    def dispatched(self, key: InstanceKey, resumed: Resumption | None) -> None:
         """A request went to an instance."""
         counter = self._dispatched.get(key)
         if counter is None:
             counter = self.metrics.counter(catalog.DISPATCHED, instance_id=str(key.instance_id))
             self._dispatched[key] = counter
         counter.inc()
-        if num_resumed_tokens is not None:
-            self._resumed.inc()
-            if num_resumed_tokens:
-                self._resumed_tokens.inc(num_resumed_tokens)
+        if resumed is not None:
+            self._resumed[resumed.why].inc()
+            if resumed.num_tokens:
+                self._resumed_tokens.inc(resumed.num_tokens)
 
     def resumed(self, gap_s: float) -> None:
         """A lost request went on after `gap_s`."""

@@ -40,7 +40,7 @@ from pengserve.cluster.ingress.moves import Orphans, RequestMove, Stash
 from pengserve.cluster.ingress.placing import Placing
 from pengserve.cluster.ingress.prefixes import Prefixes
 from pengserve.cluster.ingress.quarantine import PoisonousRequestError, Quarantine
-from pengserve.cluster.ingress.record import Links, RecordEvents, RequestRecord
+from pengserve.cluster.ingress.record import Links, RecordEvents, RequestRecord, Resumption
 from pengserve.cluster.ingress.reject import queue_timeout
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.ingress.told import Told
@@ -237,8 +237,9 @@ class RequestBook:
                 record.stash.drop(link)
         if is_death:
             self._trials.instance_died(link, lost)
+        why = "drained" if self._links.is_leaving(link.key) else "lost"
         for record in reversed(lost):  # each goes to the head of the queue where none takes it now
-            self._resume(record)
+            self._resume(record, why)
         if lost:
             logger.info("instance %s is gone; %d requests go on elsewhere", link.key, len(lost))
 
@@ -248,6 +249,12 @@ class RequestBook:
             record.link is link or (record.stash is not None and link in record.stash)
             for record in self._records.values()
         )
+
+    def note_shape(self, link: InstanceLink, shape: str) -> None:
+        """`link` runs another shape now, and its requests with it."""
+        for record in self._records.values():
+            if record.link is link:
+                record.note(self._clock(), f"shape {shape}", link.key)
 
     def demand(self) -> Demand:
         """What the requests in flight want, for the planners."""
@@ -344,6 +351,7 @@ class RequestBook:
                 return None
             self._events.on_request_moved(carried=True)
             record.link, record.is_unsettled = link, True
+            record.note(self._clock(), "carried", link.key)
             self._trials.told(record, is_alone=False)
             if record.stash is None:
                 return None
@@ -357,21 +365,27 @@ class RequestBook:
 
     def _send_again(self, record: RequestRecord, *, to: InstanceKey | None, avoid: InstanceLink | None) -> None:
         """A switch left `record` to us: it goes to `to` where that fits, or to any other than `avoid`."""
+        if record.link is not None:
+            record.note(self._clock(), "handed back", record.link.key)
         self._drop_copy(record)
         record.is_unsettled = True
         record.num_redirects_in_place += 1
         self._events.on_request_moved(carried=False)
+        if avoid is not None and record.output_token_ids and self._links.is_leaving(avoid.key):
+            record.resumed_why = "drained"
         if self._finish_if_complete(record):
             return
         is_patient = record.num_redirects_in_place > MAX_REDIRECTS_IN_PLACE
         self._place_or_wait(record, first=bool(record.output_token_ids), to=to, avoid=avoid, is_patient=is_patient)
 
-    def _resume(self, record: RequestRecord) -> None:
+    def _resume(self, record: RequestRecord, why: str = "lost") -> None:
         """The copy of `record` is lost."""
+        if record.link is not None:
+            record.note(self._clock(), "lost", record.link.key)
         self._drop_copy(record)
         record.num_losses += 1
         record.num_losses_in_place += 1
-        record.is_unsettled = record.is_resumed = True
+        record.is_unsettled, record.resumed_why = True, why
         if record.lost_since_s is None:
             record.lost_since_s = self._clock()
         if self._finish_if_complete(record) or self._give_up_if_hopeless(record):
@@ -482,8 +496,9 @@ class RequestBook:
         self._copies[record.wire_id] = record
         self._trials.begin(record)
         self._placing.sent(record, link, hit_tokens)
-        self._events.on_dispatched(link.key, len(record.output_token_ids) if record.is_resumed else None)
-        record.is_resumed = False
+        why, record.resumed_why = record.resumed_why, ""
+        record.note(record.sent_s, "resumed" if why else "sent", link.key)
+        self._events.on_dispatched(link.key, Resumption(len(record.output_token_ids), why) if why else None)
 
     def _finish_if_complete(self, record: RequestRecord) -> bool:
         """A request whose last allowed token has arrived needs no instance any more."""

@@ -107,8 +107,19 @@ class SchedulerHandle:
 
     def cached_tokens(self, request: Request) -> int:
         """Tokens of a request that is not here whose KV is in the prefix cache now; none of it is touched."""
-        _, num_tokens = self._manager.get_computed_blocks(request)[:2]
-        return int(num_tokens)
+        return self.cached_prefix(request)[0]
+
+    def cached_prefix(self, request: Request) -> tuple[int, list[int]]:
+        """Of a request that holds no KV: tokens that are in the prefix cache now, and those of their blocks that other
+        requests hold. Nothing is touched.
+        """
+        found, num_tokens = self._manager.get_computed_blocks(request)[:2]
+        return int(num_tokens), [block.block_id for block in blocks_of(found.blocks) if block.ref_cnt]
+
+    def shared_blocks(self, request_id: str) -> list[int]:
+        """Blocks of a request that other requests hold too."""
+        held = blocks_of(self._manager.get_blocks(request_id).blocks)
+        return [block.block_id for block in held if block.ref_cnt > 1]
 
     def prefilling_tokens(self) -> int:
         """Tokens of running requests that no step has taken yet. The one token of a decode does not count."""
@@ -128,6 +139,11 @@ class SchedulerHandle:
     def pause_new(self, paused: bool) -> None:
         """While paused, no waiting request begins; what runs goes on."""
         self._scheduler.set_pause_state(PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)
+
+    @property
+    def takes_new(self) -> bool:
+        """Whether waiting requests may begin; see `pause_new`."""
+        return bool(self._scheduler.pause_state is PauseState.UNPAUSED)
 
     # Requests that come with their KV --------------------------------------------------------------------------------
 
