@@ -13,7 +13,7 @@ from enum import IntEnum
 
 from pengserve.planners.types.errors import LinkLostError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 256 << 20
 
 Buffer = bytes | bytearray | memoryview
@@ -31,6 +31,7 @@ class FrameKind(IntEnum):
     BATCH = 6
     MOVED = 7
     TRIAL = 8
+    PAUSED = 9
 
 
 @dataclass(frozen=True, slots=True)
