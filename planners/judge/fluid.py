@@ -5,7 +5,7 @@ tensor-parallel, one for each stage of a pipeline, in which so many microbatches
 
     read        waiting prompts are read, as fast as full steps are, as far as KV and slots are free
     decoded     running requests have a token of each of these steps, and of the steps in the rest of the time
-    ended       by the mean length of an answer, tokens end requests, and these free their KV
+    ended       requests end as lengths of answers say (`judge.cohorts`), and free their KV
     preempted   where KV has grown beyond what there is, requests lose theirs, and wait to be computed again
 
 The currency is request-seconds: one for each second of a request that runs, `WAIT_WEIGHT` for each second of one that
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pengserve.planners.columns import Floats
+from pengserve.planners.judge.cohorts import Cohorts, Lengths
 from pengserve.planners.types.step_cost import KNOT_TOKENS
 
 WAIT_WEIGHT = 16.0  # request-seconds of a second without a first token
@@ -46,6 +47,8 @@ class Rows:
     rate: Floats  # requests that come
     prompt_tokens: Floats
     output_tokens: Floats
+    output_spread: Floats  # standard deviation of answers, as a share of the mean
+    ages: Floats  # [row, cohort]: tokens that running requests have generated, in `COHORTS` groups of as many
     pairs: Floats  # that a token of a prompt adds to a step (`StepCost.pair_s`): the mean square over the mean prompt
     spread: Floats  # of prompts: the standard deviation of their logarithm
     ttft_limit_s: Floats
@@ -80,13 +83,14 @@ def slices(horizon_s: float) -> Floats:
 def predict(rows: Rows, horizon_s: float) -> Fate:
     """The fate of each row within `horizon_s`."""
     kv, prompt, output = rows.kv_tokens, rows.prompt_tokens, rows.output_tokens
+    lengths = Lengths.of(output, rows.output_spread)
     running, waiting, waiting_tokens = rows.running.copy(), rows.waiting.copy(), rows.waiting_tokens.copy()
-    stall = rows.stall_s.copy()
-    # KV of one that runs: as it is, and later as lengths say.
-    usual = prompt + 0.5 * output
-    each = np.where(running > 0, rows.held_tokens / np.maximum(running, 1e-9), usual)
+    stall, usual = rows.stall_s.copy(), prompt + lengths.mean_age
+    cohorts, held = Cohorts(running, rows.held_tokens, rows.ages, lengths), rows.held_tokens
     zero = np.zeros_like(kv)
+    done = zero  # tokens of answers, of those that wait: they were preempted
     wait_s, run_s, read_s, begun, finished, decoded, recomputed, late, slow, long_s = (zero.copy() for _ in range(10))
+    each = np.where(running > 0, held / np.maximum(running, 1e-9), usual)
     steps = _steps(rows, running, each, prompt)
     for length in slices(horizon_s):
         # Arrivals.
@@ -96,45 +100,40 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
         stall = np.maximum(0.0, stall - length)
         mean = np.maximum(1.0, waiting_tokens / np.maximum(waiting, 1e-9))
         # Read, as far as there are memory, slots and time; a request will need more memory than its prompt.
-        grown = 1.0 + RESERVE * output / mean
-        by_memory = np.maximum(0.0, kv - running * each) / grown
-        by_slots = np.maximum(0.0, rows.slots - running) * mean
-        middle = running
+        had = done / np.maximum(waiting, 1e-9)  # of its answer
+        to_come, grown = lengths.after(had), 1.0 + RESERVE * output / mean
+        middle, num_steps = running, live / steps.decode_s
         for _ in range(2):  # the second time at the batch of the middle of this slice
-            steps = _steps(rows, middle, each, mean)
-            # Requests also end while others are read, and leave them their place.
-            ending = middle * live / np.maximum(1e-9, output * steps.decode_s)
-            freed = np.minimum(middle, ending)
-            read = np.minimum(waiting_tokens, by_memory + freed * each / grown)
-            read = np.minimum(np.minimum(read, by_slots + freed * mean), steps.rate * live)
-            busy = np.minimum(live, read / steps.rate)
+            steps, taken = _steps(rows, middle, each, mean), np.maximum(num_steps, 1e-4 * lengths.rest)
+            later, (still, meanwhile) = cohorts.after(taken), to_come.begun(taken)
+            by_memory = np.maximum(0.0, kv - later.held_tokens) / (grown * still)
+            by_slots = np.maximum(0.0, rows.slots - later.running) * mean / still
+            read = np.minimum(np.minimum(waiting_tokens, np.minimum(by_memory, by_slots)), steps.rate * live)
+            busy, new = np.minimum(live, read / steps.rate), read / mean
             num_steps = busy / steps.full_s + (live - busy) / steps.decode_s
-            # dR/dt = new / live - R / stay
-            new = read / mean
-            stay = np.where(live > 0, live * output / np.maximum(num_steps, 1e-9), 1.0)
-            left = np.exp(-live / stay)
-            level = new * stay / np.maximum(live, 1e-9)
-            end = np.where(live > 0, level + (running - level) * left, running)
-            middle = np.where(
-                live > 0, level + (running - level) * (1.0 - left) * stay / np.maximum(live, 1e-9), running
-            )
+            middle = later.mean + new * meanwhile
+        end = later.running + new * still
         ended = np.maximum(0.0, running + new - end)
         chance, longest_s = _behind(rows, steps)
         read_s += new * (steps.alone_s + chance * longest_s)
         long_s += new * (steps.long_s + chance * longest_s)
         queue_s = np.minimum(horizon_s, np.maximum(0.0, waiting - new) * length / np.maximum(new, 1e-9))
         late += new * _late(rows, steps, queue_s, chance, longest_s)
-        slow_share = _share_above(live / np.maximum(num_steps, 1e-9), rows.tpot_limit_s, TPOT_SPREAD)
+        slow_share = _share_above(live / taken, rows.tpot_limit_s, TPOT_SPREAD)
         slow += ended * np.where(live > 0, slow_share, 0.0)
         waiting_tokens, waiting = waiting_tokens - read, np.maximum(0.0, waiting - new)
         wait_s += 0.5 * (before + waiting) * length
         run_s += middle * live + running * (length - live)
-        decoded += middle * num_steps
-        each = usual + (each - usual) * left
+        decoded += middle * taken
         # Preempted, where those that run have grown beyond the memory.
-        lost = np.minimum(end, np.maximum(0.0, end - kv / each))
-        running, waiting, waiting_tokens = end - lost, waiting + lost, waiting_tokens + lost * each
-        begun, finished, recomputed = begun + new, finished + ended, recomputed + lost * each
+        held, done = cohorts.move(later, taken, new * still, mean, had), np.maximum(0.0, done - new * had)
+        excess, running = np.maximum(0.0, held - kv), end
+        if excess.any():
+            lost, their = cohorts.preempt(excess)
+            running, held, done = end - lost, held - excess, done + their
+            waiting, waiting_tokens, recomputed = waiting + lost, waiting_tokens + excess, recomputed + excess
+        each = np.where(running > 1e-9, held / np.maximum(running, 1e-9), usual)
+        begun, finished = begun + new, finished + ended
     # What is left takes as long as a full group needs for it: a queue its square over twice the rate.
     most = np.minimum(rows.slots, kv / usual)
     full = _steps(rows, most, usual, prompt)

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from pengserve.planners.columns import ReadyInstances
 from pengserve.planners.judge.changes import Change
@@ -73,6 +74,21 @@ class JudgeHistory:
         """Whether it has only just begun to watch requests that come: in a moment it can predict."""
         return not self.watched.is_known and bool(instances.stat("total_requests").any())
 
+    def slow_degrees(self, instances: ReadyInstances, degrees: Collection[int]) -> frozenset[int]:
+        """Tensor-parallel groups of these degrees have tokens later than an instance alone, as far as is known."""
+        if not self.knows(instances):
+            return frozenset()
+        costs, traffic = self.watched.costs(instances), self.watched.traffic()
+        batch = max(1.0, float(instances.stat("num_running").sum()) / max(1, len(instances)))
+        held = batch * (traffic.prompt_tokens + 0.5 * traffic.output_tokens)
+
+        def token_s(shape: str) -> float:
+            cost = costs.of(shape)
+            return inf if cost is None else cost.step_s(batch, batch, held)
+
+        alone_s = token_s(GroupKind.DP)
+        return frozenset(degree for degree in degrees if alone_s <= token_s(f"{GroupKind.TP}{degree}") < inf)
+
     def expecting(self, forecast: Forecast) -> "JudgeHistory":
         """With one forecast more."""
         return replace(self, forecasts=replace(self.forecasts, open=(*self.forecasts.open, forecast)))
@@ -86,6 +102,27 @@ class Judgement:
     best: Priced | None = None  # None: nothing pays
     priced: tuple[Priced, ...] = ()
     keep: Prediction | None = None  # of the layout as it is, where that was predicted
+
+
+def pricing_of(
+    snapshot: ClusterSnapshot,
+    instances: ReadyInstances,
+    config: JudgeConfig,
+    drop: DropConfig,
+    history: JudgeHistory,
+) -> Pricing:
+    """The prices of one look, by what was watched."""
+    watched = history.watched
+    return Pricing(
+        snapshot,
+        instances,
+        watched.traffic(),
+        watched.costs(instances),
+        history.switches,
+        config,
+        first_link(snapshot, drop),
+        history.forecasts.correction,
+    )
 
 
 def judge(
@@ -103,20 +140,9 @@ def judge(
     """
     if not changes:
         return Judgement(history=history)
-    watched, forecasts = history.watched, history.forecasts
-    link = first_link(snapshot, drop)
-    pricing = Pricing(
-        snapshot,
-        instances,
-        watched.traffic(),
-        watched.costs(instances),
-        history.switches,
-        config,
-        link,
-        forecasts.correction,
-    )
+    forecasts, pricing = history.forecasts, pricing_of(snapshot, instances, config, drop, history)
     priced = pricing.price(changes)
-    paying = [p for p in priced if p.gain_s > max(config.least_s, config.margin * p.keep.cost_s)]
+    paying = [p for p in priced if p.gain_s > config.least(p.keep.cost_s)]
     paying.sort(key=lambda p: (-p.gain_s, p.change.group.members))
     now_s = snapshot.time_s
     if paying:

@@ -8,9 +8,10 @@ import numpy as np
 
 from pengserve.planners.columns import ReadyInstances, lane_capacity
 from pengserve.planners.judge.changes import Change
+from pengserve.planners.judge.costs import Costs
 from pengserve.planners.judge.fluid import WAIT_WEIGHT, Fate, Rows, predict
 from pengserve.planners.judge.switch_costs import SwitchPrices
-from pengserve.planners.judge.watch import Costs, Traffic
+from pengserve.planners.judge.watch import Traffic
 from pengserve.planners.types.config import JudgeConfig
 from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.snapshot import ClusterSnapshot
@@ -18,6 +19,7 @@ from pengserve.planners.types.snapshot import ClusterSnapshot
 MOST_READ = 0.8  # share of a pipeline's time that prompts may take: beyond it compute is short, and not memory
 # Share of a group's time that prompts may take where it is formed for latency, even if many requests come.
 MOST_SPARE_TP, MOST_SPARE_PP = 0.5, 0.4
+MOVE_S = 0.05  # that a request stalls which goes to another instance while both serve: for the last of its KV
 FEW, EXPECTED, MANY = range(3)  # scenarios: how many requests come
 
 
@@ -118,6 +120,22 @@ class Pricing:
         fates = self._fates((FEW, EXPECTED, MANY))
         self._rows_after = {plan.change: plan.after for plan in plans}
         return tuple(self._priced(plan, fates) for plan in plans)
+
+    def move(self, source: Group, target: Group, num_tokens: float) -> tuple[float, float]:
+        """What it saves that running requests with so many tokens of KV go from one group to another, in
+        request-seconds, and what is predicted without it; 0 where it cannot be predicted.
+        """
+        kept, free = self._state(source), self._state(target)
+        part = min(1.0, num_tokens / max(1.0, kept.held_tokens))
+        moved = _State(kept.running * part, kept.held_tokens * part)
+        rest = _State(kept.running - moved.running, kept.held_tokens - moved.held_tokens, kept.waiting, kept.waiting_tokens)
+        states = ((source, kept), (target, free), (source, rest), (target, free + moved))
+        rows = [self._row(group, state, 0.0, self._num_routes) for group, state in states]
+        if None in rows:
+            return 0.0, 0.0
+        self._set_limits()
+        cost_s = self._fates((EXPECTED,))[0].cost_s[rows]
+        return float(cost_s[:2].sum() - cost_s[2:].sum()) - MOVE_S * moved.running, float(cost_s[:2].sum())
 
     def rows_after(self, change: Change) -> Rows:
         """What a priced change leads to, at the expected rate of requests."""
@@ -257,6 +275,8 @@ class Pricing:
             rate=traffic.rates[scenario] * share,
             prompt_tokens=traffic.prompt_tokens * ones,
             output_tokens=traffic.output_tokens * ones,
+            output_spread=traffic.output_spread * ones,
+            ages=np.repeat(np.array([traffic.ages]), len(ones), axis=0),
             pairs=traffic.pairs * ones,
             spread=self._spread * ones,
             ttft_limit_s=self._limits[0] * ones,
