@@ -70,7 +70,8 @@ def ages_of(came: Sequence[float], ages: Sequence[float], running: float, length
     if rest > 0.0:
         oldest = float(tokens[-1]) if len(tokens) else 0.0
         earlier = oldest + (np.arange(16) + 0.5) * 0.25 * float(lengths.sure + lengths.rest)
-        weights = np.exp(np.minimum(0.0, lengths.sure - earlier) / lengths.rest)
+        exponents = np.minimum(0.0, lengths.sure - earlier) / lengths.rest
+        weights = np.exp(exponents - exponents.max())
         tokens, counts = np.append(tokens, earlier), np.append(counts, rest * weights / weights.sum())
     upto = np.cumsum(counts)
     if upto.size == 0 or upto[-1] <= 0.0:

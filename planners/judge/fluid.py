@@ -26,6 +26,7 @@ from pengserve.planners.types.step_cost import KNOT_TOKENS
 WAIT_WEIGHT = 16.0  # request-seconds of a second without a first token
 STEP_TOKENS = 2048  # new tokens of a full step, as vLLM's default is
 SLICES = 12  # of the horizon; the later ones are longer
+BURST_S = 10.0  # after which 1/e of a burst is left
 GROWTH = 1.15  # of a slice over the one before
 TPOT_SPREAD = 0.15  # of the logarithm of requests' TPOT around the mean
 RESERVE = 0.25  # of its answer, that a request must find room for before it is read: those that run grow meanwhile
@@ -44,7 +45,8 @@ class Rows:
     waiting: Floats
     waiting_tokens: Floats
     stall_s: Floats  # from now on, in which nothing runs
-    rate: Floats  # requests that come
+    rate: Floats  # requests that come now,
+    later_rate: Floats  # ... and in the long run: a burst ends
     prompt_tokens: Floats
     output_tokens: Floats
     output_spread: Floats  # standard deviation of answers, as a share of the mean
@@ -80,6 +82,21 @@ def slices(horizon_s: float) -> Floats:
     return found
 
 
+def bursts(horizon_s: float) -> Floats:
+    """How much of a burst is left in each slice, in the mean."""
+    lengths = slices(horizon_s)
+    ends = np.cumsum(lengths)
+    found: Floats = BURST_S * (np.exp((lengths - ends) / BURST_S) - np.exp(-ends / BURST_S)) / lengths
+    return found
+
+
+def mean_rate(rows: Rows, horizon_s: float) -> Floats:
+    """Requests that come by second, in the mean over the horizon."""
+    share = BURST_S / horizon_s * (1.0 - np.exp(-horizon_s / BURST_S))
+    found: Floats = rows.later_rate + share * (rows.rate - rows.later_rate)
+    return found
+
+
 def predict(rows: Rows, horizon_s: float) -> Fate:
     """The fate of each row within `horizon_s`."""
     kv, prompt, output = rows.kv_tokens, rows.prompt_tokens, rows.output_tokens
@@ -92,9 +109,10 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
     wait_s, run_s, read_s, begun, finished, decoded, recomputed, late, slow, long_s = (zero.copy() for _ in range(10))
     each = np.where(running > 0, held / np.maximum(running, 1e-9), usual)
     steps = _steps(rows, running, each, prompt)
-    for length in slices(horizon_s):
+    for length, burst in zip(slices(horizon_s), bursts(horizon_s), strict=True):
         # Arrivals.
-        came, before = rows.rate * length, waiting
+        rate = rows.later_rate + burst * (rows.rate - rows.later_rate)
+        came, before = rate * length, waiting
         waiting, waiting_tokens = waiting + came, waiting_tokens + came * prompt
         live = np.maximum(0.0, length - stall)
         stall = np.maximum(0.0, stall - length)
@@ -114,7 +132,7 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
             middle = later.mean + new * meanwhile
         end = later.running + new * still
         ended = np.maximum(0.0, running + new - end)
-        chance, longest_s = _behind(rows, steps)
+        chance, longest_s = _behind(rows, rate, steps)
         read_s += new * (steps.alone_s + chance * longest_s)
         long_s += new * (steps.long_s + chance * longest_s)
         queue_s = np.minimum(horizon_s, np.maximum(0.0, waiting - new) * length / np.maximum(new, 1e-9))
@@ -152,17 +170,17 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
         finished=finished,
         recomputed_tokens=recomputed,
         missed=missed,
-        read_share=rows.rate * prompt / steps.rate,
+        read_share=mean_rate(rows, horizon_s) * prompt / steps.rate,
         request_s=wait_s + read_s + run_s,
     )
 
 
-def _behind(rows: Rows, steps: "_Steps") -> tuple[Floats, Floats]:
+def _behind(rows: Rows, rate: Floats, steps: "_Steps") -> tuple[Floats, Floats]:
     """How likely a prompt waits behind others that came by chance at the same time, and how long it then does.
 
     Prompts of a group are read one after the other; of k groups the one with the least to do is chosen (Sakasegawa).
     """
-    share = np.minimum(0.95, rows.rate * rows.prompt_tokens / steps.rate)
+    share = np.minimum(0.95, rate * rows.prompt_tokens / steps.rate)
     chance = share ** (np.sqrt(2.0 * (rows.routes + 1.0)) - 1.0) * share
     # Of the prompt that one meets: long ones are met more often, and half of it is read already.
     return chance, rows.pairs / steps.rate / (2.0 * rows.routes * (1.0 - share))

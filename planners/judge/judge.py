@@ -12,9 +12,13 @@ from pengserve.planners.judge.switch_costs import SwitchPrices, first_link
 from pengserve.planners.judge.watch import Watched
 from pengserve.planners.types.config import DropConfig, JudgeConfig
 from pengserve.planners.types.ids import InstanceId
-from pengserve.planners.types.layout import GroupKind, Layout
+from pengserve.planners.types.layout import Group, GroupKind, Layout
 from pengserve.planners.types.snapshot import ClusterSnapshot
 
+What = tuple[str, Group, tuple[Group, ...], tuple[Group, ...]]
+OWED = 2.0  # prices of a change that it must have been seen to save, where it saves little at once
+LEAST_SHARE = 0.03  # of what is predicted without a change; less is within the model's error
+MOST_GAP_S = 1.0  # between two looks: what would have been saved longer ago is not known
 SAME_LOOK_S = 0.1  # looks that follow each other so fast see the same: a controller asks again after each switch
 
 
@@ -37,6 +41,8 @@ class JudgeHistory:
     switches: SwitchPrices = field(default_factory=SwitchPrices)
     forecasts: Forecasts = field(default_factory=Forecasts)
     ranked: Ranked | None = None  # of the newest look
+    owed: Mapping[What, float] = field(default_factory=dict)  # request-seconds that would have been saved so far
+    judged_s: float = 0.0  # when changes were last priced
     outcomes: tuple[Outcome, ...] = ()  # of the forecasts whose time was over at the newest look
 
     def seen(self, snapshot: ClusterSnapshot, instances: ReadyInstances, config: JudgeConfig) -> "JudgeHistory":
@@ -45,9 +51,13 @@ class JudgeHistory:
         if not watched.is_known:
             return replace(self, watched=watched, switches=switches, outcomes=())
         forecasts, outcomes = self.forecasts.seen(snapshot, instances, watched.traffic(), config.horizon_s)
-        return JudgeHistory(
-            watched=watched, switches=switches, forecasts=forecasts, ranked=self.ranked, outcomes=outcomes
-        )
+        return replace(self, watched=watched, switches=switches, forecasts=forecasts, outcomes=outcomes)
+
+    def owed_now(self, priced: Sequence[Priced], now_s: float, horizon_s: float) -> dict[What, float]:
+        """What each change would have saved since it began to gain without a break, if it had been made then."""
+        share = min(MOST_GAP_S, max(0.0, now_s - self.judged_s)) / horizon_s
+        gaining = (p for p in priced if p.gain_s > LEAST_SHARE * p.keep.cost_s)
+        return {p.change.what: self.owed.get(p.change.what, 0.0) + share * p.gain_s for p in gaining}
 
     def is_same_look(self, snapshot: ClusterSnapshot) -> bool:
         """Whether changes were ranked a moment ago, for the layout that still stands."""
@@ -104,6 +114,17 @@ class Judgement:
     keep: Prediction | None = None  # of the layout as it is, where that was predicted
 
 
+def _pays(priced: Priced, owed: Mapping[What, float], config: JudgeConfig) -> bool:
+    """Whether a change gains much at once, or has been seen to gain for so long that it has paid for itself twice.
+
+    What only makes use of spare compute must gain much: it costs throughput.
+    """
+    if priced.gain_s > config.least(priced.keep.cost_s):
+        return True
+    saved_s = owed.get(priced.change.what, 0.0)
+    return not priced.change.is_spare and saved_s > max(config.least_s, OWED * priced.price_s)
+
+
 def pricing_of(
     snapshot: ClusterSnapshot,
     instances: ReadyInstances,
@@ -139,12 +160,14 @@ def judge(
     `claimed` members are needed for something else as long as this look lasts.
     """
     if not changes:
-        return Judgement(history=history)
+        return Judgement(history=replace(history, owed={}))
     forecasts, pricing = history.forecasts, pricing_of(snapshot, instances, config, drop, history)
     priced = pricing.price(changes)
-    paying = [p for p in priced if p.gain_s > config.least(p.keep.cost_s)]
-    paying.sort(key=lambda p: (-p.gain_s, p.change.group.members))
     now_s = snapshot.time_s
+    owed = history.owed_now(priced, now_s, config.horizon_s)
+    history = replace(history, owed=owed, judged_s=now_s)
+    paying = [p for p in priced if _pays(p, owed, config)]
+    paying.sort(key=lambda p: (-p.gain_s, p.change.group.members))
     if paying:
         forecasts_of = {
             p.change: Forecast(

@@ -1,6 +1,6 @@
 """The price of each change: what becomes of its groups with it and without it, at few, expected and many requests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import exp, inf, log, sqrt
 
@@ -188,12 +188,25 @@ class Pricing:
         there_s, back_s = self._stalls(change, whole)
         num_routes = self._num_routes + len(change.after) - len(change.before)
         after = []
-        for group in change.after:
-            row = self._row(group, whole.share(group.degree / members), there_s, num_routes)
+        for group, state in zip(change.after, self._spread_over(whole, change.after, members), strict=True):
+            row = self._row(group, state, there_s, num_routes)
             if row is None:
                 return None
             after.append(row)
         return _Plan(change, tuple(known), tuple(after), there_s, back_s)
+
+    def _spread_over(self, whole: _State, groups: Sequence[Group], members: int) -> Iterator[_State]:
+        """What each of `groups` will run: as many requests a member, which are not equally long.
+
+        The first one stands for the one that gets the longest ones.
+        """
+        sizes = self._traffic.prompt_tokens + np.array(self._traffic.ages)
+        each = whole.running / max(1, len(groups))
+        more = min(1.0, float(sizes.std() / sizes.mean()) / sqrt(max(1.0, each))) if len(groups) > 1 else 0.0
+        for at, group in enumerate(groups):
+            state = whole.share(group.degree / members)
+            share = more if at == 0 else -more / (len(groups) - 1)
+            yield replace(state, held_tokens=state.held_tokens * (1.0 + share))
 
     def _stalls(self, change: Change, whole: _State) -> tuple[float, float]:
         """Seconds that requests stall on the way there, and on the way back."""
@@ -272,7 +285,8 @@ class Pricing:
             waiting=waiting,
             waiting_tokens=waiting_tokens,
             stall_s=stall_s,
-            rate=traffic.rates[scenario] * share,
+            rate=(traffic.rate_now if scenario == EXPECTED else traffic.rates[scenario]) * share,
+            later_rate=traffic.rates[scenario] * share,
             prompt_tokens=traffic.prompt_tokens * ones,
             output_tokens=traffic.output_tokens * ones,
             output_spread=traffic.output_spread * ones,
@@ -315,6 +329,8 @@ class Pricing:
         """Whether a change forms a group though prompts take most of the time: it computes less than its members."""
         if not any(group.degree > 1 for group in plan.change.after) or plan.change.verb == "restore":
             return False
+        if plan.change.is_spare and not self._traffic.is_settled:
+            return True
         is_tp = any(group.kind is GroupKind.TP for group in plan.change.after)
         spare = MOST_SPARE_TP if is_tp else MOST_SPARE_PP
         scenario, most = (MANY, spare) if plan.change.is_spare else (EXPECTED, MOST_READ)

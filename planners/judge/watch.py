@@ -39,11 +39,13 @@ _ALL = tuple(dict.fromkeys((*_REQUESTS, *_WORK, "total_step_us")))
 class Traffic:
     """Requests that come to the whole cluster."""
 
-    rates: tuple[float, float, float]  # by second: few, as expected, many
+    rates: tuple[float, float, float]  # by second, in the long run: few, as expected, many
+    rate_now: float  # of the last seconds
     prompt_tokens: float  # mean
     output_tokens: float  # mean
     output_spread: float  # standard deviation of answers, as a share of the mean
     ages: tuple[float, ...]  # tokens that running requests have, in cohorts of as many (`judge.cohorts`)
+    is_settled: bool  # requests have come for so long that their rate is known
     pairs: float  # by token of a prompt, see `StepCost.pair_s`
 
 
@@ -145,7 +147,9 @@ class Watched:
         first = looks[0]
         recent = next((look for look in reversed(looks) if now.time_s - look.time_s >= SHORT_S), first)
         long_s, short_s = now.time_s - first.time_s, now.time_s - recent.time_s
-        came, came_tokens, ended, ended_tokens, _ = (b - a for a, b in zip(first.counts, now.counts, strict=True))
+        came, came_tokens, ended, ended_tokens, generated = (
+            b - a for a, b in zip(first.counts, now.counts, strict=True)
+        )
         newest = now.counts[0] - recent.counts[0]
         long_rate, short_rate = came / max(1e-9, long_s), newest / max(1e-9, short_s)
         spread = np.sqrt(newest + 1.0) / max(1.0, short_s)
@@ -154,13 +158,18 @@ class Watched:
         prompt, output = self._usual_tokens()
         if came:
             prompt = came_tokens / came
-        if ended:
-            output = max(1.0, (ended_tokens + output) / (ended + 1.0))
+        # Answers under way tell of long ones before these end, unless all are of about one length.
+        spread = self.ends.spread
+        under_way = min(1.0, spread * spread) * max(0.0, generated - ended_tokens)
+        output = max(1.0, (ended_tokens + under_way + output) / (ended + 1.0))
+        begun_s = next((look.time_s for look in looks if look.counts[0] > 0), now.time_s)
         return Traffic(
-            rates=(few, 0.5 * (long_rate + short_rate), many),
+            rates=(few, long_rate, many),
+            rate_now=short_rate,
             prompt_tokens=max(1.0, prompt),
             output_tokens=output,
-            output_spread=self.ends.spread,
+            output_spread=spread,
+            is_settled=now.time_s - begun_s >= SHORT_S,
             ages=self._ages(output, recent),
             pairs=self._pairs(prompt),
         )

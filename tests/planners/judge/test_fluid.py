@@ -39,6 +39,7 @@ def row(cost: StepCost = COST, ages: Sequence[float] = (0.0,) * COHORTS, **given
         "tpot_limit_s": 0.1,
         "miss_s": 0.0,
     } | given
+    values.setdefault("later_rate", values["rate"])
     return Rows(cost=np.array([cost.terms]), ages=np.array([ages]), **{name: np.array([value]) for name, value in values.items()})
 
 
