@@ -26,7 +26,6 @@ from pengserve.planners.types.step_cost import KNOT_TOKENS
 WAIT_WEIGHT = 16.0  # request-seconds of a second without a first token
 STEP_TOKENS = 2048  # new tokens of a full step, as vLLM's default is
 SLICES = 12  # of the horizon; the later ones are longer
-BURST_S = 10.0  # after which 1/e of a burst is left
 GROWTH = 1.15  # of a slice over the one before
 TPOT_SPREAD = 0.15  # of the logarithm of requests' TPOT around the mean
 RESERVE = 0.25  # of its answer, that a request must find room for before it is read: those that run grow meanwhile
@@ -47,7 +46,9 @@ class Rows:
     stall_s: Floats  # from now on, in which nothing runs
     rate: Floats  # requests that come now,
     later_rate: Floats  # ... and in the long run: a burst ends
+    burst_s: Floats  # after which 1/e of it is left
     prompt_tokens: Floats
+    read_share: Floats  # of a prompt, that is computed and not found in a prefix cache
     output_tokens: Floats
     output_spread: Floats  # standard deviation of answers, as a share of the mean
     ages: Floats  # [row, cohort]: tokens that running requests have generated, in `COHORTS` groups of as many
@@ -82,17 +83,17 @@ def slices(horizon_s: float) -> Floats:
     return found
 
 
-def bursts(horizon_s: float) -> Floats:
-    """How much of a burst is left in each slice, in the mean."""
-    lengths = slices(horizon_s)
-    ends = np.cumsum(lengths)
-    found: Floats = BURST_S * (np.exp((lengths - ends) / BURST_S) - np.exp(-ends / BURST_S)) / lengths
+def bursts(burst_s: Floats, horizon_s: float) -> Floats:
+    """How much of a burst is left in each slice, in the mean: `[slice, row]`."""
+    lengths = slices(horizon_s)[:, None]
+    ends = np.cumsum(lengths, axis=0)
+    found: Floats = burst_s * (np.exp((lengths - ends) / burst_s) - np.exp(-ends / burst_s)) / lengths
     return found
 
 
 def mean_rate(rows: Rows, horizon_s: float) -> Floats:
     """Requests that come by second, in the mean over the horizon."""
-    share = BURST_S / horizon_s * (1.0 - np.exp(-horizon_s / BURST_S))
+    share = rows.burst_s / horizon_s * (1.0 - np.exp(-horizon_s / rows.burst_s))
     found: Floats = rows.later_rate + share * (rows.rate - rows.later_rate)
     return found
 
@@ -109,7 +110,7 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
     wait_s, run_s, read_s, begun, finished, decoded, recomputed, late, slow, long_s = (zero.copy() for _ in range(10))
     each = np.where(running > 0, held / np.maximum(running, 1e-9), usual)
     steps = _steps(rows, running, each, prompt)
-    for length, burst in zip(slices(horizon_s), bursts(horizon_s), strict=True):
+    for length, burst in zip(slices(horizon_s), bursts(rows.burst_s, horizon_s), strict=True):
         # Arrivals.
         rate = rows.later_rate + burst * (rows.rate - rows.later_rate)
         came, before = rate * length, waiting
@@ -236,4 +237,6 @@ def _steps(rows: Rows, running: Floats, each_tokens: Floats, prompt: Floats) -> 
         return first_s
 
     long = np.maximum(prompt, rows.pairs)  # mean size by token: what most tokens' prompts are like
-    return _Steps(decode_s, full_s, rows.servers * room / full_s, alone_s(prompt), alone_s(long))
+    read = rows.read_share
+    rate = rows.servers * room / (full_s * read)
+    return _Steps(decode_s, full_s, rate, alone_s(read * prompt), alone_s(read * long))

@@ -18,6 +18,7 @@ from pengserve.planners.types.snapshot import ClusterSnapshot
 What = tuple[str, Group, tuple[Group, ...], tuple[Group, ...]]
 OWED = 2.0  # prices of a change that it must have been seen to save, where it saves little at once
 LEAST_SHARE = 0.03  # of what is predicted without a change; less is within the model's error
+IDLE_S = 1e-3  # request-seconds within the horizon: nothing runs, and nothing comes
 MOST_GAP_S = 1.0  # between two looks: what would have been saved longer ago is not known
 SAME_LOOK_S = 0.1  # looks that follow each other so fast see the same: a controller asks again after each switch
 
@@ -117,9 +118,12 @@ class Judgement:
 def _pays(priced: Priced, owed: Mapping[What, float], config: JudgeConfig) -> bool:
     """Whether a change gains much at once, or has been seen to gain for so long that it has paid for itself twice.
 
-    What only makes use of spare compute must gain much: it costs throughput.
+    What only makes use of spare compute must gain much: it costs throughput. Where nothing runs and nothing comes,
+    instances that are alone hold themselves ready for either.
     """
     if priced.gain_s > config.least(priced.keep.cost_s):
+        return True
+    if priced.change.verb == "restore" and priced.keep.cost_s <= IDLE_S:
         return True
     saved_s = owed.get(priced.change.what, 0.0)
     return not priced.change.is_spare and saved_s > max(config.least_s, OWED * priced.price_s)

@@ -287,7 +287,9 @@ class Pricing:
             stall_s=stall_s,
             rate=(traffic.rate_now if scenario == EXPECTED else traffic.rates[scenario]) * share,
             later_rate=traffic.rates[scenario] * share,
+            burst_s=traffic.burst_s * ones,
             prompt_tokens=traffic.prompt_tokens * ones,
+            read_share=traffic.read_share * ones,
             output_tokens=traffic.output_tokens * ones,
             output_spread=traffic.output_spread * ones,
             ages=np.repeat(np.array([traffic.ages]), len(ones), axis=0),
@@ -329,12 +331,18 @@ class Pricing:
         """Whether a change forms a group though prompts take most of the time: it computes less than its members."""
         if not any(group.degree > 1 for group in plan.change.after) or plan.change.verb == "restore":
             return False
-        if plan.change.is_spare and not self._traffic.is_settled:
+        if plan.change.is_spare and not self._traffic.is_settled and self._is_busy(plan):
             return True
         is_tp = any(group.kind is GroupKind.TP for group in plan.change.after)
         spare = MOST_SPARE_TP if is_tp else MOST_SPARE_PP
         scenario, most = (MANY, spare) if plan.change.is_spare else (EXPECTED, MOST_READ)
         return float(fates[scenario].read_share[list(plan.after)].max()) > most
+
+
+    def _is_busy(self, plan: "_Plan") -> bool:
+        """Whether there are more requests than instances: where too little is known, a group could be in their way."""
+        requests = sum(self._rows[row][3] + self._rows[row][5] for row in plan.before)
+        return requests > sum(group.degree for group in plan.change.before)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,9 @@ from pengserve.planners.types.snapshot import ClusterSnapshot
 from pengserve.planners.types.step_cost import TERMS
 
 SHORT_S, LONG_S = 5.0, 40.0  # windows of the rate of requests
+FRESH_S, SURE = 0.9, 3.0  # seconds; standard deviations of a count by which a change of the rate is no chance
+BURST = 2.0  # times as long as it has been seen, until 1/e of a burst is left
+MOST_FOUND = 0.95  # of a prompt: the last token is always computed
 MIN_SEEN_S = 1.0  # of watching; before it nothing is known
 STEP_MEMORY_S = 60.0  # what steps took longer ago counts 1/e
 GAP_S = 10.0  # without a look: what happened in between is not known
@@ -28,6 +31,8 @@ _REQUESTS = (
     "total_finished",
     "total_finished_tokens",
     "total_generated_tokens",
+    "total_prefix_queries",
+    "total_prefix_hits",
 )
 _PAIRS = ("total_step_pairs", "total_step_tokens")
 _STEPS = ("total_costed_steps", "total_step_tokens", "total_step_extra_tokens", "total_step_seqs")
@@ -41,7 +46,9 @@ class Traffic:
 
     rates: tuple[float, float, float]  # by second, in the long run: few, as expected, many
     rate_now: float  # of the last seconds
+    burst_s: float  # how long a rate that is not that of the long run may be expected to last
     prompt_tokens: float  # mean
+    read_share: float  # of a prompt, that is computed and not found in a prefix cache
     output_tokens: float  # mean
     output_spread: float  # standard deviation of answers, as a share of the mean
     ages: tuple[float, ...]  # tokens that running requests have, in cohorts of as many (`judge.cohorts`)
@@ -147,11 +154,16 @@ class Watched:
         first = looks[0]
         recent = next((look for look in reversed(looks) if now.time_s - look.time_s >= SHORT_S), first)
         long_s, short_s = now.time_s - first.time_s, now.time_s - recent.time_s
-        came, came_tokens, ended, ended_tokens, generated = (
+        came, came_tokens, ended, ended_tokens, generated, asked, found = (
             b - a for a, b in zip(first.counts, now.counts, strict=True)
         )
         newest = now.counts[0] - recent.counts[0]
         long_rate, short_rate = came / max(1e-9, long_s), newest / max(1e-9, short_s)
+        # A burst shows in the newest second: a change that is no chance counts at once.
+        fresh = next((look for look in reversed(looks) if now.time_s - look.time_s >= FRESH_S), first)
+        fresh_s, arrived = now.time_s - fresh.time_s, now.counts[0] - fresh.counts[0]
+        if abs(arrived - short_rate * fresh_s) > SURE * np.sqrt(short_rate * fresh_s + 1.0):
+            newest, short_s, short_rate = arrived, fresh_s, arrived / max(1e-9, fresh_s)
         spread = np.sqrt(newest + 1.0) / max(1.0, short_s)
         few = max(0.0, min(long_rate, short_rate - spread))
         many = max(long_rate, short_rate + spread)
@@ -166,7 +178,9 @@ class Watched:
         return Traffic(
             rates=(few, long_rate, many),
             rate_now=short_rate,
+            burst_s=max(FRESH_S, BURST * short_s),
             prompt_tokens=max(1.0, prompt),
+            read_share=1.0 - MOST_FOUND * min(1.0, found / asked) if asked > 0 else 1.0,
             output_tokens=output,
             output_spread=spread,
             is_settled=now.time_s - begun_s >= SHORT_S,
@@ -176,7 +190,7 @@ class Watched:
 
     def _usual_tokens(self) -> tuple[float, float]:
         """Means of prompts and answers since the instances began."""
-        came, came_tokens, ended, ended_tokens, _ = (float(self.totals[name].sum()) for name in _REQUESTS)
+        came, came_tokens, ended, ended_tokens = (float(self.totals[name].sum()) for name in _REQUESTS[:4])
         prompt, output = DEFAULT_TOKENS
         return came_tokens / came if came else prompt, max(1.0, ended_tokens / ended) if ended else output
 
