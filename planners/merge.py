@@ -264,7 +264,9 @@ def _for_wishes(look: Look) -> _Step | None:
     # Groups that run come first: two wishes that exclude each other must not take turns.
     unmet = [degree for degree in wanted_degrees if not _claim_running(look, {degree})]
     is_any_tp_wanted = look.history.priority_s is not None and not any(degree > 1 for degree in wanted_degrees)
-    if is_any_tp_wanted and not _claim_running(look, {g.degree for g in look.tp_groups()}.difference(look.slow_degrees)):
+    if is_any_tp_wanted and not _claim_running(
+        look, {g.degree for g in look.tp_groups()}.difference(look.slow_degrees)
+    ):
         unmet += _priority_degrees(look)
     for degree in unmet:
         step = _dp_for_wish(look) if degree == 1 else _tp_for_wish(look, degree)

@@ -65,7 +65,9 @@ def ages_of(came: Sequence[float], ages: Sequence[float], running: float, length
         running: all that run. Those that came earlier are as old as where requests come evenly.
     """
     tokens, counts = np.asarray(ages, dtype=np.float64), np.asarray(came, dtype=np.float64)
-    counts = counts * np.where(tokens < lengths.sure, 1.0, np.exp(np.minimum(0.0, lengths.sure - tokens) / lengths.rest))
+    counts = counts * np.where(
+        tokens < lengths.sure, 1.0, np.exp(np.minimum(0.0, lengths.sure - tokens) / lengths.rest)
+    )
     rest = running - float(counts.sum())
     if rest > 0.0:
         oldest = float(tokens[-1]) if len(tokens) else 0.0
@@ -119,7 +121,7 @@ class Ends:
 class Later(NamedTuple):
     """What becomes of cohorts within some tokens."""
 
-    count: Floats  # [cohort, row]: at the end
+    counts: Floats  # [cohort, row]: at the end
     running: Floats  # ... of all
     mean: Floats  # that run meanwhile
     held_tokens: Floats  # KV at the end
@@ -151,14 +153,14 @@ class Cohorts:
         `read`: tokens of each of the new ones that were read, of which those `done` belong to their answers.
         """
         grown = np.minimum(0.5 * num_steps, self._lengths.after(done).mean_age)
-        self.count = np.concatenate([later.count, new[None]])
+        self.count = np.concatenate([later.counts, new[None]])
         self.age = np.concatenate([self.age + num_steps, (done + grown)[None]])
         self.base = np.concatenate([self.base, (read - done)[None]])
         held: Floats = later.held_tokens + new * (read + grown)
         return held
 
     def preempt(self, excess_tokens: Floats) -> tuple[Floats, Floats]:
-        """The newest lose their KV, as far as there is more than there may be: how many, and tokens of their answers."""
+        """The newest lose their KV, as far as there is too much: how many requests, and tokens of their answers."""
         sizes = self.base + self.age
         held = self.count * sizes
         newer = np.cumsum(held[::-1], axis=0)[::-1] - held

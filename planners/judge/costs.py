@@ -55,7 +55,9 @@ class Costs:
         What a group of two was measured to lose, one of four loses twice.
         """
         kind, doublings = shape[:2], log2(degree_of(shape))
-        kin = [s for s in self._work if s != shape and s.startswith(kind) and self._measured(s) and s not in self._profiles]
+        kin = [
+            s for s in self._work if s != shape and s.startswith(kind) and self._measured(s) and s not in self._profiles
+        ]
         nearest = min(kin, key=lambda s: (abs(log2(degree_of(s)) - doublings), s), default=None)
         first, work = (None, None) if nearest is None else (self._by_law(nearest), self._measured(nearest))
         if nearest is None or first is None or work is None:

@@ -128,10 +128,13 @@ class Pricing:
         kept, free = self._state(source), self._state(target)
         part = min(1.0, num_tokens / max(1.0, kept.held_tokens))
         moved = _State(kept.running * part, kept.held_tokens * part)
-        rest = _State(kept.running - moved.running, kept.held_tokens - moved.held_tokens, kept.waiting, kept.waiting_tokens)
+        rest = _State(
+            kept.running - moved.running, kept.held_tokens - moved.held_tokens, kept.waiting, kept.waiting_tokens
+        )
         states = ((source, kept), (target, free), (source, rest), (target, free + moved))
-        rows = [self._row(group, state, 0.0, self._num_routes) for group, state in states]
-        if None in rows:
+        found = (self._row(group, state, 0.0, self._num_routes) for group, state in states)
+        rows = [row for row in found if row is not None]
+        if len(rows) < len(states):
             return 0.0, 0.0
         self._set_limits()
         cost_s = self._fates((EXPECTED,))[0].cost_s[rows]
@@ -337,7 +340,6 @@ class Pricing:
         spare = MOST_SPARE_TP if is_tp else MOST_SPARE_PP
         scenario, most = (MANY, spare) if plan.change.is_spare else (EXPECTED, MOST_READ)
         return float(fates[scenario].read_share[list(plan.after)].max()) > most
-
 
     def _is_busy(self, plan: "_Plan") -> bool:
         """Whether there are more requests than instances: where too little is known, a group could be in their way."""

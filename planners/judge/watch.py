@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pengserve.planners.columns import Floats, Ints, ReadyInstances
+from pengserve.planners.columns import Ints, ReadyInstances
 from pengserve.planners.judge.cohorts import Ends, Lengths, ages_of
 from pengserve.planners.judge.costs import Costs, Work
 from pengserve.planners.types.snapshot import ClusterSnapshot
@@ -70,7 +70,7 @@ class Watched:
 
     looks: tuple[_Look, ...] = ()
     work: Mapping[str, Work] = field(default_factory=dict, compare=False)
-    ends: Ends = Ends()
+    ends: Ends = field(default_factory=Ends)
     ids: Ints | None = field(default=None, compare=False)  # of the newest look
     shapes: NDArray[np.str_] | None = field(default=None, compare=False)
     totals: Mapping[str, Ints] = field(default_factory=dict, compare=False)
@@ -202,7 +202,7 @@ class Watched:
         token_rate = (self.looks[-1].counts[4] - recent.counts[4]) / run_s if run_s > 0 else 0.0
         begun = np.maximum(0.0, np.diff(came) - np.diff(waiting))[::-1]
         ages = token_rate * (times[-1] - 0.5 * (times[1:] + times[:-1]))[::-1]
-        lengths = Lengths.of(np.float64(output_tokens), np.float64(self.ends.spread))
+        lengths = Lengths.of(np.array(output_tokens), np.array(self.ends.spread))
         return tuple(ages_of(begun, ages, float(running[-1]), lengths).tolist())
 
     def _pairs(self, prompt_tokens: float) -> float:

@@ -162,7 +162,7 @@ def test_a_hit_is_worth_a_queue_of_as_many_tokens_and_no_more(first: int, second
 
 @pytest.mark.parametrize("num_tokens", [200, 2000, 8000])
 def test_equal_prompts_do_not_all_gather_at_one_instance_while_others_idle(num_tokens: int) -> None:
-    """They share the KV of their prompt, so that memory and computing alone would send all of them where the first is."""
+    """They share the KV of their prompt: memory and computing alone would send all of them where the first is."""
     counts = dict.fromkeys((InstanceKey(instance_id=InstanceId(i), incarnation=0) for i in range(4)), 0)
     hits: dict[InstanceKey, int] = {}
     for _ in range(400):
@@ -186,7 +186,7 @@ def test_equal_prompts_do_not_all_gather_at_one_instance_while_others_idle(num_t
 
 
 def test_what_was_sent_to_a_prefix_cache_takes_memory_and_no_computing() -> None:
-    base, other = two(0, 0)
+    base, _ = two(0, 0)
     cached = replace(base, unseen_tokens=8000, unseen_hit_tokens=8000)
     computed = replace(base, unseen_tokens=8000)
     assert cached.virtual_load == computed.virtual_load > base.virtual_load

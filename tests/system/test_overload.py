@@ -5,7 +5,6 @@ The controller decides by itself; nobody asks for a layout. Every stream gives w
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -42,7 +42,11 @@ def row(cost: StepCost = COST, ages: Sequence[float] = (0.0,) * COHORTS, **given
         "miss_s": 0.0,
     } | given
     values.setdefault("later_rate", values["rate"])
-    return Rows(cost=np.array([cost.terms]), ages=np.array([ages]), **{name: np.array([value]) for name, value in values.items()})
+    return Rows(
+        cost=np.array([cost.terms]),
+        ages=np.array([ages]),
+        **{name: np.array([value]) for name, value in values.items()},
+    )
 
 
 LOADS = {

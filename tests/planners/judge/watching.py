@@ -122,7 +122,9 @@ def of(seen: ClusterSnapshot, instance_id: int) -> InstanceSnapshot:
     return seen.instances[instance_id]
 
 
-def calm_then_burst(count: int, *, calm_s: float = 20.0, prompt: int = 93, output: int = 190) -> Iterator[ClusterSnapshot]:
+def calm_then_burst(
+    count: int, *, calm_s: float = 20.0, prompt: int = 93, output: int = 190
+) -> Iterator[ClusterSnapshot]:
     """Two instances with little memory. A user has pinned dp while a request came every other second; it is released
     as `count` requests come at once to each. Nothing comes after these, and none of them has ended yet.
     """
@@ -155,5 +157,7 @@ def calm_then_burst(count: int, *, calm_s: float = 20.0, prompt: int = 93, outpu
         seen = snapshot(2, "", {0: found, 1: found}, time_s=T0_S + t_s, max_stages=4)
         policy = LayoutPolicy(is_auto=burst_s > 0)
         yield replace(
-            seen, policy=policy, instances=tuple(replace(i, lanes=own, capacity=own[0].capacity) for i in seen.instances)
+            seen,
+            policy=policy,
+            instances=tuple(replace(i, lanes=own, capacity=own[0].capacity) for i in seen.instances),
         )
