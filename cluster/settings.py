@@ -188,15 +188,6 @@ class Settings(_Section):
                 )
         return self
 
-    @model_validator(mode="after")
-    def _host_tier_excludes_drops(self) -> "Settings":
-        if self.memory.num_bytes and self.shape.drop.max_stages > 1:
-            raise ValueError(
-                "memory.host_bytes gives each instance a host tier, and layers cannot be dropped beside one yet: leave"
-                " out shape.drop.max_stages or memory.host_bytes"
-            )
-        return self
-
     def _asked_of_the_shape(self) -> str:
         """What was set to have instances change their shape, beyond the defaults; empty where nothing was."""
         if self.shape.drop.max_stages > 1:

@@ -63,11 +63,6 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
         raise ConfigError("memory_bytes already says what KV may have: leave engine.kv_cache_memory_bytes out")
     if config.max_stages > 1 and not config.memory_bytes:
         raise ConfigError("dropping parameters needs a budget of memory: set memory_bytes, or leave max_stages at 1")
-    if config.host_bytes and config.max_stages > 1:
-        raise ConfigError(
-            "memory.host_bytes gives instances a host tier, and layers cannot be dropped beside one yet: set"
-            " shape.drop.max_stages to 1, or leave it out"
-        )
     defaults: dict[str, Any] = {
         "async_scheduling": False,
         "enable_prefix_caching": True,
@@ -127,8 +122,7 @@ class DpLane(Lane):
             # A group may hold longer contexts than one instance: the dp lane takes as much context as fits its memory.
             vllm_config.model_config.original_max_model_len = -1
         self.log_stats = not arguments.disable_log_stats
-        has_arena = config.memory_bytes and not config.host_bytes
-        with plain_weights() if is_elastic or has_arena else contextlib.nullcontext():
+        with plain_weights() if is_elastic or config.memory_bytes else contextlib.nullcontext():
             self.core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=self.log_stats)
         self._step_core = self.core.step_fn
         guides: Any = self.core.structured_output_manager
