@@ -25,6 +25,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
+from pengserve.cluster.class_settings import ClassSettings, service_classes
 from pengserve.cluster.demo.shipped import SHIPPED_NAME, shipped_model
 from pengserve.cluster.devices import has_cuda_driver
 from pengserve.cluster.http_settings import HttpSettings
@@ -108,6 +109,13 @@ class MetricsSettings(_Section):
     backend: Literal["auto", "prometheus", "ray"] = "auto"
 
 
+class TraceSettings(_Section):
+    """Spans of requests, over OTLP and HTTP. Needs `pip install 'pengserve[traces]'`."""
+
+    otlp_endpoint: str = Field(default="", pattern=r"^(https?://\S+)?$")  # "http://127.0.0.1:4318/v1/traces"; "": off
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)  # of requests whose client has not decided
+
+
 class Settings(_Section):
     """Everything the user decides about one application. Unknown keys are refused."""
 
@@ -119,11 +127,13 @@ class Settings(_Section):
     http: HttpSettings = HttpSettings()
     security: SecuritySettings = SecuritySettings()
     limits: LimitSettings = LimitSettings()
+    classes: dict[str, ClassSettings] = {}  # what requests of a service class may ask for; see `class_settings`
     openai: OpenAISettings = OpenAISettings()
     controller: ControllerSettings = ControllerSettings()
     shape: ShapeSettings = ShapeSettings()
     memory: MemorySettings = MemorySettings()
     metrics: MetricsSettings = MetricsSettings()
+    traces: TraceSettings = TraceSettings()
     event_log: str = ""  # JSONL file; empty keeps events in memory alone
     request_log: str = ""  # JSONL file: a line for each answer, without its text; empty: none
     # Of each log: the newest file is renamed when it would grow beyond so many bytes (0: never), ...
@@ -146,6 +156,12 @@ class Settings(_Section):
             if type(engine.get(key, 1)) is not int or engine.get(key, 1) < 1:
                 raise ValueError(f"{key} must be a whole number from 1 on; got {engine[key]!r}")
         return engine
+
+    @field_validator("classes")
+    @classmethod
+    def _classes_can_be(cls, value: dict[str, ClassSettings]) -> dict[str, ClassSettings]:
+        service_classes(value)
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -338,6 +354,7 @@ class Settings(_Section):
             drop=replace(self.shape.drop.drop_config(), max_stages=self.max_stages),
             migrate=MigrateConfig(is_auto=self.shape.migrate),
             judge=self.shape.judge.judge_config(),
+            classes=service_classes(self.classes),
             **(self.controller.model_dump() | {"max_starting": self._max_starting}),
         )
 

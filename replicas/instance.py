@@ -273,6 +273,7 @@ class Instance:
         self._phase = "loading the model"
         self._codec, self._step_codec = Codec(), Codec()
         lanes = Lanes(self.config)
+        lanes.dp.use_contracts(self._requests)
         if self.config.degrees or self.config.max_stages > 1:
             self._try_to_build_agent(lanes)
         logger.info("instance %s: engine built in %.1f s", self.key, time.perf_counter() - started_s)
@@ -408,7 +409,7 @@ class Instance:
         lanes, add = self._lanes, self._codec.decode_add(parts)
         add.request.client_index = client_index
         request_id, is_tried_alone = add.request.request_id, add.is_tried_alone
-        self._requests.add(add.request)
+        self._requests.add(add.request, add.contract)
         lanes.num_predicted += add.predicted_hit_tokens
         self._idle.clear()
 

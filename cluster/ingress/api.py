@@ -10,6 +10,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from pengserve.cluster.ingress import errors, openai_front
+from pengserve.cluster.ingress.admin import AdminDoor
 from pengserve.cluster.ingress.cluster_api import attach_cluster_routes, cluster_router
 from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.demand import DemandReporter
@@ -22,9 +23,13 @@ from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.routes import RouteWatcher, RoutingSource
 from pengserve.cluster.ingress.tasks import forever
+from pengserve.cluster.ingress.traces import Traces
 from pengserve.cluster.ingress.traffic import Ticket, Traffic
 from pengserve.cluster.metrics import catalog
 from pengserve.cluster.metrics.facade import Metrics
+from pengserve.cluster.ui.feed import Feed
+from pengserve.cluster.ui.routes import ui_router
+from pengserve.cluster.ui.tap import FirstTokens
 from pengserve.controller.line_file import FileLimits
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.snapshot import RoutingTable
@@ -63,7 +68,12 @@ class IngressRuntime:
             config.request_log, FileLimits(max_bytes=config.log_max_bytes, num_older=config.log_num_older)
         )
         self.keys = KeyRing(config)
-        self.client = ClusterEngineClient(vllm_config, config.limits, self.meters, self._admit, self.request_log)
+        self.admin = AdminDoor(config, self.keys)
+        self.feed = Feed(source, FirstTokens(self.meters))
+        self.traces = _traces(config)
+        self.client = ClusterEngineClient(
+            vllm_config, config.limits, self.meters, self._admit, self.request_log, self.traces
+        )
         client_id = f"ingress-{secrets.token_hex(4)}"
         self.links = LinkPool(
             self.client,
@@ -110,6 +120,8 @@ class IngressRuntime:
                 metrics_endpoint=self._metrics_endpoint,
             ),
         )
+        router = ui_router(self.admin, self.feed, lambda: self.traffic.is_draining)
+        attach_cluster_routes(app, router)
         return Guard(
             app,
             config=self.config,
@@ -118,6 +130,7 @@ class IngressRuntime:
             max_model_len=lambda: self.client.model_config.max_model_len,
             on_rejected=self.meters.rejected,
             keys=self.keys,
+            admin=self.admin,
         )
 
     def start(self) -> None:
@@ -142,11 +155,14 @@ class IngressRuntime:
 
     async def stop(self) -> None:
         """Ends all tasks and closes all links."""
+        self.feed.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.links.close()
         await self.request_log.flush()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         self.client.shutdown()
 
     def start_draining(self) -> None:
@@ -197,6 +213,13 @@ class IngressRuntime:
         snapshot = await self._source.snapshot()
         self.meters.cluster.on_snapshot(snapshot)
         await self.meters.switches.follow(self._source.events, snapshot.controller_started_s)
+
+
+def _traces(config: IngressConfig) -> Traces | None:
+    if not config.otlp_endpoint:
+        return None
+    model = openai_front.served_names(config)[0]
+    return Traces(config.otlp_endpoint, app=config.instance.app, model=model, sample_ratio=config.trace_sample_ratio)
 
 
 async def _quietly(work: Awaitable[None], timeout_s: float) -> None:

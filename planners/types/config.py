@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from pengserve.planners.types.contract import ServiceClass
+
 
 def check_degrees(degrees: Iterable[Any], also: str = "") -> tuple[int, ...]:
     """Degrees of tensor-parallel groups, in order and each once.
@@ -176,6 +178,7 @@ class ControllerConfig:
     drop: DropConfig = field(default_factory=DropConfig)
     migrate: MigrateConfig = field(default_factory=MigrateConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
+    classes: tuple[ServiceClass, ...] = ()  # beside the built-in ones, or in their place
     prepare_timeout_s: float = 3.0
     commit_timeout_s: float = 20.0  # beyond a plan's own drain_timeout_s
     event_log_path: str = ""  # JSONL; empty keeps events in memory alone

@@ -22,6 +22,7 @@ from pengserve.replicas.engine.lane import Lane
 from pengserve.replicas.engine.lane_tiers import LaneTiers
 from pengserve.replicas.engine.residency import ResidentRequests
 from pengserve.replicas.engine.shared_model import plain_weights
+from pengserve.replicas.engine.slo_gate import Contracts, SloGate
 from pengserve.replicas.engine.tier_memory import OPTIONS as TIER_OPTIONS
 from pengserve.replicas.engine.tier_memory import TierOptions, TierSizes
 from pengserve.replicas.engine.vllm_seam import (
@@ -132,6 +133,7 @@ class DpLane(Lane):
         kv_config = scheduler.kv_cache_config
         self.num_kv_groups = len(kv_config.kv_cache_groups)
         self._num_lent = 0
+        self._slo_gate: SloGate | None = None  # where contracts are known
         super().__init__(
             shape="dp",
             scheduler=scheduler,
@@ -290,11 +292,20 @@ class DpLane(Lane):
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Schedules, executes and samples one step; outputs by client index."""
         started_s = time.perf_counter()
-        with self._choosing():
+        with self._gating(), self._choosing():
             outputs, executed = self._step_core()
         self.core.post_step(executed)
         self._count((outputs or {}).values(), time.perf_counter() - started_s)
         return outputs or {}
+
+    def _gating(self) -> contextlib.AbstractContextManager[None]:
+        """Of the next step, what keeps prompts back that would break another request's SLO."""
+        gate = self._slo_gate
+        return gate.step() if gate is not None and gate.is_on else contextlib.nullcontext()
+
+    def use_contracts(self, contracts: Contracts) -> None:
+        """Begins prompts only where that breaks no SLO of those that decode, from now on."""
+        self._slo_gate = SloGate(self.scheduler, contracts)
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False while requests hold blocks."""

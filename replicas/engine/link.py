@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
+from pengserve.planners.types.contract import NO_CONTRACT, Contract
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
@@ -63,16 +64,19 @@ class InstanceLink:
         *,
         is_tried_alone: bool = False,
         predicted_hit_tokens: int = 0,
+        contract: Contract = NO_CONTRACT,
     ) -> None:
         """Sends a request; with output tokens the instance resumes it after them, as if it had made them itself.
 
         One that is to be tried alone starts when all that runs there is proven harmless; a `Trial` tells when.
         `predicted_hit_tokens` of its prompt are expected in the instance's prefix cache: the instance only counts them.
+        `contract` goes along with the request wherever it goes.
 
         Raises:
             LinkLostError: the instance is gone.
         """
-        add = AddRequest(request, list(output_token_ids), is_tried_alone, predicted_hit_tokens)
+        sent = None if contract is NO_CONTRACT else contract
+        add = AddRequest(request, list(output_token_ids), is_tried_alone, predicted_hit_tokens, sent)
         self._send(FrameKind.ADD, self._codec.encode_add(add))
 
     def abort(self, request_ids: Sequence[str]) -> None:

@@ -178,8 +178,8 @@ class ResidentRequests:
 
     def _waiting(self) -> Sequence[Request]:
         scheduler = self._scheduler
-        slots = scheduler.max_running - len(scheduler.running) if scheduler.takes_new else 0
-        return [request for request, _ in zip(scheduler.waiting, range(max(0, slots)), strict=False)]
+        slots = scheduler.new_slots if scheduler.takes_new else 0
+        return [request for request, _ in zip(scheduler.waiting, range(slots), strict=False)]
 
     def _wanting(self) -> list[tuple[Request, Wanting]]:
         scheduler = self._scheduler

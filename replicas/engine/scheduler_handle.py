@@ -40,6 +40,7 @@ class SchedulerHandle:
         self._scheduler = scheduler
         self._manager: Any = scheduler.kv_cache_manager
         self._pool: Any = scheduler.kv_cache_manager.block_pool
+        self._max_new: int | None = None  # while a step is limited to so many
 
     # Requests --------------------------------------------------------------------------------------------------------
 
@@ -334,19 +335,27 @@ class SchedulerHandle:
             scheduler.running.sort(key=lambda request: order.get(request.request_id, len(order)))
 
     @contextlib.contextmanager
-    def limited(self, *, num_new: int, max_tokens: int) -> Iterator[None]:
+    def limited(self, *, num_new: int, max_tokens: int | None = None) -> Iterator[None]:
         """Within it, a step takes so many tokens at most, and so many of the requests that hold no KV.
 
-        Requests that hold KV and wait for a slot ("holding") are not counted.
+        Requests that hold KV and wait for a slot ("holding") are not counted. One within another limits further.
         """
-        scheduler = self._scheduler
+        scheduler, outer = self._scheduler, self._max_new
         active, tokens = scheduler.max_num_active_reqs, scheduler.max_num_scheduled_tokens
         scheduler.max_num_active_reqs = min(active, len(scheduler.running) + len(self.holding) + num_new)
-        scheduler.max_num_scheduled_tokens = min(tokens, max_tokens)
+        scheduler.max_num_scheduled_tokens = tokens if max_tokens is None else min(tokens, max_tokens)
+        self._max_new = num_new if outer is None else min(outer, num_new)
         try:
             yield
         finally:
             scheduler.max_num_active_reqs, scheduler.max_num_scheduled_tokens = active, tokens
+            self._max_new = outer
+
+    @property
+    def new_slots(self) -> int:
+        """Requests without KV that the next step may take."""
+        slots = max(0, self.max_running - len(self._scheduler.running))
+        return slots if self._max_new is None else min(slots, self._max_new)
 
     def grammar_bitmask(self, output: SchedulerOutput) -> GrammarOutput | None:
         """Which tokens the grammars of a step's requests allow; None where no request has one."""

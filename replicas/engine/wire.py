@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pengserve.planners.types.contract import Contract
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 from pengserve.replicas.channel.frames import Buffer
@@ -17,6 +18,7 @@ class AddRequest(msgspec.Struct, array_like=True):
     output_token_ids: list[int]
     is_tried_alone: bool = False  # it may kill instances: see `replicas.trial_gate`
     predicted_hit_tokens: int = 0  # of its prompt, that the ingress expects in the instance's prefix cache
+    contract: Contract | None = None  # None: `NO_CONTRACT`
 
 
 class Welcome(msgspec.Struct):

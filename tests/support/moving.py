@@ -13,11 +13,12 @@ from typing import Any
 from vllm import SamplingParams
 
 from pengserve.cluster.ingress.config import LimitConfig
-from pengserve.cluster.ingress.record import RequestRecord
+from pengserve.cluster.ingress.record import RequestRecord, Resumption
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput, EngineCoreRequest, FinishReason
+from pengserve.planners.types.contract import NO_CONTRACT, Contract
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
@@ -63,6 +64,7 @@ class FakeLink:
         self.is_broken = False  # at the instance's end; the ingress learns of it by LOST
         self.refuses = False  # the ingress's sends fail already, though it has not read LOST yet
         self.aborts: list[list[str]] = []
+        self.contracts: list[Contract] = []  # of what was sent
 
     def add(
         self,
@@ -71,8 +73,10 @@ class FakeLink:
         *,
         is_tried_alone: bool = False,
         predicted_hit_tokens: int = 0,
+        contract: Contract = NO_CONTRACT,
     ) -> None:
         """See `InstanceLink`."""
+        self.contracts.append(contract)
         if self.refuses:
             raise LinkLostError("gone")
         wire_id, done = request.request_id, list(output_token_ids)
@@ -178,6 +182,7 @@ class FakePool:
     def __init__(self) -> None:
         self.links: dict[InstanceKey, FakeLink] = {}
         self.routes: set[InstanceKey] = set()
+        self.leaving: set[InstanceKey] = set()
 
     def ready(self) -> list[Any]:
         """See `Links`."""
@@ -186,6 +191,10 @@ class FakePool:
     def find(self, key: InstanceKey) -> Any:
         """See `Links`."""
         return self.links.get(key)
+
+    def is_leaving(self, key: InstanceKey) -> bool:
+        """See `Links`."""
+        return key in self.leaving
 
     def discard(self, link: Any) -> None:
         """See `Links`."""
@@ -224,6 +233,7 @@ class Cluster:
         self.finishes: dict[str, str] = {}
         self.request_log = RequestLog()
         self.log: list[tuple[str, Any]] = []
+        self.resumptions: list[Resumption] = []
 
     # RecordEvents
 
@@ -241,9 +251,10 @@ class Cluster:
         """See `RecordEvents`."""
         self._see([output])
 
-    def on_dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
+    def on_dispatched(self, key: InstanceKey, resumed: Resumption | None) -> None:
         """See `RecordEvents`."""
-        self.log.append(("dispatched", key) if num_resumed_tokens is None else ("resumed", key))
+        self.log.append(("dispatched", key) if resumed is None else ("resumed", key))
+        self.resumptions += [resumed] if resumed is not None else []
 
     def on_resumed(self, gap_s: float) -> None:
         """See `RecordEvents`."""
