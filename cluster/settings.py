@@ -335,6 +335,7 @@ class Settings(_Section):
             host_bytes=self.memory.num_bytes,
             link_bytes_per_s=self.memory.link_bytes_per_s or 0.0,
             host_file=self.memory.host_file,
+            session_pin_s=self.memory.session_pin_s,
             peer_timeout_s=self.shape.peer_timeout_s,
             drain_timeout_s=self.controller.drain_timeout_s,
         )
