@@ -61,6 +61,7 @@ class InstanceConfig:
     host_bytes: int = 0  # of the host tier of KV; 0: none, -1: a share of the node's free memory
     link_bytes_per_s: float = 0.0  # between device and host, emulated: copies take at least as long; 0: as they are
     host_file: str = ""  # a file that holds the host tier instead of memory
+    session_pin_s: float = 0.0  # for so long after an answer, the KV of its session is kept where there is room
     peer_timeout_s: float = 5.0  # a collective or a peer's answer; then the group counts as broken
     lease_s: float = 30.0  # without a word from a controller for so long, the instance asks whether its app is gone
     drain_timeout_s: float = 60.0

@@ -53,6 +53,7 @@ class TieredScheduler(VllmScheduler):
             clock=clock,
         )
         num_reserved = max(0, capacity.num_blocks - tiers.host_blocks)
+        self.tiers.watch_uses(self._scheduler.uses)
         self.residency = ResidentRequests(self._scheduler, LaneTiers(self.tiers), num_reserved, self)
         self._times, self._clock = times, clock
         self._open = contextlib.ExitStack()  # what a step began, until it ends
@@ -61,6 +62,14 @@ class TieredScheduler(VllmScheduler):
             0,
         )  # cells by layer in the present step, and those they take turns in
         self.stalled_s = 0.0
+
+    def num_used(self) -> int:
+        """Blocks that requests hold."""
+        return self._scheduler.num_blocks - 1 - self._scheduler.num_free()
+
+    def num_available(self) -> int:
+        """Blocks that are free."""
+        return self._scheduler.num_free()
 
     @property
     def waiting(self) -> Sequence[LiveRequest]:
