@@ -65,20 +65,6 @@ class TieredScheduler(VllmScheduler):
 
     def num_used(self) -> int:
         """Blocks that requests hold."""
-        return self._scheduler.num_blocks - 1 - self._scheduler.num_free()
-
-    def num_available(self) -> int:
-        """Blocks that are free."""
-        return self._scheduler.num_free()
-
-    @property
-    def waiting(self) -> Sequence[LiveRequest]:
-        """Parked requests, which production counts as waiting, and those that hold no KV."""
-        parked = [self._lives[request.request_id] for request in self.residency.parked]
-        return [*parked, *super().waiting]
-
-    def num_used(self) -> int:
-        """Blocks that requests hold."""
         return self.capacity.num_blocks - self.num_free
 
     def num_available(self) -> int:
