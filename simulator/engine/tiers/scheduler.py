@@ -92,6 +92,11 @@ class TieredScheduler(VllmScheduler):
         self._end_tiers()
         return super().finish(step, num_steps)
 
+    def copied(self) -> dict[str, float]:
+        """Totals of the host tier, as `InstanceStats` names them."""
+        found = {name: value for name, value in self.residency.figures().items() if name.startswith("total_")}
+        return {**found, "stalled_s": self.stalled_s}
+
     def _form(self) -> SchedulerOutput:
         self._end_tiers()
         if self.residency.has_to_choose():
