@@ -56,7 +56,7 @@ def url(cluster: ElasticCluster) -> Iterator[str]:
 @pytest.fixture
 def page(url: str) -> Iterator[Page]:
     """A browser that watches."""
-    with browser() as page:
+    with browser(height=700) as page:
         page.open(f"{url}/ui")
         page.wait("document.querySelector('#live').dataset.state === 'live'")
         yield page
