@@ -205,11 +205,11 @@ class Settings(_Section):
         return self
 
     @model_validator(mode="after")
-    def _host_tier_works_alone(self) -> "Settings":
-        if self.memory.num_bytes and (asked := self._asked_of_the_shape()):
+    def _host_tier_excludes_drops(self) -> "Settings":
+        if self.memory.num_bytes and self.shape.drop.max_stages > 1:
             raise ValueError(
-                f"memory.host_bytes gives each instance a host tier, which works in dp alone so far, and {asked} lets"
-                " instances change their shape: leave out one of the two"
+                "memory.host_bytes gives each instance a host tier, and layers cannot be dropped beside one yet: leave"
+                " out shape.drop.max_stages or memory.host_bytes"
             )
         return self
 
@@ -286,8 +286,6 @@ class Settings(_Section):
     @property
     def may_change_shape(self) -> bool:
         """Whether this device and this engine let instances work together at all."""
-        if self.memory.num_bytes:
-            return False  # the lanes of groups have no host tier yet
         return self.num_workers == 1 and (self.device == "cpu" or self.shape.cuda == "experimental")
 
     @property

@@ -64,6 +64,52 @@ def _per_instance(expression: str) -> tuple[Query, ...]:
     return (Query(promql=f"max by (instance_id) ({expression})", legend="instance {{instance_id}}"),)
 
 
+def _share(counter: str, outcome: str, by: str, legend: str) -> Query:
+    """Share of what a counter counts that had an outcome, apart for each value of labels."""
+    part, whole = (
+        f"sum by ({by}) (rate({counter}{{$app{extra}}}[$__rate_interval]))" for extra in (f', outcome="{outcome}"', "")
+    )
+    return Query(promql=f"{part} / {whole}", legend=legend)
+
+
+def _attained(counter: str, by: str, legend: str) -> Query:
+    return _share(counter, "kept", by, legend)
+
+
+_SLO = Row(
+    title="Latencies kept",
+    panels=(
+        Panel(
+            title="Answers within their SLO",
+            unit="percentunit",
+            help="Of requests with an SLO: first token, mean and 99th percentile of the time between tokens.",
+            queries=(
+                _attained("pengserve_slo_requests_total", "service_class, latency", "{{service_class}} {{latency}}"),
+            ),
+            width=8,
+        ),
+        Panel(
+            title="Tokens within the time between tokens",
+            unit="percentunit",
+            queries=(_attained("pengserve_slo_tokens_total", "service_class", "{{service_class}}"),),
+            width=8,
+        ),
+        Panel(
+            title="Answers as long as predicted",
+            unit="percentunit",
+            help="Three quarters should reach the low bound, and half the median.",
+            queries=(
+                _share(
+                    "pengserve_length_predictions_total",
+                    "reached",
+                    "service_class, bound",
+                    "{{service_class}} {{bound}}",
+                ),
+            ),
+        ),
+    ),
+)
+
 _TRAFFIC = Row(
     title="Traffic and latency",
     panels=(
@@ -469,4 +515,4 @@ _CLUSTER = Row(
     ),
 )
 
-ROWS: tuple[Row, ...] = (_TRAFFIC, _SHAPE, _DECISIONS, _MEMORY, _TIERS, _INSTANCES, _VLLM, _CLUSTER)
+ROWS: tuple[Row, ...] = (_SLO, _TRAFFIC, _SHAPE, _DECISIONS, _MEMORY, _TIERS, _INSTANCES, _VLLM, _CLUSTER)

@@ -8,8 +8,10 @@ from time import monotonic
 from typing import Any, NoReturn
 
 from pengserve.cluster.ingress.config import LimitConfig
+from pengserve.cluster.ingress.deposit import DepositCollector
 from pengserve.cluster.ingress.guide_check import GuideChecker, describe_tokenizer
 from pengserve.cluster.ingress.guide_rules import parse_without_compiling
+from pengserve.cluster.ingress.kept import KeptAnswer, current_kept
 from pengserve.cluster.ingress.meters import IngressMeters
 from pengserve.cluster.ingress.record import RequestRecord, Resumption
 from pengserve.cluster.ingress.records import RequestBook
@@ -30,6 +32,7 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
     ParentRequest,
     RequestOutput,
     RequestOutputCollector,
+    RequestOutputKind,
     RetryableRequestError,
     VLLMClientError,
     VllmConfig,
@@ -274,6 +277,9 @@ class ClusterEngineClient(EngineClient):
     def on_ended(self, record: RequestRecord, finish: str) -> None:
         """A request is over."""
         self._request_log.note(record, finish)
+        if record.kept is not None:
+            record.kept.finish = finish
+            self._meters.kept(record, finish)
         if self._traces is not None:
             self._traces.ended(record, finish)
 
@@ -324,10 +330,11 @@ class ClusterEngineClient(EngineClient):
         assert params is not None, "only generation is supported"
         options = current_options.get()
         self.book.check(request, options)
-        collector = RequestOutputCollector(params.output_kind, request.request_id)
+        kept = current_kept.get()
+        collector = _collector(request.request_id, params.output_kind, kept)
         if params.n == 1:
             self._output_processor.add_request(request, prompt_text, None, 0, collector)
-            self.book.add(request, options)
+            self.book.add(request, options, None if kept is None else kept.begin())
             return collector
         parent = ParentRequest(request)
         children = []
@@ -337,7 +344,7 @@ class ClusterEngineClient(EngineClient):
             self._output_processor.add_request(child, prompt_text, parent, index, collector)
             children.append(child)
         for child in children:
-            self.book.add(child, options)
+            self.book.add(child, options, None if kept is None else kept.begin())
         return collector
 
     def _process(
@@ -426,6 +433,13 @@ class ClusterEngineClient(EngineClient):
     async def is_paused(self) -> bool:
         """Never."""
         return False
+
+
+def _collector(request_id: str, kind: RequestOutputKind, kept: KeptAnswer | None) -> RequestOutputCollector:
+    """What hands a request's outputs to the task that answers it: at once, or paced."""
+    if kept is not None and kept.is_paced and kind is RequestOutputKind.DELTA:
+        return DepositCollector(kind, request_id, kept.interval_s)
+    return RequestOutputCollector(kind, request_id)
 
 
 def _guide_checker(vllm_config: VllmConfig, renderer: Any, limits: LimitConfig) -> GuideChecker | None:

@@ -2,7 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
-from pengserve.cluster.ingress.record import Resumption
+from pengserve.cluster.ingress.expected_lengths import LEARNED_ENDS
+from pengserve.cluster.ingress.kept import UNCOUNTED_ENDS
+from pengserve.cluster.ingress.record import RequestRecord, Resumption
+from pengserve.cluster.ingress.slo_meters import SloMeters
 from pengserve.cluster.ingress.vllm_openai_seam import (
     IterationStats,
     PrometheusStatLogger,
@@ -48,6 +51,7 @@ class IngressMeters:
         self._moved = {kind: metrics.counter(catalog.MOVED, kind=kind) for kind in ("carried", "redirected")}
         self._switch_gaps = metrics.histogram(catalog.SWITCH_GAP_SECONDS)
         self._dispatched: dict[InstanceKey, Counter] = {}
+        self._slo: dict[str, SloMeters] = {}  # by class
         self.on_first_tokens: Callable[[Sequence[float]], None] | None = None  # while a page is open; gets seconds
 
     def link_up(self, link: InstanceLink) -> None:
@@ -103,6 +107,18 @@ class IngressMeters:
     def ended(self, outcome: str) -> None:
         """A request ended: `ok`, `aborted` or `failed`."""
         self._outcomes[outcome].inc()
+
+    def kept(self, record: RequestRecord, finish: str) -> None:
+        """A request with an SLO ended."""
+        kept, service_class = record.kept, record.options.contract.service_class
+        if kept is None or finish in UNCOUNTED_ENDS:
+            return
+        meters = self._slo.get(service_class)
+        if meters is None:
+            meters = self._slo[service_class] = SloMeters(self.metrics, service_class)
+        meters.ended(kept.outcome())
+        if record.expected is not None and finish in LEARNED_ENDS:
+            meters.length(record.expected, len(record.output_token_ids))
 
     def rejected(self, reason: str) -> None:
         """A request was refused."""

@@ -7,10 +7,12 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from pengserve.cluster.ingress.kept import KeptSequence
 from pengserve.cluster.ingress.moves import Stash
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.ingress.suspicion import PROVEN_TOKENS, Suspicion
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput, EngineCoreRequest
+from pengserve.planners.lengths import LengthRange
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.link import InstanceLink
 
@@ -51,6 +53,8 @@ class RequestRecord:
     is_unsettled: bool = False  # was moved, redirected or lost, and has had no token since
     resumed_why: str = ""  # its next copy replaces one that was "lost", or whose instance was "drained"
     lost_since_s: float | None = None  # until the first token after a loss
+    kept: KeptSequence | None = None  # what it gets of its SLO; None: it has none
+    expected: LengthRange | None = None  # of its answer, as predicted when it was first sent; None: it has no SLO
     chain: tuple[int, ...] | None = None  # hashes of its prompt, for dispatch; None: not made yet
     life: list[tuple[float, str, str]] = field(default_factory=list)  # seconds after it came, what, instance
     num_prompt_tokens: int = field(init=False)

@@ -34,6 +34,8 @@ from time import monotonic
 import msgspec
 
 from pengserve.cluster.ingress.config import LimitConfig
+from pengserve.cluster.ingress.expected_lengths import ExpectedLengths
+from pengserve.cluster.ingress.kept import KeptSequence
 from pengserve.cluster.ingress.moves import Orphans, RequestMove, Stash
 from pengserve.cluster.ingress.placing import Placing
 from pengserve.cluster.ingress.prefixes import Prefixes
@@ -93,6 +95,7 @@ class RequestBook:
         prefixes = Prefixes(limits.max_prefix_entries, secret, is_only_ingress=is_only_ingress)
         self._placing = Placing(limits, links, self._trials, max_model_len, clock, prefixes)
         self._quarantine = Quarantine(clock)
+        self._expected = ExpectedLengths()
         self._waiting: deque[RequestRecord] = deque()
         self._orphans = Orphans()
         self._num_losses = 0
@@ -108,9 +111,11 @@ class RequestBook:
         """Requests without an instance."""
         return len(self._waiting)
 
-    def add(self, request: EngineCoreRequest, options: RequestOptions = NO_OPTIONS) -> None:
-        """Takes a request and sends it to an instance, now or as soon as there is one."""
-        record = RequestRecord(request, options, created_s=self._clock())
+    def add(
+        self, request: EngineCoreRequest, options: RequestOptions = NO_OPTIONS, kept: KeptSequence | None = None
+    ) -> None:
+        """Takes a request and sends it to an instance, now or as soon as there is one. Tells `kept` of its tokens."""
+        record = RequestRecord(request, options, created_s=self._clock(), kept=kept)
         self._records[request.request_id] = record
         if record.is_urgent:
             self._placing.urgent.add(record)
@@ -142,6 +147,8 @@ class RequestBook:
                 if record.last_token_s is None:
                     record.first_token_s = now_s
                 record.last_token_s = now_s
+                if record.kept is not None:
+                    record.kept.add(len(output.new_token_ids), now_s)
             if record.num_copies > 1:
                 output.request_id = record.request.request_id
             if output.finish_reason is not None:
@@ -189,7 +196,7 @@ class RequestBook:
             if record is None:
                 continue
             self._placing.urgent.discard(record)
-            self._events.on_ended(record, finish)
+            self._tell_end(record, finish)
             if record.link is None:
                 continue
             self._placing.ended(record)
@@ -457,7 +464,7 @@ class RequestBook:
             record.output_token_ids,
             is_tried_alone=self._trials.is_tried_alone(record),
             predicted_hit_tokens=hit_tokens,
-            contract=record.options.contract,
+            contract=self._expected.contract_of(record),
         )
         record.wire_id, record.link, record.num_losses_seen = request.request_id, link, self._num_losses
         record.sent_s, record.num_tokens_when_sent = self._clock(), len(record.output_token_ids)
@@ -507,7 +514,11 @@ class RequestBook:
     def _forget(self, record: RequestRecord, finish: str) -> None:
         """It ended; copies it may have left behind are orphans."""
         if self._records.pop(record.request.request_id, None) is not None:
-            self._events.on_ended(record, finish)
+            self._tell_end(record, finish)
         self._placing.urgent.discard(record)
         if record.link is not None:
             self._drop_copy(record)
+
+    def _tell_end(self, record: RequestRecord, finish: str) -> None:
+        self._expected.ended(record, finish)
+        self._events.on_ended(record, finish)

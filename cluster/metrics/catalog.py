@@ -163,6 +163,37 @@ DISPATCHED = _counter(
     "instance_id",
 )  # fmt: skip
 
+SLO_REQUESTS = _counter(
+    "pengserve_slo_requests_total",
+    _TRAFFIC,
+    "requests",
+    "Answers of requests with an SLO, by class, latency and outcome (`kept`, `missed`). Latencies: `ttft`, `tpot` "
+    "(mean time between tokens), `tbt` (its 99th percentile). Requests whose client left are not counted.",
+    "service_class",
+    "latency",
+    "outcome",
+)
+SLO_TOKENS = _counter(
+    "pengserve_slo_tokens_total",
+    _TRAFFIC,
+    "tokens",
+    "Tokens after the first of requests with an SLO for the time between tokens, by class and outcome (`kept`, "
+    "`missed`).",
+    "service_class",
+    "outcome",
+)
+
+LENGTH_PREDICTIONS = _counter(
+    "pengserve_length_predictions_total",
+    _TRAFFIC,
+    "answers",
+    "Answers of requests with an SLO, by whether they had at least as many tokens as was predicted (`reached`) or not "
+    "(`below`), for the conservative bound (`low`, 75 % should reach it) and the `median`.",
+    "service_class",
+    "bound",
+    "outcome",
+)
+
 # Instances: one series per slot. A replacement takes over the series of the dead one.
 INSTANCE_UP = _gauge(
     "pengserve_instance_up", _INSTANCES, "0 or 1", "1 while the instance is ready for new requests.", "instance_id"
