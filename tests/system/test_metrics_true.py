@@ -74,7 +74,7 @@ def run_shapes(model: Path, server: PrometheusServer) -> None:
         with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
             body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 4}
             assert http.post("/v1/completions", json=body | {"n": 99}).status_code == 400
-            slo = body | {"slo": {"ttft_ms": 5000, "tbt_ms": 1000}}
+            slo = body | {"max_tokens": 20, "slo": {"ttft_ms": 5000, "tbt_ms": 1000}}
             assert http.post("/v1/completions", json=slo).status_code == 200
         ended(load(40, 120))  # more than memory holds: requests are preempted
         for shape, strategy in (("tp2", "carry"), ("dp", "carry"), ("tp2", "hard"), ("dp", "carry")):
@@ -184,7 +184,7 @@ def test_every_alert_asks_for_series_that_exist(prometheus: PrometheusServer) ->
 
 def test_labels_are_bounded(prometheus: PrometheusServer) -> None:
     """Slots of instances, and words of the code: no label takes what a client sends."""
-    words = {"action", "direction", "figure", "kind", "latency", "outcome", "phase", "reason", "service_class"}
+    words = {"action", "bound", "direction", "figure", "kind", "latency", "outcome", "phase", "reason", "service_class"}
     words |= {"instance_id", "shape", "state", "strategy", "version"}
     for name, spec in CATALOG.items():
         assert set(spec.labels) <= words, name
