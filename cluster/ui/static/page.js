@@ -165,6 +165,12 @@ function drawFigures() {
   put("sum-parked", number(sum((i) => i.parked + i.paused)));
   put("sum-moving", number(rate("moved")));
   const room = sum((i) => i.kv);
+  const classes = Object.entries(traffic.classes ?? {}), answers = classes.reduce((n, [, c]) => n + c.answers, 0);
+  $("attainment").hidden = !answers;
+  if (answers) {
+    put("sum-slo", percent(classes.reduce((n, [, c]) => n + c.kept * c.answers, 0) / answers));
+    put("sum-classes", classes.map(([name, c]) => `${name} ${percent(c.kept)}`).join(", "));
+  }
   put("sum-kv", room ? percent(sum((i) => i.kv_used) / room) : "–");
 }
 
