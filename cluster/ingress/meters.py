@@ -52,7 +52,7 @@ class IngressMeters:
         self._switch_gaps = metrics.histogram(catalog.SWITCH_GAP_SECONDS)
         self._dispatched: dict[InstanceKey, Counter] = {}
         self._slo: dict[str, SloMeters] = {}  # by class
-        # While a page is open: seconds until first tokens; of each answer with an SLO its class, and whether it was kept.
+        # While a page is open. Seconds until first tokens; the class of an answer with an SLO, and whether it was kept.
         self.on_first_tokens: Callable[[Sequence[float]], None] | None = None
         self.on_slo: Callable[[str, bool], None] | None = None
 
