@@ -113,6 +113,15 @@ async def test_a_page_that_comes_again_gets_what_it_missed_and_no_more(cluster: 
     assert "snapshot" not in {kind for kind, _, _ in missed} and "decision" in {kind for kind, _, _ in missed}
 
 
+async def test_a_page_that_missed_nothing_gets_nothing_at_once(cluster: SimulatedCluster) -> None:
+    feed = Feed(cluster, period_s=1000.0)
+    page = feed.join()
+    await until(lambda: page.waiting and b"snapshot" in page.waiting[-1])
+    last_id = read(page)[-1][1]
+    assert read(feed.join(last_id)) == []
+    feed.close()
+
+
 @pytest.mark.parametrize("last_id", ["", "x", "0-1", "00000000-3", "a-b-c", "-", "é-1", "1-99999999999999999999999"])
 async def test_a_page_of_another_feed_gets_everything(cluster: SimulatedCluster, feed: Feed, last_id: str) -> None:
     feed.join()
