@@ -43,9 +43,11 @@ class RequestRecord:
     is_resumed: bool = False  # its next copy replaces a lost one
     lost_since_s: float | None = None  # until the first token after a loss
     chain: tuple[int, ...] | None = None  # hashes of its prompt, for dispatch; None: not made yet
+    priority: int = field(init=False)  # the client's; the request's own may be what the order of shares makes of it
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.priority = self.request.priority
         prompt = self.request.prompt_token_ids
         self.num_prompt_tokens = len(prompt) if prompt is not None else len(self.request.prompt_embeds)
 
@@ -94,7 +96,7 @@ class RequestRecord:
     @property
     def is_urgent(self) -> bool:
         """Whether it is above normal priority; as in vLLM, a lower number is more urgent."""
-        return self.request.priority < 0
+        return self.priority < 0
 
     def next_copy(self) -> EngineCoreRequest:
         """The request as the next instance must see it, under a new wire id.

@@ -34,6 +34,7 @@ from time import monotonic
 import msgspec
 
 from pengserve.cluster.ingress.config import LimitConfig
+from pengserve.cluster.ingress.fair_queue import FairQueue
 from pengserve.cluster.ingress.moves import Orphans, RequestMove, Stash
 from pengserve.cluster.ingress.placing import Placing
 from pengserve.cluster.ingress.prefixes import Prefixes
@@ -76,6 +77,7 @@ class RequestBook:
         *,
         is_only_ingress: bool = True,
         secret: str = "",
+        fair: FairQueue | None = None,
     ) -> None:
         """
         Args:
@@ -83,10 +85,11 @@ class RequestBook:
             is_superseded: whether another configuration has taken over, so that no instance will come any more.
             is_only_ingress: whether no other ingress sends requests to these instances.
             secret: the cluster's own, with which prompts are hashed.
+            fair: orders requests by their tenants' shares; None: they begin as they come.
         """
         self._is_superseded = is_superseded
         self._events, self._limits, self._links, self._max_model_len = Told(events), limits, links, max_model_len
-        self._clock = clock
+        self._clock, self._fair = clock, fair
         self._records: dict[str, RequestRecord] = {}  # by request id
         self._copies: dict[str, RequestRecord] = {}  # by wire id; only those on a link
         self._trials = Trials(limits.max_deaths_alone, is_only_ingress=is_only_ingress)
@@ -115,6 +118,8 @@ class RequestBook:
         if record.is_urgent:
             self._placing.urgent.add(record)
         self.used.set()
+        if self._fair is not None:
+            self._fair.come(record)
         self._place_or_wait(record, first=False)
 
     def check(self, request: EngineCoreRequest, options: RequestOptions = NO_OPTIONS) -> None:
@@ -141,6 +146,8 @@ class RequestBook:
                     self._acquit(record)
                 if record.last_token_s is None:
                     record.first_token_s = now_s
+                    if self._fair is not None:
+                        self._fair.begun(record, output)
                 record.last_token_s = now_s
             if record.num_copies > 1:
                 output.request_id = record.request.request_id
@@ -188,8 +195,7 @@ class RequestBook:
             record = self._records.pop(request_id, None)
             if record is None:
                 continue
-            self._placing.urgent.discard(record)
-            self._events.on_ended(record, finish)
+            self._note_end(record, finish)
             if record.link is None:
                 continue
             self._placing.ended(record)
@@ -259,8 +265,10 @@ class RequestBook:
             assert record.link is not None
             self._orphans.abort(record.link, [record.wire_id])
             self._resume(record)
+        if self._fair is not None:
+            self._fair.tend(num_places=len(self._links.ready()))
         # The more urgent first, then the less suspected; the order stays otherwise.
-        waiting = sorted(self._waiting, key=lambda record: (record.request.priority, record.num_suspected_deaths))
+        waiting = sorted(self._waiting, key=self._place_in_queue)
         self._waiting = deque()
         for record in waiting:
             if self._records.get(record.request.request_id) is not record:
@@ -282,6 +290,18 @@ class RequestBook:
                 self._fail(record, RetryableRequestError("No instance became ready in time. Try again later."))
             else:
                 self._waiting.append(record)
+
+    def _place_in_queue(self, record: RequestRecord) -> tuple[float, ...]:
+        request = record.request
+        if self._fair is None:
+            return request.priority, record.num_suspected_deaths
+        return request.priority, record.num_suspected_deaths, request.arrival_time
+
+    def _note_end(self, record: RequestRecord, finish: str) -> None:
+        self._placing.urgent.discard(record)
+        if self._fair is not None:
+            self._fair.ended(record)
+        self._events.on_ended(record, finish)
 
     # Moves and losses ------------------------------------------------------------------------------------------
 
@@ -492,7 +512,6 @@ class RequestBook:
     def _forget(self, record: RequestRecord, finish: str) -> None:
         """It ended; copies it may have left behind are orphans."""
         if self._records.pop(record.request.request_id, None) is not None:
-            self._events.on_ended(record, finish)
-        self._placing.urgent.discard(record)
+            self._note_end(record, finish)
         if record.link is not None:
             self._drop_copy(record)
