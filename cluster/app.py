@@ -207,6 +207,8 @@ def ingress_config(settings: Settings, instance: InstanceConfig) -> IngressConfi
         ),
         metrics_backend=settings.metrics.backend,
         request_log=settings.request_log,
+        otlp_endpoint=settings.traces.otlp_endpoint,
+        trace_sample_ratio=settings.traces.sample_ratio,
         log_max_bytes=settings.log_max_bytes,
         log_num_older=settings.log_num_older,
         is_id_echoed=True,

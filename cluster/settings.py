@@ -110,6 +110,13 @@ class MetricsSettings(_Section):
     backend: Literal["auto", "prometheus", "ray"] = "auto"
 
 
+class TraceSettings(_Section):
+    """Spans of requests, over OTLP and HTTP. Needs `pip install 'pengserve[traces]'`."""
+
+    otlp_endpoint: str = Field(default="", pattern=r"^(https?://\S+)?$")  # "http://127.0.0.1:4318/v1/traces"; "": off
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)  # of requests whose client has not decided
+
+
 class Settings(_Section):
     """Everything the user decides about one application. Unknown keys are refused."""
 
@@ -128,6 +135,7 @@ class Settings(_Section):
     shape: ShapeSettings = ShapeSettings()
     memory: MemorySettings = MemorySettings()
     metrics: MetricsSettings = MetricsSettings()
+    traces: TraceSettings = TraceSettings()
     event_log: str = ""  # JSONL file; empty keeps events in memory alone
     request_log: str = ""  # JSONL file: a line for each answer, without its text; empty: none
     # Of each log: the newest file is renamed when it would grow beyond so many bytes (0: never), ...
@@ -209,11 +217,11 @@ class Settings(_Section):
         return self
 
     @model_validator(mode="after")
-    def _host_tier_works_alone(self) -> "Settings":
-        if self.memory.num_bytes and (asked := self._asked_of_the_shape()):
+    def _host_tier_excludes_drops(self) -> "Settings":
+        if self.memory.num_bytes and self.shape.drop.max_stages > 1:
             raise ValueError(
-                f"memory.host_bytes gives each instance a host tier, which works in dp alone so far, and {asked} lets"
-                " instances change their shape: leave out one of the two"
+                "memory.host_bytes gives each instance a host tier, and layers cannot be dropped beside one yet: leave"
+                " out shape.drop.max_stages or memory.host_bytes"
             )
         return self
 
@@ -290,8 +298,6 @@ class Settings(_Section):
     @property
     def may_change_shape(self) -> bool:
         """Whether this device and this engine let instances work together at all."""
-        if self.memory.num_bytes:
-            return False  # the lanes of groups have no host tier yet
         return self.num_workers == 1 and (self.device == "cpu" or self.shape.cuda == "experimental")
 
     @property

@@ -237,11 +237,11 @@ class Instance:
             self._migrations.order(moves)
 
     def _park(self, orders: Sequence[Park | Resume | Place]) -> None:
-        residency = self._lanes.dp.residency if self._lanes is not None else None
-        if residency is None:
+        lanes = self._lanes
+        if lanes is None or lanes.dp.residency is None:
             raise StepError(f"instance {self.key} has no host tier to park requests in; set memory.host_bytes")
         self._park_orders.require_own(orders)
-        self._loop.submit(lambda: self._park_orders.take(orders, residency))
+        self._loop.submit(lambda: self._park_orders.take(orders, lanes))
 
     def check(self, timeout_s: float = 10.0) -> tuple[str, ...]:
         """Laws of memory that are broken here, as sentences; empty when all hold. Taken between two steps."""
@@ -273,6 +273,7 @@ class Instance:
         self._phase = "loading the model"
         self._codec, self._step_codec = Codec(), Codec()
         lanes = Lanes(self.config)
+        lanes.dp.use_contracts(self._requests)
         if self.config.degrees or self.config.max_stages > 1:
             self._try_to_build_agent(lanes)
         logger.info("instance %s: engine built in %.1f s", self.key, time.perf_counter() - started_s)

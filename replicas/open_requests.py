@@ -24,6 +24,7 @@ class OpenRequests:
         self._server, self._on_come = server, on_come
         self._requests: dict[int, dict[str, EngineCoreRequest]] = {}
         self._contracts: dict[str, Contract] = {}  # of those that have one
+        self._paced: set[str] = set()  # of these, those with an SLO for the time between tokens
         self._lock = threading.Lock()
         self._was_reordered = False  # ever
 
@@ -33,6 +34,7 @@ class OpenRequests:
             self._requests.setdefault(request.client_index, {})[request.request_id] = request
             if contract is not None:
                 self._contracts[request.request_id] = contract
+                self._paced.update({request.request_id} if contract.slo and contract.slo.tbt_s else ())
 
     def remove(self, client_index: int, request_ids: Iterable[str]) -> None:
         """Requests ended, or are asked for no more."""
@@ -40,7 +42,7 @@ class OpenRequests:
             mine = self._requests.get(client_index, {})
             for request_id in request_ids:
                 mine.pop(request_id, None)
-                self._contracts.pop(request_id, None)
+                self._forget(request_id)
 
     def reorder(self, client_index: int, orders: Iterable[tuple[str, int, float]]) -> None:
         """Requests of a client have another `(priority, arrival_time)`, also where they go on."""
@@ -64,6 +66,16 @@ class OpenRequests:
         """What holds for a request; any thread may ask."""
         return self._contracts.get(request_id, NO_CONTRACT)
 
+    @property
+    def num_paced(self) -> int:
+        """Requests here that have an SLO for the time between tokens."""
+        return len(self._paced)
+
+    def _forget(self, request_id: str) -> None:
+        """Under the lock: nothing holds for a request any more."""
+        if self._contracts.pop(request_id, None) is not None:
+            self._paced.discard(request_id)
+
     def ids(self) -> list[str]:
         """Of all requests."""
         with self._lock:
@@ -74,7 +86,7 @@ class OpenRequests:
         with self._lock:
             gone = list(self._requests.pop(client_index, {}))
             for request_id in gone:
-                self._contracts.pop(request_id, None)
+                self._forget(request_id)
             return gone
 
     # What a switch asks (see switching.RequestOwner) --------------------------------------------------------
@@ -120,7 +132,7 @@ class OpenRequests:
                 found = [request_id for request_id in mine if request_id in wanted] if wanted else []
                 for request_id in found:
                     del mine[request_id]
-                    self._contracts.pop(request_id, None)
+                    self._forget(request_id)
                 if found:
                     going[client_index] = found
         for client_index, ids in going.items():

@@ -36,6 +36,7 @@ class ReplayOptions:
     instances: int | None = None
     degrees: str | None = None
     max_stages: int | None = None
+    host_bytes: int | None = None
     policies: tuple[str, ...] = ()
     scheduler: str | None = None
     events: Path | None = None
@@ -141,12 +142,13 @@ def _replay_data(options: ReplayOptions) -> dict[str, Any]:
         "instances": options.instances,
         "degrees": _degrees_of(options.degrees),
         "max_stages": options.max_stages,
+        "host_bytes": options.host_bytes,
     }
     # A profile stands in place of a GPU and a model: what is given here leaves the file's other way out.
     others = ("gpu", "model") if options.profile else ("profile",) if options.gpu or options.model else ()
     kept = {key: value for key, value in data["cluster"].items() if key not in others}
     cluster = {**kept, **{key: value for key, value in given.items() if value is not None}}
-    if options.config is None and options.max_stages is None:
+    if options.config is None and options.max_stages is None and not options.host_bytes:
         widest = int(cluster.get("instances", ClusterConfig.model_fields["instances"].default))
         cluster["max_stages"] = min(MOST_DEFAULT_STAGES, 1 << (widest.bit_length() - 1))
     trace = {

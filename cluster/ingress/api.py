@@ -24,6 +24,7 @@ from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.routes import RouteWatcher, RoutingSource
 from pengserve.cluster.ingress.tasks import forever
+from pengserve.cluster.ingress.traces import Traces
 from pengserve.cluster.ingress.traffic import Ticket, Traffic
 from pengserve.cluster.metrics import catalog
 from pengserve.cluster.metrics.facade import Metrics
@@ -71,7 +72,10 @@ class IngressRuntime:
         self.keys = KeyRing(config)
         self.admin = AdminDoor(config, self.keys)
         self.feed = Feed(source, FirstTokens(self.meters))
-        self.client = ClusterEngineClient(vllm_config, config.limits, self.meters, self._admit, self.request_log)
+        self.traces = _traces(config)
+        self.client = ClusterEngineClient(
+            vllm_config, config.limits, self.meters, self._admit, self.request_log, self.traces
+        )
         client_id = f"ingress-{secrets.token_hex(4)}"
         self.links = LinkPool(
             self.client,
@@ -161,6 +165,8 @@ class IngressRuntime:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.links.close()
         await self.request_log.flush()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         self.client.shutdown()
 
     def start_draining(self) -> None:
@@ -211,6 +217,13 @@ class IngressRuntime:
         snapshot = await self._source.snapshot()
         self.meters.cluster.on_snapshot(snapshot)
         await self.meters.switches.follow(self._source.events, snapshot.controller_started_s)
+
+
+def _traces(config: IngressConfig) -> Traces | None:
+    if not config.otlp_endpoint:
+        return None
+    model = openai_front.served_names(config)[0]
+    return Traces(config.otlp_endpoint, app=config.instance.app, model=model, sample_ratio=config.trace_sample_ratio)
 
 
 async def _quietly(work: Awaitable[None], timeout_s: float) -> None:

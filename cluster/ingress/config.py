@@ -64,6 +64,8 @@ class IngressConfig:
     request_log: str = ""  # JSONL file; empty: none
     log_max_bytes: int = 64 << 20  # of each of its files; 0: no limit
     log_num_older: int = 4  # files that are kept besides the newest
+    otlp_endpoint: str = ""  # where spans of requests go; empty: none are made
+    trace_sample_ratio: float = 1.0  # of requests whose client has not decided
     is_id_echoed: bool = False  # a server in front (Ray Serve) puts the request's x-request-id on the answer itself
 
     @property

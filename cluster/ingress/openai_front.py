@@ -12,6 +12,7 @@ from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.engine_client import ClusterEngineClient
 from pengserve.cluster.ingress.errors import RequestRefused, guard_serving
 from pengserve.cluster.ingress.leaving import ends_with_client
+from pengserve.cluster.ingress.usage import tell_what_was_kept
 from pengserve.cluster.ingress.vllm_openai_seam import (
     AsyncEngineArgs,
     BaseModelPath,
@@ -64,6 +65,7 @@ def served_names(config: IngressConfig) -> tuple[str, ...]:
 
 async def attach(app: FastAPI, client: ClusterEngineClient, config: IngressConfig) -> None:
     """Puts the serving objects into `app.state`, where vLLM's routes look for them, and includes those routes."""
+    tell_what_was_kept()
     template = load_chat_template(config.openai.chat_template)
     rendering: dict[str, Any] = {
         "request_logger": None,

@@ -23,6 +23,8 @@ def victims(requests: Sequence[Decode], config: PlacementConfig) -> list[Decode]
         slo_s = 1.0 if request.slo_s is None else request.slo_s
         return (request.deposit_tokens + 1) * slo_s / (1.0 + (request.paused_s or 0.0))
 
+    if not config.may_pause:
+        return []
     able = [r for r in requests if r.paused_s is None or r.paused_s < config.max_paused_s]
     able.sort(key=lambda r: (-r.num_tokens * slack_s(r), r.request_id))
     return able[: max(0, len(requests) - 1)]

@@ -42,6 +42,7 @@ class PlacementConfig:
     min_window: int = 8  # steps
     max_window: int = 128
     min_gain: float = 0.02  # tokens a second that placing must win over pausing
+    may_pause: bool = True
     max_paused_s: float = 10.0  # nothing is paused longer for the sake of others
     drift: float = 0.25  # of the predicted time of a step, beyond which the figures are measured anew
 

@@ -21,6 +21,7 @@ from pengserve.replicas.engine.idle_profile import IdleProfile
 from pengserve.replicas.engine.lane import Lane
 from pengserve.replicas.engine.lane_registry import LaneRegistry
 from pengserve.replicas.engine.leases import Leases
+from pengserve.replicas.engine.residency import ResidentRequests
 from pengserve.replicas.engine.stepper import Stepper
 from pengserve.replicas.engine.tp_lane import kv_view
 from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs, EngineCoreRequest, Request
@@ -67,7 +68,7 @@ class Lanes:
     def dp_view(self) -> KvView:
         """KV of the `dp` lane, by physical block."""
         if self._dp_view is None:
-            self._dp_view = kv_view(self.dp.worker.model_runner)
+            self._dp_view = kv_view(self.dp.worker.model_runner, self.dp.tiers)
         return self._dp_view
 
     # Which lane runs --------------------------------------------------------------------------------------------------
@@ -170,6 +171,25 @@ class Lanes:
     def is_reading(self) -> bool:
         """Whether a request waits, or has not computed its prompt."""
         return self.dp.is_reading() or (self.current is not self.dp and self.current.is_reading())
+
+    # Orders about requests, where there is a host tier: a group's leader carries them out for all members ----------
+
+    def park(self, request_ids: Sequence[str]) -> list[str]:
+        """Parks running requests until `resume`; those that were."""
+        return [found for residency in self._residencies() for found in residency.park(request_ids)]
+
+    def resume(self, request_ids: Sequence[str]) -> list[str]:
+        """Requests that an order parked may go on, as soon as there is room; those that may."""
+        return [found for residency in self._residencies() for found in residency.resume(request_ids)]
+
+    def place(self, request_id: str, layers: Sequence[int]) -> bool:
+        """Full blocks of a request are on the host alone in these layers from now on; whether the request is here."""
+        return any(residency.place(request_id, layers) for residency in self._residencies())
+
+    def _residencies(self) -> list[ResidentRequests]:
+        """Of the lane that runs, and of `dp`, where requests may wait for it."""
+        lanes = dict.fromkeys((self.current, self.dp))
+        return [lane.residency for lane in lanes if lane.residency is not None]
 
     # Steps ------------------------------------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ class SchedulerHandle:
         self._scheduler = scheduler
         self._manager: Any = scheduler.kv_cache_manager
         self._pool: Any = scheduler.kv_cache_manager.block_pool
+        self._max_new: int | None = None  # while a step is limited to so many
 
     # Requests --------------------------------------------------------------------------------------------------------
 
@@ -123,8 +124,19 @@ class SchedulerHandle:
 
     def cached_tokens(self, request: Request) -> int:
         """Tokens of a request that is not here whose KV is in the prefix cache now; none of it is touched."""
-        _, num_tokens = self._manager.get_computed_blocks(request)[:2]
-        return int(num_tokens)
+        return self.cached_prefix(request)[0]
+
+    def cached_prefix(self, request: Request) -> tuple[int, list[int]]:
+        """Of a request that holds no KV: tokens that are in the prefix cache now, and those of their blocks that other
+        requests hold. Nothing is touched.
+        """
+        found, num_tokens = self._manager.get_computed_blocks(request)[:2]
+        return int(num_tokens), [block.block_id for block in blocks_of(found.blocks) if block.ref_cnt]
+
+    def shared_blocks(self, request_id: str) -> list[int]:
+        """Blocks of a request that other requests hold too."""
+        held = blocks_of(self._manager.get_blocks(request_id).blocks)
+        return [block.block_id for block in held if block.ref_cnt > 1]
 
     def prefilling_tokens(self) -> int:
         """Tokens of running requests that no step has taken yet. The one token of a decode does not count."""
@@ -144,6 +156,11 @@ class SchedulerHandle:
     def pause_new(self, paused: bool) -> None:
         """While paused, no waiting request begins; what runs goes on."""
         self._scheduler.set_pause_state(PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)
+
+    @property
+    def takes_new(self) -> bool:
+        """Whether waiting requests may begin; see `pause_new`."""
+        return bool(self._scheduler.pause_state is PauseState.UNPAUSED)
 
     # Requests that come with their KV --------------------------------------------------------------------------------
 
@@ -335,19 +352,27 @@ class SchedulerHandle:
             scheduler.running.sort(key=lambda request: order.get(request.request_id, len(order)))
 
     @contextlib.contextmanager
-    def limited(self, *, num_new: int, max_tokens: int) -> Iterator[None]:
+    def limited(self, *, num_new: int, max_tokens: int | None = None) -> Iterator[None]:
         """Within it, a step takes so many tokens at most, and so many of the requests that hold no KV.
 
-        Requests that hold KV and wait for a slot ("holding") are not counted.
+        Requests that hold KV and wait for a slot ("holding") are not counted. One within another limits further.
         """
-        scheduler = self._scheduler
+        scheduler, outer = self._scheduler, self._max_new
         active, tokens = scheduler.max_num_active_reqs, scheduler.max_num_scheduled_tokens
         scheduler.max_num_active_reqs = min(active, len(scheduler.running) + len(self.holding) + num_new)
-        scheduler.max_num_scheduled_tokens = min(tokens, max_tokens)
+        scheduler.max_num_scheduled_tokens = tokens if max_tokens is None else min(tokens, max_tokens)
+        self._max_new = num_new if outer is None else min(outer, num_new)
         try:
             yield
         finally:
             scheduler.max_num_active_reqs, scheduler.max_num_scheduled_tokens = active, tokens
+            self._max_new = outer
+
+    @property
+    def new_slots(self) -> int:
+        """Requests without KV that the next step may take."""
+        slots = max(0, self.max_running - len(self._scheduler.running))
+        return slots if self._max_new is None else min(slots, self._max_new)
 
     def grammar_bitmask(self, output: SchedulerOutput) -> GrammarOutput | None:
         """Which tokens the grammars of a step's requests allow; None where no request has one."""

@@ -41,6 +41,12 @@ class TierSizes:
     device_blocks: int  # in each layer, vLLM's null block among them
     host_blocks: int
     reserved_blocks: int  # of the device, which no logical block stands for: the room for a step when the host is full
+    max_model_len: int
+
+    @property
+    def longest_blocks(self) -> int:
+        """Blocks of the longest request that can be stepped with its layers staged, in any lane."""
+        return self.num_layers * min(self.reserved_blocks - 1, self.device_blocks - 1 - LEAST_WRITTEN)
 
     @property
     def num_blocks(self) -> int:
@@ -54,12 +60,22 @@ class TierSizes:
 
 
 def tier_sizes(
-    *, num_layers: int, block_size: int, block_bytes: int, device_bytes: int, host_bytes: int, max_model_len: int
+    *,
+    num_layers: int,
+    block_size: int,
+    block_bytes: int,
+    device_bytes: int,
+    host_bytes: int,
+    max_model_len: int,
+    fits_itself: bool = False,
 ) -> TierSizes:
     """How many blocks there are.
 
     When the host is full, every logical block beyond it is on the device in all layers, and one request of
     `max_model_len` tokens must still be stepped with its layers staged.
+
+    Args:
+        fits_itself: `max_model_len` may become smaller, so that the device is large enough.
 
     Raises:
         ConfigError: the device is too small for one such request, or the host tier for one block.
@@ -72,9 +88,11 @@ def tier_sizes(
         raise ConfigError(
             f"memory.host_bytes of {host_bytes} does not hold one block of {num_layers * block_bytes} bytes; raise it"
         )
+    most = (num_layers * (device_blocks - 1 - LEAST_WRITTEN)) * block_size
+    if fits_itself and most > 0:
+        max_model_len = min(max_model_len, most)
     longest = -(-max_model_len // block_size)
     if longest + num_layers * LEAST_WRITTEN > num_layers * (device_blocks - 1):
-        most = (num_layers * (device_blocks - 1 - LEAST_WRITTEN)) * block_size
         raise ConfigError(
             f"engine.max_model_len of {max_model_len} tokens needs a device that holds one layer of them beside what is"
             f" written: lower it to {max(0, most)}, or give KV more of the device"
@@ -87,6 +105,7 @@ def tier_sizes(
         device_blocks=device_blocks,
         host_blocks=host_blocks,
         reserved_blocks=min(reserved, device_blocks - 1),
+        max_model_len=max_model_len,
     )
 
 

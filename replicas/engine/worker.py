@@ -82,6 +82,7 @@ class LaneWorkerMixin:
     model_runner: Any
     vllm_config: Any
     device: torch.device
+    update_max_model_len: Callable[[int], None]  # vLLM's
     memory: BaseMemory | None = None  # where weights and KV share memory
     memory_failure = ""  # why they do not, though they were to
     tiers: TieredKv | None = None  # where KV is on the device and on the host
@@ -154,22 +155,26 @@ class LaneWorkerMixin:
         try:
             check_engine(self.vllm_config)
             num_layers, block_size, block_bytes = check_one_kind(runner)
+            model = self.vllm_config.model_config
             sizes = tier_sizes(
                 num_layers=num_layers,
                 block_size=block_size,
                 block_bytes=block_bytes,
                 device_bytes=device_bytes,
                 host_bytes=host_bytes_of(options, device_bytes),
-                max_model_len=self.vllm_config.model_config.max_model_len,
+                max_model_len=model.max_model_len,
+                fits_itself=model.original_max_model_len == -1,
             )
             tiers = open_tiers(sizes, options, self.device)
+            if sizes.max_model_len != model.max_model_len:
+                self.update_max_model_len(sizes.max_model_len)
         except Exception as error:
             self.tier_failure = f"no host tier here: {one_line(error)}"
             logger.warning("%s", self.tier_failure, exc_info=not isinstance(error, PengServeError))
             return
         self.tiers, self.tier_sizes = tiers, sizes
         runner.initialize_kv_cache_tensors = partial(bind_memory, runner, lambda layer, _: tiers.pool.layer(layer))
-        TierRunner(runner, tiers, list(runner.get_kv_cache_spec()))
+        TierRunner(runner, tiers, list(runner.get_kv_cache_spec()), block_size)
 
     def adopt_request(self, state: CachedRequestState) -> str:
         """Makes the runner know a half-decoded request as one that it had preempted itself; why not, where it cannot.

@@ -79,28 +79,32 @@ class TieredKv:
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, tables: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> StepTables | None:
+    def begin_step(
+        self, tables: np.ndarray, counts: np.ndarray, starts: np.ndarray, block_size: int = 0
+    ) -> StepTables | None:
         """Makes all that a step needs be on the device, or on its way there; None where vLLM's own tables are right.
 
         Args:
             tables: logical blocks of each request in order, int `[requests, at least counts.max()]`.
             counts: blocks of each request that the step reads or writes, `[requests]`.
             starts: tokens of each request that were computed before, `[requests]`.
+            block_size: tokens of a block where these are not as many as in `dp`.
 
         Raises:
             EngineError: a copy failed, or the device does not hold what the step needs at once.
         """
         self.step += 1
-        if self.placement.is_plain and not (counts > -(-starts // self.block_size)).any():
+        size = block_size or self.block_size
+        if self.placement.is_plain and not (counts > -(-starts // size)).any():
             return None  # no block begins, and all that there are are at home
         tables = tables[:, : int(counts.max())]
         places = np.arange(tables.shape[1])
         reads = tables[places < counts[:, None]]
-        first_new = -(-starts // self.block_size)
+        first_new = -(-starts // size)
         is_new = (places >= first_new[:, None]) & (places < counts[:, None])
         fresh = tables[is_new]
-        is_open = starts % self.block_size != 0
-        tails = tables[is_open, starts[is_open] // self.block_size]
+        is_open = starts % size != 0
+        tails = tables[is_open, starts[is_open] // size]
         placement = self.placement
         placement.used[reads] = self.step
         if len(fresh):
@@ -130,10 +134,18 @@ class TieredKv:
         if not self._current.keeps:
             self.engine.poke()
 
-    def end_step(self) -> None:
-        """What was staged stays on the device where its cells were not used again."""
+    def end_step(self, *, has_failed: bool = False) -> None:
+        """What was staged stays on the device where its cells were not used again.
+
+        Args:
+            has_failed: the step has ended before all layers were read. What was staged for it is given up.
+        """
         step, self._current = self._current, None
         if step is None or not len(step.ring):
+            return
+        if has_failed:
+            self.traffic.cancel(step.waits.values())
+            self.placement.give(step.ring)
             return
         self.traffic.wait(step.waits.values())
         if step.keeps:
@@ -243,11 +255,20 @@ class TieredKv:
         self.counts.staged_steps += 1
         return step
 
-    def note_hits(self, blocks: np.ndarray) -> None:
-        """A request begins with these blocks, which are cached prefixes."""
-        self.counts.hit_blocks += int((self.placement.index[:, blocks] == 0).any(axis=0).sum())
+    def note_hits(self, blocks: np.ndarray, block_size: int) -> None:
+        """A request begins with these blocks of so many tokens, which are cached prefixes."""
+        self.counts.hit_tokens += block_size * int((self.placement.index[:, blocks] == 0).any(axis=0).sum())
 
     # Between steps ----------------------------------------------------------------------------------------------------
+
+    def claim(self, blocks: np.ndarray) -> None:
+        """Blocks are about to be written from outside of a step: each has a place in every layer from now on.
+
+        Raises:
+            EngineError: there is none, on neither side.
+        """
+        self.placement.used[blocks] = self.step
+        self._room.claim(blocks)
 
     def num_away(self, blocks: np.ndarray) -> int:
         """Cells of blocks that are not on the device."""
@@ -316,7 +337,8 @@ class TieredKv:
             "device_blocks_used": -(-cells // self.pool.num_layers),
             "host_blocks": self.host.num_rows,
             "host_blocks_used": self.host.num_rows - placement.num_free_rows,
-            "total_host_hits": counts.hit_blocks * self.block_size,
+            "total_host_hits": counts.hit_tokens,
+            "total_parked": counts.parks,
             "total_staged_bytes": moved[False, Priority.STAGE],
             "total_brought_bytes": moved[False, Priority.BRING],
             "total_evicted_bytes": moved[True, Priority.EVICT],

@@ -23,6 +23,8 @@ class SimStep:
     preempted: tuple[LiveRequest, ...] = ()  # lost their memory to make room for it
     swap_out_bytes: int = 0  # KV of the preempted that goes to the host before it begins
     swap_in_bytes: int = 0  # KV of the admitted that comes back from the host before it begins
+    wait_s: float = 0.0  # until all that it needs at once is on the device, before it computes
+    stall_s: float = 0.0  # that its layers wait for KV from the host, while it computes
     handle: Any = None  # the scheduler's own; handed back to `finish`
 
 

@@ -14,11 +14,15 @@ from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.simulator.dispatcher import Dispatch
 from pengserve.simulator.engine.cluster import SimCluster
+from pengserve.simulator.engine.offload.planner import OffloadPlanner
 
 Companion = Callable[[SimCluster], Coroutine[Any, Any, None]]
 """Something that runs beside the controller while requests are served, until it is cancelled."""
 
 REST = MergeConfig(is_auto=False)
+
+HostUse = Literal["unused", "tiers", "prefixes", "offload"]
+"""Nothing, production's host tier, vLLM's own offloading of prefixes, or offloading by layers in decode."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,7 @@ class Facts:
     per_node: int
     degrees: tuple[int, ...]  # tensor-parallel degrees that the configuration allows
     max_stages: int  # of pipelines, likewise
+    has_host: bool = False  # instances have memory of their hosts for KV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +49,8 @@ class Setup:
     is_static: bool = False  # members of tp groups hold their share of the weights alone
     preemption: Literal["recompute", "swap"] = "recompute"
     dispatch: Dispatch = "load"
+    host: HostUse = "unused"  # what `cluster.host_bytes` is for
+    offload: Callable[[], OffloadPlanner] | None = None  # of each instance, where `host` is "offload"
     companion: Companion | None = None
 
 

@@ -14,7 +14,7 @@ from vllm import SamplingParams
 
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.fair_queue import FairQueue
-from pengserve.cluster.ingress.record import RequestRecord
+from pengserve.cluster.ingress.record import RequestRecord, Resumption
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
@@ -188,6 +188,7 @@ class FakePool:
     def __init__(self) -> None:
         self.links: dict[InstanceKey, FakeLink] = {}
         self.routes: set[InstanceKey] = set()
+        self.leaving: set[InstanceKey] = set()
 
     def ready(self) -> list[Any]:
         """See `Links`."""
@@ -196,6 +197,10 @@ class FakePool:
     def find(self, key: InstanceKey) -> Any:
         """See `Links`."""
         return self.links.get(key)
+
+    def is_leaving(self, key: InstanceKey) -> bool:
+        """See `Links`."""
+        return key in self.leaving
 
     def discard(self, link: Any) -> None:
         """See `Links`."""
@@ -242,6 +247,7 @@ class Cluster:
         self.finishes: dict[str, str] = {}
         self.request_log = RequestLog()
         self.log: list[tuple[str, Any]] = []
+        self.resumptions: list[Resumption] = []
 
     # RecordEvents
 
@@ -259,9 +265,10 @@ class Cluster:
         """See `RecordEvents`."""
         self._see([output])
 
-    def on_dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
+    def on_dispatched(self, key: InstanceKey, resumed: Resumption | None) -> None:
         """See `RecordEvents`."""
-        self.log.append(("dispatched", key) if num_resumed_tokens is None else ("resumed", key))
+        self.log.append(("dispatched", key) if resumed is None else ("resumed", key))
+        self.resumptions += [resumed] if resumed is not None else []
 
     def on_resumed(self, gap_s: float) -> None:
         """See `RecordEvents`."""

@@ -94,6 +94,6 @@ def test_a_host_tier_beyond_the_node_s_memory_is_refused() -> None:
     assert host_bytes_of(TierOptions(host_bytes=-1), 0) > 0
 
 
-def test_a_host_tier_and_groups_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="works in dp alone"):
-        engine_arguments(InstanceConfig(app="tests", model=str(tmp_path), host_bytes=1, degrees=(2,)))
+def test_a_host_tier_and_drops_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be dropped beside one"):
+        engine_arguments(InstanceConfig(app="tests", model=str(tmp_path), host_bytes=1, memory_bytes=9, max_stages=2))
