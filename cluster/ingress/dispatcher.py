@@ -20,16 +20,19 @@ SEEN_AFTER_S = 3.0  # an idle instance makes no steps, but its heartbeats carry 
 class _Unseen:
     """Requests sent to one instance that its stats do not show yet, oldest first."""
 
-    entries: deque[tuple[int, float, int]] = field(default_factory=deque)  # (step known when sent, time, tokens)
+    # (step known when sent, time, tokens, and those of them that are in the prefix cache there)
+    entries: deque[tuple[int, float, int, int]] = field(default_factory=deque)
     num_tokens: int = 0
+    num_hits: int = 0
 
     def prune(self, step: int, now_s: float) -> None:
         while self.entries:
-            sent_step, sent_s, tokens = self.entries[0]
+            sent_step, sent_s, tokens, hits = self.entries[0]
             if step < sent_step + STEPS_UNTIL_SEEN and now_s < sent_s + SEEN_AFTER_S:
                 return
             self.entries.popleft()
             self.num_tokens -= tokens
+            self.num_hits -= hits
 
 
 class Dispatcher:
@@ -73,11 +76,12 @@ class Dispatcher:
 
     def sent(self, link: InstanceLink, record: RequestRecord, hit_tokens: int) -> None:
         """A request went out over `link`, to where so many tokens of it probably are."""
-        num_tokens = max(0, record.num_tokens - hit_tokens)
-        record.first_after = (link.stats.shape, self._ahead_tokens(link) + num_tokens)
+        num_hits = min(record.num_tokens, hit_tokens)  # they take memory as all others do, and no computing
+        record.first_after = (link.stats.shape, self._ahead_tokens(link) + record.num_tokens - num_hits)
         unseen = self._unseen.setdefault(link.key, _Unseen())
-        unseen.entries.append((link.stats.step, self._clock(), num_tokens))
-        unseen.num_tokens += num_tokens
+        unseen.entries.append((link.stats.step, self._clock(), record.num_tokens, num_hits))
+        unseen.num_tokens += record.num_tokens
+        unseen.num_hits += num_hits
         self._prefixes.sent(record, link.key, kv_tokens(link.stats, link.capacity))
 
     def first_token(self, record: RequestRecord, wait_s: float) -> None:
@@ -94,7 +98,8 @@ class Dispatcher:
         """Prompt tokens that the instance computes before those of a request that is sent now."""
         unseen = self._unseen.get(link.key)
         stats = link.stats
-        return stats.queued_tokens + stats.prefilling_tokens + (unseen.num_tokens if unseen is not None else 0)
+        num_unseen = unseen.num_tokens - unseen.num_hits if unseen is not None else 0
+        return stats.queued_tokens + stats.prefilling_tokens + num_unseen
 
     def ended(self, record: RequestRecord) -> None:
         """A request ended where it is now."""
@@ -117,5 +122,6 @@ class Dispatcher:
             link.capacity,
             num_unseen=len(unseen.entries),
             unseen_tokens=unseen.num_tokens,
+            unseen_hit_tokens=unseen.num_hits,
             num_priority=num_priority,
         )

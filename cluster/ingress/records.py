@@ -35,6 +35,7 @@ import msgspec
 
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.expected_lengths import ExpectedLengths
+from pengserve.cluster.ingress.fair_queue import FairQueue
 from pengserve.cluster.ingress.kept import KeptSequence
 from pengserve.cluster.ingress.moves import Orphans, RequestMove, Stash
 from pengserve.cluster.ingress.placing import Placing
@@ -79,6 +80,7 @@ class RequestBook:
         *,
         is_only_ingress: bool = True,
         secret: str = "",
+        fair: FairQueue | None = None,
     ) -> None:
         """
         Args:
@@ -86,10 +88,11 @@ class RequestBook:
             is_superseded: whether another configuration has taken over, so that no instance will come any more.
             is_only_ingress: whether no other ingress sends requests to these instances.
             secret: the cluster's own, with which prompts are hashed.
+            fair: orders requests by their tenants' shares; None: they begin as they come.
         """
         self._is_superseded = is_superseded
         self._events, self._limits, self._links, self._max_model_len = Told(events), limits, links, max_model_len
-        self._clock = clock
+        self._clock, self._fair = clock, fair
         self._records: dict[str, RequestRecord] = {}  # by request id
         self._copies: dict[str, RequestRecord] = {}  # by wire id; only those on a link
         self._trials = Trials(limits.max_deaths_alone, is_only_ingress=is_only_ingress)
@@ -124,6 +127,8 @@ class RequestBook:
         if record.is_urgent:
             self._placing.urgent.add(record)
         self.used.set()
+        if self._fair is not None:
+            self._fair.come(record)
         self._place_or_wait(record, first=False)
 
     def check(self, request: EngineCoreRequest, options: RequestOptions = NO_OPTIONS) -> None:
@@ -156,6 +161,8 @@ class RequestBook:
                     record.first_token_s = now_s
                     if record.num_copies == 1:
                         self._placing.first_token(record, now_s - record.sent_s)
+                    if self._fair is not None:
+                        self._fair.begun(record, output)
                 record.last_token_s = now_s
                 if record.kept is not None:
                     record.kept.add(len(output.new_token_ids), now_s)
@@ -211,7 +218,6 @@ class RequestBook:
             record = self._records.pop(request_id, None)
             if record is None:
                 continue
-            self._placing.urgent.discard(record)
             self._tell_end(record, finish)
             if record.link is None:
                 continue
@@ -291,8 +297,10 @@ class RequestBook:
             self._resume(record)
         if self._limited:
             self._drop_late(now_s)
+        if self._fair is not None:
+            self._fair.tend(num_places=len(self._links.ready()))
         # The more urgent first, then the less suspected; the order stays otherwise.
-        waiting = sorted(self._waiting, key=lambda record: (record.request.priority, record.num_suspected_deaths))
+        waiting = sorted(self._waiting, key=self._place_in_queue)
         self._waiting = deque()
         for record in waiting:
             if self._records.get(record.request.request_id) is not record:
@@ -327,6 +335,12 @@ class RequestBook:
             if record.link is not None:
                 self._orphans.abort(record.link, [record.wire_id])
             self._fail(record, queue_timeout(limit_s))
+
+    def _place_in_queue(self, record: RequestRecord) -> tuple[float, ...]:
+        request = record.request
+        if self._fair is None:
+            return request.priority, record.num_suspected_deaths
+        return request.priority, record.num_suspected_deaths, request.arrival_time
 
     # Moves and losses ------------------------------------------------------------------------------------------
 
@@ -546,10 +560,12 @@ class RequestBook:
         """It ended; copies it may have left behind are orphans."""
         if self._records.pop(record.request.request_id, None) is not None:
             self._tell_end(record, finish)
-        self._placing.urgent.discard(record)
         if record.link is not None:
             self._drop_copy(record)
 
     def _tell_end(self, record: RequestRecord, finish: str) -> None:
+        self._placing.urgent.discard(record)
+        if self._fair is not None:
+            self._fair.ended(record)
         self._expected.ended(record, finish)
         self._events.on_ended(record, finish)

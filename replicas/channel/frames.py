@@ -23,7 +23,7 @@ _HEADER = struct.Struct("<IBB")
 
 
 class FrameKind(IntEnum):
-    """What a frame says. ADD and ABORT come from the ingress, the others from the instance; WELCOME is its first."""
+    """What a frame says. ADD, ABORT and REORDER come from the ingress, the others from the instance, WELCOME first."""
 
     WELCOME = 2
     ADD = 4
@@ -31,7 +31,8 @@ class FrameKind(IntEnum):
     BATCH = 6
     MOVED = 7
     TRIAL = 8
-    PAUSED = 9
+    REORDER = 9
+    PAUSED = 10
 
 
 @dataclass(frozen=True, slots=True)
