@@ -28,6 +28,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from pengserve.cluster.class_settings import ClassSettings, service_classes
 from pengserve.cluster.demo.shipped import SHIPPED_NAME, shipped_model
 from pengserve.cluster.devices import has_cuda_driver
+from pengserve.cluster.fairness_settings import FairnessSettings
 from pengserve.cluster.http_settings import HttpSettings
 from pengserve.cluster.instance_settings import (
     CPU_ENGINE_DEFAULTS,
@@ -128,6 +129,7 @@ class Settings(_Section):
     security: SecuritySettings = SecuritySettings()
     limits: LimitSettings = LimitSettings()
     classes: dict[str, ClassSettings] = {}  # what requests of a service class may ask for; see `class_settings`
+    fairness: FairnessSettings = FairnessSettings()
     openai: OpenAISettings = OpenAISettings()
     controller: ControllerSettings = ControllerSettings()
     shape: ShapeSettings = ShapeSettings()
@@ -182,6 +184,16 @@ class Settings(_Section):
             raise ValueError(
                 f"http.host {self.http.host!r} can be reached from other machines, so security.api_keys must hold at"
                 " least one key; or use 127.0.0.1"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _fair_order_is_kept(self) -> "Settings":
+        policy = self.engine.get("scheduling_policy", "priority")
+        if self.fairness.enabled and policy != "priority":
+            raise ValueError(
+                "fairness.enabled orders requests by vLLM's policy `priority`, and engine.scheduling_policy is"
+                f" {policy}: leave out one of the two"
             )
         return self
 
@@ -313,6 +325,8 @@ class Settings(_Section):
         defaults = dict(CPU_ENGINE_DEFAULTS if self.device == "cpu" else CUDA_ENGINE_DEFAULTS)
         if self.instances.memory_bytes:
             defaults.pop("kv_cache_memory_bytes", None)
+        if self.fairness.enabled:
+            defaults["scheduling_policy"] = "priority"
         return {**defaults, **self.engine}
 
     def instance_config(self, channel_token: str) -> InstanceConfig:

@@ -140,6 +140,10 @@ class JudgeConfig:
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} ({getattr(self, name):g}) must not be below 0")
 
+    def least(self, kept_s: float) -> float:
+        """Request-seconds that a change must save where `kept_s` are predicted without it."""
+        return max(self.least_s, self.margin * kept_s)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrateConfig:

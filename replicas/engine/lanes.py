@@ -168,6 +168,12 @@ class Lanes:
         if self.current is not self.dp:
             self.current.abort(ids)
 
+    def reorder(self, orders: Mapping[str, tuple[int, float]]) -> None:
+        """Gives requests another `(priority, arrival_time)`, whichever lane they are in."""
+        self.dp.reorder(orders)
+        if self.current is not self.dp and self.current.leads:
+            self.current.reorder(orders)
+
     def num_requests(self) -> int:
         """Running and waiting requests of all lanes."""
         return self.dp.num_requests() + (self.current.num_requests() if self.current is not self.dp else 0)

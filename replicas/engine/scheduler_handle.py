@@ -29,6 +29,7 @@ from pengserve.replicas.engine.vllm_seam import (
     Request,
     RequestStatus,
     SchedulerOutput,
+    SchedulingPolicy,
 )
 from pengserve.replicas.kv.placement import Use
 
@@ -50,6 +51,22 @@ class SchedulerHandle:
         if first:
             self._scheduler.waiting.remove_request(request)
             self._scheduler.waiting.prepend_request(request)
+
+    def reorder(self, orders: Mapping[str, tuple[int, float]]) -> None:
+        """Gives requests here another `(priority, arrival_time)`; ids of others are left alone.
+
+        Queues by priority are sorted anew. A queue by arrival stays as it is.
+        """
+        found = [(self._scheduler.requests[i], order) for i, order in orders.items() if i in self._scheduler.requests]
+        for request, (priority, arrival_time) in found:
+            request.priority, request.arrival_time = priority, arrival_time
+        if not found or self._scheduler.policy is not SchedulingPolicy.PRIORITY:
+            return
+        for queue in (self._scheduler.waiting, self._scheduler.kv_holding_waiting):
+            requests = list(queue)  # a heap whose keys have changed still has them all
+            queue.remove_requests(requests)
+            for request in requests:
+                queue.add_request(request)
 
     def end(self, request_ids: Iterable[str]) -> None:
         """Ends requests as aborted; unknown ids are left alone. Their blocks are free at once."""

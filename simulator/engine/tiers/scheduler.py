@@ -65,17 +65,11 @@ class TieredScheduler(VllmScheduler):
 
     def num_used(self) -> int:
         """Blocks that requests hold."""
-        return self._scheduler.num_blocks - 1 - self._scheduler.num_free()
+        return self.capacity.num_blocks - self.num_free
 
     def num_available(self) -> int:
-        """Blocks that are free."""
-        return self._scheduler.num_free()
-
-    @property
-    def waiting(self) -> Sequence[LiveRequest]:
-        """Parked requests, which production counts as waiting, and those that hold no KV."""
-        parked = [self._lives[request.request_id] for request in self.residency.parked]
-        return [*parked, *super().waiting]
+        """Free blocks: an instance that works alone leases none."""
+        return self.num_free
 
     def schedule(self, max_steps: int = 1) -> SimStep | None:
         """As `VllmScheduler`. Where all that could be stepped waits for copies, so does the step."""
@@ -97,6 +91,11 @@ class TieredScheduler(VllmScheduler):
         """As `VllmScheduler`; what was staged stays where there is room, and prompts are written behind."""
         self._end_tiers()
         return super().finish(step, num_steps)
+
+    def copied(self) -> dict[str, float]:
+        """Totals of the host tier, as `InstanceStats` names them."""
+        found = {name: value for name, value in self.residency.figures().items() if name.startswith("total_")}
+        return {**found, "stalled_s": self.stalled_s}
 
     def _form(self) -> SchedulerOutput:
         self._end_tiers()
