@@ -63,6 +63,12 @@ class TieredScheduler(VllmScheduler):
         )  # cells by layer in the present step, and those they take turns in
         self.stalled_s = 0.0
 
+    @property
+    def waiting(self) -> Sequence[LiveRequest]:
+        """Parked requests, which production counts as waiting, and those that hold no KV."""
+        parked = [self._lives[request.request_id] for request in self.residency.parked]
+        return [*parked, *super().waiting]
+
     def num_used(self) -> int:
         """Blocks that requests hold."""
         return self.capacity.num_blocks - self.num_free

@@ -12,7 +12,7 @@ class DeepSpeed(OffloadPolicy):
     """All layers away, always."""
 
     def planner(self) -> OffloadPlanner:
-        """See `_AllAway`."""
+        """A planner for one instance."""
         return _AllAway()
 
 

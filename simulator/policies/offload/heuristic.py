@@ -13,7 +13,7 @@ class DynamicHeuristic(OffloadPolicy):
     """Chooses anew in every iteration."""
 
     def planner(self) -> OffloadPlanner:
-        """See `_FewestLayers`."""
+        """A planner for one instance."""
         return _FewestLayers()
 
 
