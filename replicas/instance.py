@@ -237,11 +237,11 @@ class Instance:
             self._migrations.order(moves)
 
     def _park(self, orders: Sequence[Park | Resume | Place]) -> None:
-        residency = self._lanes.dp.residency if self._lanes is not None else None
-        if residency is None:
+        lanes = self._lanes
+        if lanes is None or lanes.dp.residency is None:
             raise StepError(f"instance {self.key} has no host tier to park requests in; set memory.host_bytes")
         self._park_orders.require_own(orders)
-        self._loop.submit(lambda: self._park_orders.take(orders, residency))
+        self._loop.submit(lambda: self._park_orders.take(orders, lanes))
 
     def check(self, timeout_s: float = 10.0) -> tuple[str, ...]:
         """Laws of memory that are broken here, as sentences; empty when all hold. Taken between two steps."""
@@ -273,6 +273,7 @@ class Instance:
         self._phase = "loading the model"
         self._codec, self._step_codec = Codec(), Codec()
         lanes = Lanes(self.config)
+        lanes.dp.use_contracts(self._requests)
         if self.config.degrees or self.config.max_stages > 1:
             self._try_to_build_agent(lanes)
         logger.info("instance %s: engine built in %.1f s", self.key, time.perf_counter() - started_s)
@@ -385,12 +386,14 @@ class Instance:
         return [self._codec.encode_stats(self._newest_stats()), *self._codec.encode_outputs(EngineCoreOutputs())]
 
     def on_frame(self, client_index: int, frame: Frame) -> None:
-        """Takes an ADD or ABORT."""
+        """Takes an ADD, ABORT or REORDER."""
         try:
             if frame.kind is FrameKind.ADD:
                 self._add(client_index, frame.parts)
             elif frame.kind is FrameKind.ABORT:
                 self._abort(client_index, msgspec.msgpack.decode(frame.parts[0], type=list[str]))
+            elif frame.kind is FrameKind.REORDER:
+                self._reorder(client_index, frame.parts[0])
             else:
                 raise LinkLostError(f"an ingress sent a {frame.kind.name} frame")
         except (msgspec.MsgspecError, IndexError) as error:
@@ -434,6 +437,7 @@ class Instance:
             self._note_idle()
             return
         try:
+            self._requests.order(request)
             self._lanes.add(request)
         except Exception:
             # A half-decoded request of another instance may need what no runner here can do.
@@ -453,6 +457,16 @@ class Instance:
     def _abort(self, client_index: int, request_ids: list[str]) -> None:
         self._requests.remove(client_index, request_ids)
         self._submit_abort(request_ids)
+
+    def _reorder(self, client_index: int, part: Buffer) -> None:
+        from pengserve.replicas.engine.wire import Reorder
+
+        orders = msgspec.msgpack.decode(part, type=Reorder).orders
+        self._requests.reorder(client_index, orders)
+        lanes = self._lanes
+        assert lanes is not None
+        by_id = {request_id: (priority, arrival_time) for request_id, priority, arrival_time in orders}
+        self._loop.submit(lambda: lanes.reorder(by_id))
 
     def _submit_abort(self, request_ids: list[str]) -> None:
         def abort() -> None:

@@ -24,7 +24,9 @@ class OpenRequests:
         self._server, self._on_come = server, on_come
         self._requests: dict[int, dict[str, EngineCoreRequest]] = {}
         self._contracts: dict[str, Contract] = {}  # of those that have one
+        self._paced: set[str] = set()  # of these, those with an SLO for the time between tokens
         self._lock = threading.Lock()
+        self._was_reordered = False  # ever
 
     def add(self, request: "EngineCoreRequest", contract: Contract | None = None) -> None:
         """A request came, with its client's index in it. None: it has no contract."""
@@ -32,6 +34,7 @@ class OpenRequests:
             self._requests.setdefault(request.client_index, {})[request.request_id] = request
             if contract is not None:
                 self._contracts[request.request_id] = contract
+                self._paced.update({request.request_id} if contract.slo and contract.slo.tbt_s else ())
 
     def remove(self, client_index: int, request_ids: Iterable[str]) -> None:
         """Requests ended, or are asked for no more."""
@@ -39,11 +42,39 @@ class OpenRequests:
             mine = self._requests.get(client_index, {})
             for request_id in request_ids:
                 mine.pop(request_id, None)
-                self._contracts.pop(request_id, None)
+                self._forget(request_id)
+
+    def reorder(self, client_index: int, orders: Iterable[tuple[str, int, float]]) -> None:
+        """Requests of a client have another `(priority, arrival_time)`, also where they go on."""
+        with self._lock:
+            mine = self._requests.get(client_index, {})
+            for request_id, priority, arrival_time in orders:
+                if (request := mine.get(request_id)) is not None:
+                    request.priority, request.arrival_time = priority, arrival_time
+                    self._was_reordered = True
+
+    def order(self, request: "Request") -> None:
+        """Gives a prepared request the order that came for it meanwhile."""
+        if not self._was_reordered:
+            return
+        with self._lock:
+            sent = self._requests.get(request.client_index, {}).get(request.request_id)
+        if sent is not None:
+            request.priority, request.arrival_time = sent.priority, sent.arrival_time
 
     def contract(self, request_id: str) -> Contract:
         """What holds for a request; any thread may ask."""
         return self._contracts.get(request_id, NO_CONTRACT)
+
+    @property
+    def num_paced(self) -> int:
+        """Requests here that have an SLO for the time between tokens."""
+        return len(self._paced)
+
+    def _forget(self, request_id: str) -> None:
+        """Under the lock: nothing holds for a request any more."""
+        if self._contracts.pop(request_id, None) is not None:
+            self._paced.discard(request_id)
 
     def ids(self) -> list[str]:
         """Of all requests."""
@@ -55,7 +86,7 @@ class OpenRequests:
         with self._lock:
             gone = list(self._requests.pop(client_index, {}))
             for request_id in gone:
-                self._contracts.pop(request_id, None)
+                self._forget(request_id)
             return gone
 
     # What a switch asks (see switching.RequestOwner) --------------------------------------------------------
@@ -101,7 +132,7 @@ class OpenRequests:
                 found = [request_id for request_id in mine if request_id in wanted] if wanted else []
                 for request_id in found:
                     del mine[request_id]
-                    self._contracts.pop(request_id, None)
+                    self._forget(request_id)
                 if found:
                     going[client_index] = found
         for client_index, ids in going.items():

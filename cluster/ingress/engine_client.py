@@ -8,13 +8,18 @@ from time import monotonic
 from typing import Any, NoReturn
 
 from pengserve.cluster.ingress.config import LimitConfig
+from pengserve.cluster.ingress.deposit import DepositCollector
+from pengserve.cluster.ingress.errors import OverloadedError
 from pengserve.cluster.ingress.guide_check import GuideChecker, describe_tokenizer
 from pengserve.cluster.ingress.guide_rules import parse_without_compiling
+from pengserve.cluster.ingress.kept import KeptAnswer, current_kept
 from pengserve.cluster.ingress.meters import IngressMeters
-from pengserve.cluster.ingress.record import RequestRecord
+from pengserve.cluster.ingress.record import RequestRecord, Resumption
 from pengserve.cluster.ingress.records import RequestBook
+from pengserve.cluster.ingress.reject import require_ttft
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.request_options import current_deadline_s, current_options
+from pengserve.cluster.ingress.traces import Traces
 from pengserve.cluster.ingress.vllm_openai_seam import (
     STREAM_FINISHED,
     EngineClient,
@@ -29,12 +34,14 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
     ParentRequest,
     RequestOutput,
     RequestOutputCollector,
+    RequestOutputKind,
     RetryableRequestError,
     VLLMClientError,
     VllmConfig,
     extract_prompt_components,
     renderer_from_config,
 )
+from pengserve.planners.types.contract import SloPolicy
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.grammars import DEAD_END, TOO_COSTLY
 from pengserve.replicas.engine.link import InstanceLink, Moved, StepBatch, Trial
@@ -64,8 +71,10 @@ class ClusterEngineClient(EngineClient):
         meters: IngressMeters,
         admit: Callable[[int], None] = lambda n: None,
         request_log: RequestLog | None = None,
+        traces: Traces | None = None,
     ) -> None:
-        """`admit(n)` raises GracefulHTTPError where n more sequences are too many. None: no request log."""
+        """`admit(n)` raises GracefulHTTPError where n more sequences are too many. None: no request log, no traces."""
+        self._traces = traces
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
@@ -120,6 +129,22 @@ class ClusterEngineClient(EngineClient):
             GracefulHTTPError: too much is in flight, or the application drains.
         """
         self._admit(n)
+
+    def require_slo(self, prompt: Any) -> None:
+        """Refuses a request whose SLO says so, where its first token is predicted too late.
+
+        Raises:
+            OverloadedError: 429.
+        """
+        slo = current_options.get().contract.slo
+        if slo is None or slo.policy is not SloPolicy.REJECT:
+            return
+        token_ids = extract_prompt_components(self.model_config, prompt).token_ids
+        try:
+            require_ttft(token_ids or (), self.book.predict_ttft_s)
+        except OverloadedError:
+            self._meters.rejected("slo")
+            raise
 
     async def generate(
         self,
@@ -234,8 +259,10 @@ class ClusterEngineClient(EngineClient):
     async def on_batch(self, link: InstanceLink, batch: StepBatch) -> None:
         """Hands a batch's tokens to their requests."""
         outputs, shape = batch.outputs, batch.stats.shape
-        if self._shapes.get(link.key) != shape:
+        if (before := self._shapes.get(link.key)) != shape:
             self._shapes[link.key] = shape
+            if before is not None:
+                self.book.note_shape(link, shape)
             self.book.wake()
         iteration_stats = IterationStats() if self._meters.vllm is not None and outputs.outputs else None
         for start in range(0, len(outputs.outputs), OUTPUTS_PER_SLICE):
@@ -269,14 +296,19 @@ class ClusterEngineClient(EngineClient):
     def on_ended(self, record: RequestRecord, finish: str) -> None:
         """A request is over."""
         self._request_log.note(record, finish)
+        if record.kept is not None:
+            record.kept.finish = finish
+            self._meters.kept(record, finish)
+        if self._traces is not None:
+            self._traces.ended(record, finish)
 
     def on_finished(self, output: EngineCoreOutput) -> None:
         """A request was complete when its instance died."""
         self._process([output], 0.0, None, None)
 
-    def on_dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
+    def on_dispatched(self, key: InstanceKey, resumed: Resumption | None) -> None:
         """A request went to an instance."""
-        self._meters.dispatched(key, num_resumed_tokens)
+        self._meters.dispatched(key, resumed)
 
     def on_resumed(self, gap_s: float) -> None:
         """A lost request's next token came."""
@@ -317,10 +349,11 @@ class ClusterEngineClient(EngineClient):
         assert params is not None, "only generation is supported"
         options = current_options.get()
         self.book.check(request, options)
-        collector = RequestOutputCollector(params.output_kind, request.request_id)
+        kept = current_kept.get()
+        collector = _collector(request.request_id, params.output_kind, kept)
         if params.n == 1:
             self._output_processor.add_request(request, prompt_text, None, 0, collector)
-            self.book.add(request, options)
+            self.book.add(request, options, None if kept is None else kept.begin())
             return collector
         parent = ParentRequest(request)
         children = []
@@ -330,7 +363,7 @@ class ClusterEngineClient(EngineClient):
             self._output_processor.add_request(child, prompt_text, parent, index, collector)
             children.append(child)
         for child in children:
-            self.book.add(child, options)
+            self.book.add(child, options, None if kept is None else kept.begin())
         return collector
 
     def _process(
@@ -419,6 +452,13 @@ class ClusterEngineClient(EngineClient):
     async def is_paused(self) -> bool:
         """Never."""
         return False
+
+
+def _collector(request_id: str, kind: RequestOutputKind, kept: KeptAnswer | None) -> RequestOutputCollector:
+    """What hands a request's outputs to the task that answers it: at once, or paced."""
+    if kept is not None and kept.is_paced and kind is RequestOutputKind.DELTA:
+        return DepositCollector(kind, request_id, kept.interval_s)
+    return RequestOutputCollector(kind, request_id)
 
 
 def _guide_checker(vllm_config: VllmConfig, renderer: Any, limits: LimitConfig) -> GuideChecker | None:

@@ -7,9 +7,11 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from time import monotonic
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
@@ -22,6 +24,7 @@ from pengserve.cluster.ingress.body_reader import BodyReader, bounded, replay
 from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.contract import ContractReader, without_own_fields
 from pengserve.cluster.ingress.errors import OverloadedError, RequestRefused, respond
+from pengserve.cluster.ingress.kept import KeptAnswer, current_kept
 from pengserve.cluster.ingress.keys import KeyRing, key_id
 from pengserve.cluster.ingress.request_options import (
     current_deadline_s,
@@ -36,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 MAX_TOKEN_BODY_BYTES = 1 << 20  # to count or turn round: their answers are as long, and made on the event loop
 MAX_TOKENIZING = 64  # requests to count or turn round tokens at once
+MAX_TRACEPARENT_CHARS = 256
 LONG_TEXT_BYTES = 64 << 10  # of these one at a time: a thread tokenizes for all requests
 GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 TOKEN_PATHS = frozenset({"/tokenize", "/detokenize"})
@@ -142,6 +146,7 @@ class Guard:
         if exchange.scope["method"] != "POST" or path not in GENERATION_PATHS | TOKEN_PATHS:
             await self._app(scope, bounded(receive, self._config.limits.max_body_bytes), send)
             return
+        arrived_s = monotonic()
         timeout_s = self._config.limits.request_timeout_s
         deadline_s = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
         is_generation = path in GENERATION_PATHS
@@ -161,16 +166,22 @@ class Guard:
         num_sequences = check_generation(data, self._config.limits, self._vocab_size)
         named = key_id(bearer(exchange.headers)) if self._keys.api else ""
         options = read_options(exchange.headers, data, self._config.degrees, self._contracts, named)
+        if self._config.otlp_endpoint:
+            options = replace(options, traceparent=exchange.headers.get("traceparent", "")[:MAX_TRACEPARENT_CHARS])
         if (for_vllm := without_own_fields(data)) is not None:
             replayed = replay(json.dumps(for_vllm).encode(), receive)
-        with self._traffic.ticket(num_sequences) as ticket:
-            tokens = current_ticket.set(ticket), current_options.set(options), current_deadline_s.set(deadline_s)
-            try:
-                await self._app(scope, replayed, send)
-            finally:
-                current_ticket.reset(tokens[0])
-                current_options.reset(tokens[1])
-                current_deadline_s.reset(tokens[2])
+        slo = options.contract.slo
+        kept = KeptAnswer(slo, arrived_s, is_streaming=bool(data.get("stream"))) if slo is not None else None
+        with self._traffic.ticket(num_sequences) as ticket, ExitStack() as context:
+            set_for_request: tuple[tuple[ContextVar[Any], Any], ...] = (
+                (current_ticket, ticket),
+                (current_options, options),
+                (current_deadline_s, deadline_s),
+                (current_kept, kept),
+            )
+            for variable, value in set_for_request:
+                context.callback(variable.reset, variable.set(value))
+            await self._app(scope, replayed, send)
 
     def _noting(self, exchange: _Exchange, send: Send) -> Send:
         """`send` that puts the request id on the answer and notes that it has begun."""

@@ -95,6 +95,10 @@ class LinkPool:
         """The open link to that life of an instance, whether or not it takes new requests."""
         return self._links.get(key)
 
+    def is_leaving(self, key: InstanceKey) -> bool:
+        """Whether the table does not name that life any more: it is being drained, or was replaced."""
+        return key not in self._endpoints
+
     def discard(self, link: InstanceLink) -> None:
         """A send over `link` failed: it gets nothing more, until its reader has seen the end as well."""
         key = link.key

@@ -33,6 +33,7 @@ class RequestOptions:
     has_length: bool = True
     key_id: str = ""  # names the API key it came with, without telling it; "" where none is needed
     contract: Contract = NO_CONTRACT
+    traceparent: str = ""  # W3C's header: the client's span; "" where it sent none, or traces are off
 
 
 NO_OPTIONS = RequestOptions()

@@ -11,6 +11,7 @@ from pengserve.cluster.ui.feed import Feed, Watcher
 
 PING_S = 15.0  # without a message; proxies end connections that are silent for long
 MAX_AGE_S = 30.0  # then the browser comes again: its cookie is checked, and no ingress waits long for it when it ends
+DRAINING_AGE_S = 1.0  # while the application drains: nothing may keep this ingress
 WAKE_S = 1.0
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -49,7 +50,7 @@ class FeedResponse(Response):
         now_s = asyncio.get_running_loop().time
         started_s = sent_s = now_s()
         watcher = self._watcher
-        while now_s() - started_s < MAX_AGE_S and not self._is_ending():
+        while now_s() - started_s < (DRAINING_AGE_S if self._is_ending() else MAX_AGE_S):
             watcher.news.clear()
             body = b"".join(watcher.waiting)
             watcher.waiting.clear()

@@ -64,6 +64,10 @@ class Contract:
     queue_limit_s: float | None = None  # the longest wait for its first token; then it is given up
     tenant: str = ""  # whose share it is served from; "": of none
     session: str = ""  # requests of one are best served where its last one was; "": of none
+    # What its ingress predicts of the answer where there is an SLO: tokens in all, as a conservative bound and as the
+    # median. 0: nothing is predicted.
+    low_tokens: int = 0
+    median_tokens: int = 0
 
 
 NO_CONTRACT = Contract()

@@ -9,37 +9,52 @@ request gives up its KV, as vLLM preempts.
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-
-import numpy as np
+from typing import Protocol
 
 from pengserve.planners.residency import Device, Wanting, plan_residency
+from pengserve.replicas.engine.lane_tiers import LaneTiers
 from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import Request
-from pengserve.replicas.kv.tiered import TieredKv
+
+
+class Supply(Protocol):
+    """What a lane has for its scheduler to hand out."""
+
+    def num_used(self) -> int:
+        """Blocks that requests hold."""
+
+    def num_available(self) -> int:
+        """Blocks that are free, or can be leased."""
 
 
 class ResidentRequests:
-    """Belongs to the step thread."""
+    """Belongs to the step thread; of a group, its leader has one."""
 
-    def __init__(self, scheduler: SchedulerHandle, tiers: TieredKv, num_reserved: int) -> None:
+    def __init__(self, scheduler: SchedulerHandle, tiers: LaneTiers, num_reserved: int, supply: Supply) -> None:
         """`num_reserved`: blocks that may be on the device in all layers because the host is full."""
-        self._scheduler, self._tiers, self._block_size = scheduler, tiers, tiers.block_size
-        tiers.watch_uses(scheduler.uses)
-        layers = tiers.pool.num_layers
-        self._num_whole = tiers.pool.num_blocks - 1  # blocks that the device holds in all layers
+        self._scheduler, self._tiers, self._block_size, self._supply = scheduler, tiers, tiers.block_size, supply
+        layers = tiers.num_layers
+        self.device_blocks = tiers.device_blocks  # of this member, vLLM's null block among them
+        self._num_whole = 0  # blocks that the smallest device of the members holds in all layers
         self._device = Device(
-            num_cells=self._num_whole * layers,
+            num_cells=0,
             num_reserved=num_reserved,
             num_layers=layers,
             block_size=self._block_size,
             max_tokens=scheduler.max_step_tokens,
         )
+        self.limit(tiers.device_blocks)
         self._parked: dict[str, Request] = {}
         self._ordered: set[str] = set()  # parked by an order: they wait for one that resumes them
         self._placed: dict[str, list[int]] = {}  # layers of requests that an order keeps on the host
         self._settled: tuple[int, int, int] | None = None  # the state for which the newest choice stands
         self._prompts: list[Request] = []  # whose blocks are written behind after this step
-        self.num_parks = self.num_given_up = 0
+        self.num_given_up = 0
+
+    def limit(self, device_blocks: int) -> None:
+        """The smallest device of the members holds so many blocks in all layers, vLLM's null block among them."""
+        self._num_whole = device_blocks - 1
+        self._device = replace(self._device, num_cells=self._num_whole * self._device.num_layers)
 
     # Orders -----------------------------------------------------------------------------------------------------------
 
@@ -74,6 +89,18 @@ class ResidentRequests:
             full = self._scheduler.request(request_id).num_computed_tokens // self._block_size
             self._tiers.place(self._blocks_of([self._scheduler.request(request_id)])[:full], layers)
 
+    def is_ordered(self, request: Request) -> bool:
+        """Whether an order has parked it."""
+        return request.request_id in self._ordered
+
+    def let_go(self, request: Request) -> bool:
+        """The caller decides about a parked request from now on; whether it is one."""
+        return self._parked.pop(request.request_id, None) is not None
+
+    def keep(self, request: Request) -> None:
+        """Inverse of `let_go`."""
+        self._parked[request.request_id] = request
+
     # Figures ----------------------------------------------------------------------------------------------------------
 
     @property
@@ -89,7 +116,7 @@ class ResidentRequests:
 
     def figures(self) -> dict[str, int | float]:
         """Figures and totals, by their names in `InstanceStats`."""
-        return {**self._tiers.figures(), "num_parked": self.num_parked(), "total_parked": self.num_parks}
+        return {**self._tiers.figures(), "num_parked": self.num_parked()}
 
     def has_work(self) -> bool:
         """Whether a parked request may come back without an order."""
@@ -125,7 +152,7 @@ class ResidentRequests:
         self._prompts.clear()
         self._forget_gone()
         wanting = self._wanting()
-        device = replace(self._device, num_free=self._scheduler.num_free())
+        device = replace(self._device, num_free=self._supply.num_available())
         plan = plan_residency([wanted for _, wanted in wanting], device)
         stepped = [request for request, wanted in wanting if wanted.request_id in plan.stepped]
         self._park_others(plan.stepped)
@@ -140,8 +167,7 @@ class ResidentRequests:
 
     def _is_short(self) -> bool:
         """Whether the requests that the next step may take could need more than the device holds in all layers."""
-        scheduler = self._scheduler
-        held = scheduler.num_blocks - 1 - scheduler.num_free()
+        scheduler, held = self._scheduler, self._supply.num_used()
         coming = len(scheduler.running) + len(scheduler.holding)
         if not scheduler.waiting and held + coming + self._blocks(self._device.max_tokens) <= self._num_whole:
             return False
@@ -152,8 +178,8 @@ class ResidentRequests:
 
     def _waiting(self) -> Sequence[Request]:
         scheduler = self._scheduler
-        slots = scheduler.max_running - len(scheduler.running)
-        return [request for request, _ in zip(scheduler.waiting, range(max(0, slots)), strict=False)]
+        slots = scheduler.new_slots if scheduler.takes_new else 0
+        return [request for request, _ in zip(scheduler.waiting, range(slots), strict=False)]
 
     def _wanting(self) -> list[tuple[Request, Wanting]]:
         scheduler = self._scheduler
@@ -164,9 +190,10 @@ class ResidentRequests:
         return found + [(request, self._wanted(request, is_new=True)) for request in self._waiting()]
 
     def _wanted(self, request: Request, *, is_new: bool) -> Wanting:
-        num_computed = request.num_computed_tokens
         if is_new:
-            num_computed = self._scheduler.cached_tokens(request)
+            num_computed, shared = self._scheduler.cached_prefix(request)
+        else:
+            num_computed, shared = request.num_computed_tokens, self._scheduler.shared_blocks(request.request_id)
         num_tokens = max(1, request.num_tokens - num_computed)
         return Wanting(
             request_id=request.request_id,
@@ -174,6 +201,7 @@ class ResidentRequests:
             num_tokens=num_tokens,
             is_parked=request.request_id in self._parked,
             is_new=is_new,
+            shared=tuple(shared),
         )
 
     def _blocks(self, num_tokens: int) -> int:
@@ -199,7 +227,7 @@ class ResidentRequests:
     def _hold(self, request: Request) -> None:
         self._scheduler.hold(request)
         self._parked[request.request_id] = request
-        self.num_parks += 1
+        self._tiers.count_park()
         self._save(request)
 
     def _free_blocks_for(self, stepped: Sequence[Request]) -> None:
@@ -210,7 +238,7 @@ class ResidentRequests:
             (r for request_id, r in self._parked.items() if request_id not in chosen),
             key=lambda r: (r.priority, r.arrival_time, r.request_id),
         )
-        while victims and self._scheduler.num_free() < needed:
+        while victims and self._supply.num_available() < needed:
             victim = victims.pop()
             del self._parked[victim.request_id]
             self._ordered.discard(victim.request_id)
@@ -234,9 +262,12 @@ class ResidentRequests:
             del self._parked[request.request_id]
             self._scheduler.enqueue(request)
 
-    def _blocks_of(self, requests: Iterable[Request]) -> np.ndarray:
-        ids = [block for request in requests for block in self._scheduler.block_ids(request.request_id)]
-        return np.array(ids, dtype=np.int64)
+    def _blocks_of(self, requests: Iterable[Request]) -> list[int]:
+        """Blocks that hold KV; what came from elsewhere may have others, for tokens to come."""
+        found: list[int] = []
+        for request in requests:
+            found += self._scheduler.block_ids(request.request_id)[: self._blocks(request.num_computed_tokens)]
+        return found
 
     def _write_behind(self) -> None:
         """Full blocks of prompts go to the host beside the next step: there is not room for all of them here."""

@@ -30,6 +30,10 @@ FLAGS = (
 )
 
 
+class ProtocolError(Exception):
+    """The browser refused a command, for example because the page went elsewhere meanwhile."""
+
+
 class Page:
     """One tab. Each call has a time-out."""
 
@@ -47,7 +51,8 @@ class Page:
         while True:
             answer = json.loads(self._connection.recv(timeout=max(deadline_s - time.monotonic(), 0.01)))
             if answer.get("id") == number:
-                assert "error" not in answer, f"{method}: {answer['error']}"
+                if "error" in answer:
+                    raise ProtocolError(f"{method}: {answer['error']}")
                 result: dict[str, Any] = answer["result"]
                 return result
             if "method" in answer:
@@ -67,7 +72,12 @@ class Page:
 
     def wait(self, expression: str, timeout_s: float = 60.0) -> Any:
         """Waits until a JavaScript expression is true; its value."""
-        return self.wait_for(lambda: self.run(expression), f"{expression}", timeout_s)
+
+        def value() -> Any:
+            with contextlib.suppress(ProtocolError):  # a page that is being left
+                return self.run(expression)
+
+        return self.wait_for(value, expression, timeout_s)
 
     def wait_for(self, what: Callable[[], Any], name: str, timeout_s: float = 60.0) -> Any:
         """Waits until `what()` is true; its value."""

@@ -7,7 +7,7 @@ from typing import Any
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.demand import DemandReporter
 from pengserve.cluster.ingress.links import LinkPool
-from pengserve.cluster.ingress.record import RequestRecord
+from pengserve.cluster.ingress.record import RequestRecord, Resumption
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.routes import RouteWatcher
 from pengserve.cluster.ingress.tasks import forever
@@ -128,7 +128,7 @@ class IngressProcess:
     def on_finished(self, output: EngineCoreOutput) -> None:
         self._see([output])
 
-    def on_dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
+    def on_dispatched(self, key: InstanceKey, resumed: Resumption | None) -> None:
         self._chaos.reach("events.on_dispatched")
 
     def on_resumed(self, gap_s: float) -> None:

@@ -83,6 +83,7 @@ async def test_a_stream_ends_after_a_while_and_when_the_ingress_does(monkeypatch
     feed, page, ends = Feed(SimulatedCluster(1), period_s=0.01), Page(), asyncio.Event()
     task = answering(feed, page, ends.is_set)
     await until(lambda: page.body)
+    monkeypatch.setattr(module, "DRAINING_AGE_S", 0.05)
     ends.set()
     await asyncio.wait_for(task, 5)
     assert page.messages[-1] == {"type": "http.response.body", "body": b"", "more_body": False}

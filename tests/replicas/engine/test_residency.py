@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.replicas.engine.lane_tiers import LaneTiers
 from pengserve.replicas.engine.residency import ResidentRequests
 from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput
@@ -37,8 +38,15 @@ class Engine:
         )
         options = SchedulerOptions(max_num_batched_tokens=32)
         self.handle = SchedulerHandle(build_vllm_scheduler(capacity, options, is_terse=False))
-        self.residency = ResidentRequests(self.handle, self.world.tiers, max(0, num_blocks - host))
+        self.world.tiers.watch_uses(self.handle.uses)
+        self.residency = ResidentRequests(self.handle, LaneTiers(self.world.tiers), max(0, num_blocks - host), self)
         self.num_steps = self.num_choices = 0
+
+    def num_used(self) -> int:
+        return self.handle.num_blocks - 1 - self.handle.num_free()
+
+    def num_available(self) -> int:
+        return self.handle.num_free()
 
     def step(self) -> None:
         """As `DpLane.step`."""
@@ -97,7 +105,7 @@ def test_requests_of_several_times_the_device_all_end_without_recompute(engine: 
     run(engine)
     assert [request.num_output_tokens for request in requests] == [60] * 12
     assert {request.num_preemptions for request in requests} == {0}
-    assert engine.residency.num_parks > 0 and engine.residency.num_given_up == 0
+    assert engine.world.tiers.counts.parks > 0 and engine.residency.num_given_up == 0
     assert engine.num_choices < engine.num_steps, "while nothing changes, the choice stands"
 
 
