@@ -27,7 +27,7 @@ _MORE_PAUSES = (
     " batch of 32K tokens brings 16K tokens over 7.6 GB/s, 0.28 s, and none of them pauses a request. Pauses bring"
     " most of what OrbitFlow gains; placement by request alone brings little, as four requests leave few choices.",
     "O2 and O3: gaps are those in which tokens are generated. A pause is one long gap, of half a second and more, so"
-    " P95 at scale 1 and P99 are those of pauses; what clients see of them, with the deposit, is the share of TBT kept.",
+    " P95 at scale 1 and P99 are those of pauses; TBT kept says what clients see of them with the deposit.",
     "O5: end-to-end latency is lower and not higher than the dynamic heuristic's, since the queue before the batch"
     " is shorter by more than pauses cost.",
 )
