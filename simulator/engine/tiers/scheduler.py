@@ -11,10 +11,13 @@ from dataclasses import replace
 import numpy as np
 
 from pengserve.planners.placement.latency import stall_s
+from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.orders import Park, Place, Resume
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.engine.lane_tiers import LaneTiers
 from pengserve.replicas.engine.residency import ResidentRequests
 from pengserve.replicas.engine.vllm_seam import SchedulerOutput
+from pengserve.replicas.parking import ParkOrders
 from pengserve.simulator.engine.memory import Tiers
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.scheduler import SimStep
@@ -55,6 +58,7 @@ class TieredScheduler(VllmScheduler):
         num_reserved = max(0, capacity.num_blocks - tiers.host_blocks)
         self.tiers.watch_uses(self._scheduler.uses)
         self.residency = ResidentRequests(self._scheduler, LaneTiers(self.tiers), num_reserved, self)
+        self._orders = ParkOrders(InstanceKey(instance_id=InstanceId(0), incarnation=1))  # `SimCluster` knows whose
         self._times, self._clock = times, clock
         self._open = contextlib.ExitStack()  # what a step began, until it ends
         self._staged: tuple[list[int], int] = (
@@ -97,6 +101,11 @@ class TieredScheduler(VllmScheduler):
         """As `VllmScheduler`; what was staged stays where there is room, and prompts are written behind."""
         self._end_tiers()
         return super().finish(step, num_steps)
+
+    def take_orders(self, orders: Sequence[Park | Resume | Place]) -> None:
+        """As production's instance does: each order once, one after the other."""
+        self._end_tiers()
+        self._orders.take(orders, self.residency)
 
     def copied(self) -> dict[str, float]:
         """Totals of the host tier, as `InstanceStats` names them."""

@@ -13,7 +13,7 @@ class DynamicHeuristic(OffloadPolicy):
     """Chooses anew in every iteration."""
 
     def planner(self) -> OffloadPlanner:
-        """A planner for one instance."""
+        """As few layers away as fit, in each step."""
         return _FewestLayers()
 
 
