@@ -185,6 +185,7 @@ def ingress_config(settings: Settings, instance: InstanceConfig) -> IngressConfi
         api_keys=tuple(security.pop("api_keys")),
         is_tenant_trusted=security.pop("trust_tenant_header"),
         classes=service_classes(settings.classes),
+        fairness=settings.fairness.config(settings.http.ingress_replicas),
         **{name: value or "" for name, value in security.items()},
         limits=LimitConfig(
             max_body_bytes=limits.max_body_bytes,

@@ -28,6 +28,7 @@ from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDic
 from pengserve.cluster.class_settings import ClassSettings, service_classes
 from pengserve.cluster.demo.shipped import SHIPPED_NAME, shipped_model
 from pengserve.cluster.devices import has_cuda_driver
+from pengserve.cluster.fairness_settings import FairnessSettings
 from pengserve.cluster.http_settings import HttpSettings
 from pengserve.cluster.instance_settings import (
     CPU_ENGINE_DEFAULTS,
@@ -128,6 +129,7 @@ class Settings(_Section):
     security: SecuritySettings = SecuritySettings()
     limits: LimitSettings = LimitSettings()
     classes: dict[str, ClassSettings] = {}  # what requests of a service class may ask for; see `class_settings`
+    fairness: FairnessSettings = FairnessSettings()
     openai: OpenAISettings = OpenAISettings()
     controller: ControllerSettings = ControllerSettings()
     shape: ShapeSettings = ShapeSettings()
@@ -186,6 +188,16 @@ class Settings(_Section):
         return self
 
     @model_validator(mode="after")
+    def _fair_order_is_kept(self) -> "Settings":
+        policy = self.engine.get("scheduling_policy", "priority")
+        if self.fairness.enabled and policy != "priority":
+            raise ValueError(
+                "fairness.enabled orders requests by vLLM's policy `priority`, and engine.scheduling_policy is"
+                f" {policy}: leave out one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _shape_may_change(self) -> "Settings":
         asked = self._asked_of_the_shape()
         if asked and self.num_workers > 1:
@@ -202,15 +214,6 @@ class Settings(_Section):
                     f"{asked} needs `shape.cuda: experimental` on CUDA, where nothing of it has run on a GPU yet: set"
                     " it, or leave the first out"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _host_tier_excludes_drops(self) -> "Settings":
-        if self.memory.num_bytes and self.shape.drop.max_stages > 1:
-            raise ValueError(
-                "memory.host_bytes gives each instance a host tier, and layers cannot be dropped beside one yet: leave"
-                " out shape.drop.max_stages or memory.host_bytes"
-            )
         return self
 
     def _asked_of_the_shape(self) -> str:
@@ -322,6 +325,8 @@ class Settings(_Section):
         defaults = dict(CPU_ENGINE_DEFAULTS if self.device == "cpu" else CUDA_ENGINE_DEFAULTS)
         if self.instances.memory_bytes:
             defaults.pop("kv_cache_memory_bytes", None)
+        if self.fairness.enabled:
+            defaults["scheduling_policy"] = "priority"
         return {**defaults, **self.engine}
 
     def instance_config(self, channel_token: str) -> InstanceConfig:
@@ -344,6 +349,7 @@ class Settings(_Section):
             host_bytes=self.memory.num_bytes,
             link_bytes_per_s=self.memory.link_bytes_per_s or 0.0,
             host_file=self.memory.host_file,
+            session_pin_s=self.memory.session_pin_s,
             peer_timeout_s=self.shape.peer_timeout_s,
             drain_timeout_s=self.controller.drain_timeout_s,
         )

@@ -386,12 +386,14 @@ class Instance:
         return [self._codec.encode_stats(self._newest_stats()), *self._codec.encode_outputs(EngineCoreOutputs())]
 
     def on_frame(self, client_index: int, frame: Frame) -> None:
-        """Takes an ADD or ABORT."""
+        """Takes an ADD, ABORT or REORDER."""
         try:
             if frame.kind is FrameKind.ADD:
                 self._add(client_index, frame.parts)
             elif frame.kind is FrameKind.ABORT:
                 self._abort(client_index, msgspec.msgpack.decode(frame.parts[0], type=list[str]))
+            elif frame.kind is FrameKind.REORDER:
+                self._reorder(client_index, frame.parts[0])
             else:
                 raise LinkLostError(f"an ingress sent a {frame.kind.name} frame")
         except (msgspec.MsgspecError, IndexError) as error:
@@ -435,6 +437,7 @@ class Instance:
             self._note_idle()
             return
         try:
+            self._requests.order(request)
             self._lanes.add(request)
         except Exception:
             # A half-decoded request of another instance may need what no runner here can do.
@@ -454,6 +457,16 @@ class Instance:
     def _abort(self, client_index: int, request_ids: list[str]) -> None:
         self._requests.remove(client_index, request_ids)
         self._submit_abort(request_ids)
+
+    def _reorder(self, client_index: int, part: Buffer) -> None:
+        from pengserve.replicas.engine.wire import Reorder
+
+        orders = msgspec.msgpack.decode(part, type=Reorder).orders
+        self._requests.reorder(client_index, orders)
+        lanes = self._lanes
+        assert lanes is not None
+        by_id = {request_id: (priority, arrival_time) for request_id, priority, arrival_time in orders}
+        self._loop.submit(lambda: lanes.reorder(by_id))
 
     def _submit_abort(self, request_ids: list[str]) -> None:
         def abort() -> None:

@@ -26,6 +26,7 @@ class OpenRequests:
         self._contracts: dict[str, Contract] = {}  # of those that have one
         self._paced: set[str] = set()  # of these, those with an SLO for the time between tokens
         self._lock = threading.Lock()
+        self._was_reordered = False  # ever
 
     def add(self, request: "EngineCoreRequest", contract: Contract | None = None) -> None:
         """A request came, with its client's index in it. None: it has no contract."""
@@ -42,6 +43,24 @@ class OpenRequests:
             for request_id in request_ids:
                 mine.pop(request_id, None)
                 self._forget(request_id)
+
+    def reorder(self, client_index: int, orders: Iterable[tuple[str, int, float]]) -> None:
+        """Requests of a client have another `(priority, arrival_time)`, also where they go on."""
+        with self._lock:
+            mine = self._requests.get(client_index, {})
+            for request_id, priority, arrival_time in orders:
+                if (request := mine.get(request_id)) is not None:
+                    request.priority, request.arrival_time = priority, arrival_time
+                    self._was_reordered = True
+
+    def order(self, request: "Request") -> None:
+        """Gives a prepared request the order that came for it meanwhile."""
+        if not self._was_reordered:
+            return
+        with self._lock:
+            sent = self._requests.get(request.client_index, {}).get(request.request_id)
+        if sent is not None:
+            request.priority, request.arrival_time = sent.priority, sent.arrival_time
 
     def contract(self, request_id: str) -> Contract:
         """What holds for a request; any thread may ask."""

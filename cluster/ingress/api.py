@@ -15,6 +15,7 @@ from pengserve.cluster.ingress.cluster_api import attach_cluster_routes, cluster
 from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.demand import DemandReporter
 from pengserve.cluster.ingress.engine_client import ClusterEngineClient
+from pengserve.cluster.ingress.fair_queue import fair_queue
 from pengserve.cluster.ingress.guard import Guard, current_ticket
 from pengserve.cluster.ingress.keys import KeyRing
 from pengserve.cluster.ingress.links import LinkPool
@@ -31,6 +32,7 @@ from pengserve.cluster.ui.feed import Feed
 from pengserve.cluster.ui.routes import ui_router
 from pengserve.cluster.ui.tap import TrafficTap
 from pengserve.controller.line_file import FileLimits
+from pengserve.planners.types.contract import by_name
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.snapshot import RoutingTable
 
@@ -82,6 +84,7 @@ class IngressRuntime:
             report_lost=source.report_lost,
             fingerprint=config.instance.fingerprint,
         )
+        self.fair = fair_queue(config.fairness, by_name(config.classes))
         self.book = RequestBook(
             self.client,
             config.limits,
@@ -90,6 +93,7 @@ class IngressRuntime:
             is_superseded=lambda: self.watcher.is_superseded,
             is_only_ingress=config.num_ingresses == 1,
             secret=config.instance.channel_token,
+            fair=self.fair,
         )
         self.demand = DemandReporter(self.book, source, client_id)
         self.client.use_book(self.book)

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.contract import ServiceClass
+from pengserve.planners.types.tenants import FairnessConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +57,7 @@ class IngressConfig:
     metrics_key_file: str = ""
     is_tenant_trusted: bool = False  # the header `x-pengserve-tenant` comes from a proxy that sets it itself
     classes: tuple[ServiceClass, ...] = ()  # beside the built-in ones, or in their place
+    fairness: FairnessConfig = field(default_factory=FairnessConfig)
     limits: LimitConfig = field(default_factory=LimitConfig)
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)
     metrics_backend: str = "auto"

@@ -55,11 +55,14 @@ class RequestRecord:
     lost_since_s: float | None = None  # until the first token after a loss
     kept: KeptSequence | None = None  # what it gets of its SLO; None: it has none
     expected: LengthRange | None = None  # of its answer, as predicted when it was first sent; None: it has no SLO
+    first_after: tuple[str, int] | None = None  # shape and prompt tokens that its newest copy waits for, as predicted
     chain: tuple[int, ...] | None = None  # hashes of its prompt, for dispatch; None: not made yet
+    priority: int = field(init=False)  # the client's; the request's own may be what the order of shares makes of it
     life: list[tuple[float, str, str]] = field(default_factory=list)  # seconds after it came, what, instance
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.priority = self.request.priority
         prompt = self.request.prompt_token_ids
         self.num_prompt_tokens = len(prompt) if prompt is not None else len(self.request.prompt_embeds)
 
@@ -118,7 +121,7 @@ class RequestRecord:
     @property
     def is_urgent(self) -> bool:
         """Whether it is above normal priority; as in vLLM, a lower number is more urgent."""
-        return self.request.priority < 0
+        return self.priority < 0
 
     def next_copy(self) -> EngineCoreRequest:
         """The request as the next instance must see it, under a new wire id.

@@ -35,12 +35,14 @@ import msgspec
 
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.expected_lengths import ExpectedLengths
+from pengserve.cluster.ingress.fair_queue import FairQueue
 from pengserve.cluster.ingress.kept import KeptSequence
 from pengserve.cluster.ingress.moves import Orphans, RequestMove, Stash
 from pengserve.cluster.ingress.placing import Placing
 from pengserve.cluster.ingress.prefixes import Prefixes
 from pengserve.cluster.ingress.quarantine import PoisonousRequestError, Quarantine
 from pengserve.cluster.ingress.record import Links, RecordEvents, RequestRecord, Resumption
+from pengserve.cluster.ingress.reject import queue_timeout
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.ingress.told import Told
 from pengserve.cluster.ingress.trials import Trials
@@ -78,6 +80,7 @@ class RequestBook:
         *,
         is_only_ingress: bool = True,
         secret: str = "",
+        fair: FairQueue | None = None,
     ) -> None:
         """
         Args:
@@ -85,10 +88,11 @@ class RequestBook:
             is_superseded: whether another configuration has taken over, so that no instance will come any more.
             is_only_ingress: whether no other ingress sends requests to these instances.
             secret: the cluster's own, with which prompts are hashed.
+            fair: orders requests by their tenants' shares; None: they begin as they come.
         """
         self._is_superseded = is_superseded
         self._events, self._limits, self._links, self._max_model_len = Told(events), limits, links, max_model_len
-        self._clock = clock
+        self._clock, self._fair = clock, fair
         self._records: dict[str, RequestRecord] = {}  # by request id
         self._copies: dict[str, RequestRecord] = {}  # by wire id; only those on a link
         self._trials = Trials(limits.max_deaths_alone, is_only_ingress=is_only_ingress)
@@ -97,6 +101,7 @@ class RequestBook:
         self._quarantine = Quarantine(clock)
         self._expected = ExpectedLengths()
         self._waiting: deque[RequestRecord] = deque()
+        self._limited: list[RequestRecord] = []  # with a limit to the wait for their first token
         self._orphans = Orphans()
         self._num_losses = 0
         self._lost_at: dict[InstanceKey, int] = {}  # the value of `_num_losses` after that link's last end
@@ -117,9 +122,13 @@ class RequestBook:
         """Takes a request and sends it to an instance, now or as soon as there is one. Tells `kept` of its tokens."""
         record = RequestRecord(request, options, created_s=self._clock(), kept=kept)
         self._records[request.request_id] = record
+        if options.contract.queue_limit_s is not None:
+            self._limited.append(record)
         if record.is_urgent:
             self._placing.urgent.add(record)
         self.used.set()
+        if self._fair is not None:
+            self._fair.come(record)
         self._place_or_wait(record, first=False)
 
     def check(self, request: EngineCoreRequest, options: RequestOptions = NO_OPTIONS) -> None:
@@ -129,6 +138,10 @@ class RequestBook:
             PoisonousRequestError, KeyClosedError: for the client; another try is of no use.
         """
         self._quarantine.check(request, options.key_id)
+
+    def predict_ttft_s(self, request: EngineCoreRequest, options: RequestOptions) -> float | None:
+        """Seconds until the first token of a request that is not added yet; None where that is not known."""
+        return self._placing.predict_ttft_s(RequestRecord(request, options, created_s=self._clock()))
 
     def accept(self, link: InstanceLink, outputs: Iterable[EngineCoreOutput]) -> list[EngineCoreOutput]:
         """Notes the new tokens of a batch; returns the outputs that count, in order, under their request ids."""
@@ -146,6 +159,10 @@ class RequestBook:
                     self._acquit(record)
                 if record.last_token_s is None:
                     record.first_token_s = now_s
+                    if record.num_copies == 1:
+                        self._placing.first_token(record, now_s - record.sent_s)
+                    if self._fair is not None:
+                        self._fair.begun(record, output)
                 record.last_token_s = now_s
                 if record.kept is not None:
                     record.kept.add(len(output.new_token_ids), now_s)
@@ -195,7 +212,6 @@ class RequestBook:
             record = self._records.pop(request_id, None)
             if record is None:
                 continue
-            self._placing.urgent.discard(record)
             self._tell_end(record, finish)
             if record.link is None:
                 continue
@@ -273,8 +289,12 @@ class RequestBook:
             assert record.link is not None
             self._orphans.abort(record.link, [record.wire_id])
             self._resume(record)
+        if self._limited:
+            self._drop_late(now_s)
+        if self._fair is not None:
+            self._fair.tend(num_places=len(self._links.ready()))
         # The more urgent first, then the less suspected; the order stays otherwise.
-        waiting = sorted(self._waiting, key=lambda record: (record.request.priority, record.num_suspected_deaths))
+        waiting = sorted(self._waiting, key=self._place_in_queue)
         self._waiting = deque()
         for record in waiting:
             if self._records.get(record.request.request_id) is not record:
@@ -296,6 +316,25 @@ class RequestBook:
                 self._fail(record, RetryableRequestError("No instance became ready in time. Try again later."))
             else:
                 self._waiting.append(record)
+
+    def _drop_late(self, now_s: float) -> None:
+        """Gives up requests that have waited for their first token for longer than they allow."""
+        waiting = [r for r in self._limited if r.first_token_s is None and r is self._records.get(r.request.request_id)]
+        self._limited = []
+        for record in waiting:
+            limit_s = record.options.contract.queue_limit_s
+            if limit_s is None or now_s - record.created_s <= limit_s:
+                self._limited.append(record)
+                continue
+            if record.link is not None:
+                self._orphans.abort(record.link, [record.wire_id])
+            self._fail(record, queue_timeout(limit_s))
+
+    def _place_in_queue(self, record: RequestRecord) -> tuple[float, ...]:
+        request = record.request
+        if self._fair is None:
+            return request.priority, record.num_suspected_deaths
+        return request.priority, record.num_suspected_deaths, request.arrival_time
 
     # Moves and losses ------------------------------------------------------------------------------------------
 
@@ -515,10 +554,12 @@ class RequestBook:
         """It ended; copies it may have left behind are orphans."""
         if self._records.pop(record.request.request_id, None) is not None:
             self._tell_end(record, finish)
-        self._placing.urgent.discard(record)
         if record.link is not None:
             self._drop_copy(record)
 
     def _tell_end(self, record: RequestRecord, finish: str) -> None:
+        self._placing.urgent.discard(record)
+        if self._fair is not None:
+            self._fair.ended(record)
         self._expected.ended(record, finish)
         self._events.on_ended(record, finish)

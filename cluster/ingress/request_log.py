@@ -69,7 +69,7 @@ class RequestLog:
                 "at_s": round(self._wall_clock() - e2e_s, DIGITS),
                 "prompt_tokens": record.num_prompt_tokens,
                 "output_tokens": len(record.output_token_ids),
-                "priority": record.request.priority,
+                "priority": record.priority,
                 "degree": record.options.degree,
                 "ttft_s": None if first_s is None else round(first_s - record.created_s, DIGITS),
                 "e2e_s": round(e2e_s, DIGITS),

@@ -23,7 +23,7 @@ _HEADER = struct.Struct("<IBB")
 
 
 class FrameKind(IntEnum):
-    """What a frame says. ADD and ABORT come from the ingress, the others from the instance; WELCOME is its first."""
+    """What a frame says. ADD, ABORT and REORDER come from the ingress, the others from the instance, WELCOME first."""
 
     WELCOME = 2
     ADD = 4
@@ -31,6 +31,7 @@ class FrameKind(IntEnum):
     BATCH = 6
     MOVED = 7
     TRIAL = 8
+    REORDER = 9
 
 
 @dataclass(frozen=True, slots=True)

@@ -98,6 +98,10 @@ class Lane(ABC):
         """Forgets requests; unknown ids are left alone. Their blocks are free at once."""
         self.scheduler.end(request_ids)
 
+    def reorder(self, orders: Mapping[str, tuple[int, float]]) -> None:
+        """Gives requests here another `(priority, arrival_time)`; ids of others are left alone."""
+        self.scheduler.reorder(orders)
+
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return self.scheduler.has_requests or (self.residency is not None and self.residency.has_work())

@@ -15,7 +15,7 @@ from pengserve.replicas.channel.frames import Frame, FrameKind, encode, read
 from pengserve.replicas.channel.server import HEARTBEAT_S, SILENT_BEATS, credentials
 from pengserve.replicas.channel.tcp import notice_silence, send_at_once
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
-from pengserve.replicas.engine.wire import AddRequest, Codec, Moved, StepBatch, Trial, Welcome
+from pengserve.replicas.engine.wire import AddRequest, Codec, Moved, Reorder, StepBatch, Trial, Welcome
 
 __all__ = ["InstanceLink", "Moved", "StepBatch", "Trial"]
 
@@ -83,6 +83,11 @@ class InstanceLink:
         """Asks the instance to forget these requests. Nothing to do where it is gone already."""
         with contextlib.suppress(LinkLostError):
             self._send(FrameKind.ABORT, [msgspec.msgpack.encode(list(request_ids))])
+
+    def reorder(self, orders: Sequence[tuple[str, int, float]]) -> None:
+        """Gives requests another `(priority, arrival_time)`. Nothing to do where the instance is gone already."""
+        with contextlib.suppress(LinkLostError):
+            self._send(FrameKind.REORDER, [msgspec.msgpack.encode(Reorder(list(orders)))])
 
     async def events(self) -> AsyncIterator[StepBatch | Moved | Trial]:
         """Every token batch, MOVED and TRIAL in order; heartbeats (no outputs) among them. One reader only.

@@ -29,6 +29,7 @@ from pengserve.replicas.engine.vllm_seam import (
     Request,
     RequestStatus,
     SchedulerOutput,
+    SchedulingPolicy,
 )
 from pengserve.replicas.kv.placement import Use
 
@@ -50,6 +51,22 @@ class SchedulerHandle:
         if first:
             self._scheduler.waiting.remove_request(request)
             self._scheduler.waiting.prepend_request(request)
+
+    def reorder(self, orders: Mapping[str, tuple[int, float]]) -> None:
+        """Gives requests here another `(priority, arrival_time)`; ids of others are left alone.
+
+        Queues by priority are sorted anew. A queue by arrival stays as it is.
+        """
+        found = [(self._scheduler.requests[i], order) for i, order in orders.items() if i in self._scheduler.requests]
+        for request, (priority, arrival_time) in found:
+            request.priority, request.arrival_time = priority, arrival_time
+        if not found or self._scheduler.policy is not SchedulingPolicy.PRIORITY:
+            return
+        for queue in (self._scheduler.waiting, self._scheduler.kv_holding_waiting):
+            requests = list(queue)  # a heap whose keys have changed still has them all
+            queue.remove_requests(requests)
+            for request in requests:
+                queue.add_request(request)
 
     def end(self, request_ids: Iterable[str]) -> None:
         """Ends requests as aborted; unknown ids are left alone. Their blocks are free at once."""
@@ -246,6 +263,24 @@ class SchedulerHandle:
     def offer(self, block_ids: Sequence[int]) -> None:
         """Gives blocks back that were withheld, as free ones without content."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
+
+    def pin(self, hashes: Iterable[Any]) -> list[int]:
+        """Holds the cached blocks of a prefix, given by the hashes of its blocks, as a request would; their ids."""
+        held: list[KVCacheBlock] = []
+        for block_hash in hashes:
+            if (found := self._pool.get_cached_block(block_hash, [0])) is None:
+                break
+            held += found
+        self._pool.touch(held)
+        return [block.block_id for block in held]
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Inverse of `pin`. Blocks stay cached; the end of the prefix is handed out first."""
+        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
+
+    def num_held_alone(self, holds: Mapping[int, int]) -> int:
+        """Of these blocks, those that are held only as often as given."""
+        return sum(self._pool.blocks[block_id].ref_cnt == count for block_id, count in holds.items())
 
     @property
     def num_blocks(self) -> int:

@@ -41,6 +41,15 @@ class Moved(msgspec.Struct, array_like=True):
     carried: bool
 
 
+class Reorder(msgspec.Struct, array_like=True):
+    """Requests have another place in the scheduler's order by priority: the least priority first, then arrival.
+
+    A REORDER frame's only part. Requests that are not here are left alone.
+    """
+
+    orders: list[tuple[str, int, float]]  # (request id, priority, arrival_time)
+
+
 class Trial(msgspec.Struct, array_like=True):
     """A request that is to be tried alone was let in. A TRIAL frame's only part, sent before its first step.
 

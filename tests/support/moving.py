@@ -13,6 +13,7 @@ from typing import Any
 from vllm import SamplingParams
 
 from pengserve.cluster.ingress.config import LimitConfig
+from pengserve.cluster.ingress.fair_queue import FairQueue
 from pengserve.cluster.ingress.record import RequestRecord, Resumption
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
@@ -65,6 +66,7 @@ class FakeLink:
         self.refuses = False  # the ingress's sends fail already, though it has not read LOST yet
         self.aborts: list[list[str]] = []
         self.contracts: list[Contract] = []  # of what was sent
+        self.orders: dict[str, tuple[int, float]] = {}  # by wire id, the newest
 
     def add(
         self,
@@ -90,6 +92,10 @@ class FakeLink:
         ids = list(request_ids)
         self.aborts.append(ids)
         self.to_instance.append(lambda: self.instance.forget(ids))
+
+    def reorder(self, orders: Sequence[tuple[str, int, float]]) -> None:
+        """See `InstanceLink`."""
+        self.orders |= {wire_id: (priority, arrival_time) for wire_id, priority, arrival_time in orders}
 
     def read(self) -> None:
         """The instance reads one frame."""
@@ -205,7 +211,14 @@ class FakePool:
 class Cluster:
     """Instances, the ingress's book, and what its clients have seen. Is the book's `RecordEvents`."""
 
-    def __init__(self, num_instances: int, *, limits: LimitConfig | None = None, is_only_ingress: bool = True) -> None:
+    def __init__(
+        self,
+        num_instances: int,
+        *,
+        limits: LimitConfig | None = None,
+        is_only_ingress: bool = True,
+        fair: FairQueue | None = None,
+    ) -> None:
         self.lengths: dict[int, int] = {}
         self.pool = FakePool()
         self.max_model_len = MAX_MODEL_LEN
@@ -221,6 +234,7 @@ class Cluster:
             clock,
             lambda: self.is_superseded,
             is_only_ingress=is_only_ingress,
+            fair=fair,
         )
         self.instances = [
             FakeInstance(InstanceKey(instance_id=InstanceId(i), incarnation=0), self.lengths)

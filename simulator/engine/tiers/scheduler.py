@@ -53,6 +53,7 @@ class TieredScheduler(VllmScheduler):
             clock=clock,
         )
         num_reserved = max(0, capacity.num_blocks - tiers.host_blocks)
+        self.tiers.watch_uses(self._scheduler.uses)
         self.residency = ResidentRequests(self._scheduler, LaneTiers(self.tiers), num_reserved, self)
         self._times, self._clock = times, clock
         self._open = contextlib.ExitStack()  # what a step began, until it ends
@@ -61,12 +62,6 @@ class TieredScheduler(VllmScheduler):
             0,
         )  # cells by layer in the present step, and those they take turns in
         self.stalled_s = 0.0
-
-    @property
-    def waiting(self) -> Sequence[LiveRequest]:
-        """Parked requests, which production counts as waiting, and those that hold no KV."""
-        parked = [self._lives[request.request_id] for request in self.residency.parked]
-        return [*parked, *super().waiting]
 
     def num_used(self) -> int:
         """Blocks that requests hold."""
@@ -96,6 +91,11 @@ class TieredScheduler(VllmScheduler):
         """As `VllmScheduler`; what was staged stays where there is room, and prompts are written behind."""
         self._end_tiers()
         return super().finish(step, num_steps)
+
+    def copied(self) -> dict[str, float]:
+        """Totals of the host tier, as `InstanceStats` names them."""
+        found = {name: value for name, value in self.residency.figures().items() if name.startswith("total_")}
+        return {**found, "stalled_s": self.stalled_s}
 
     def _form(self) -> SchedulerOutput:
         self._end_tiers()

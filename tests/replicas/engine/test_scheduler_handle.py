@@ -293,6 +293,25 @@ def test_no_grammar_no_mask(handle: SchedulerHandle) -> None:
     assert handle.grammar_bitmask(handle.schedule()) is None
 
 
+def test_requests_that_wait_begin_in_the_order_that_they_are_given() -> None:
+    options = SchedulerOptions(max_num_batched_tokens=64, policy="priority")
+    handle = Counted(build_vllm_scheduler(CAPACITY, options, is_terse=False))
+    names = [f"r{index}" for index in range(6)]
+    for name in names:
+        handle.add(scheduled_request(name, 8))
+    handle.reorder({"r4": (-1, 5.0), "r5": (0, -2.0), "r0": (0, 1e12), "not here": (0, 0.0)})
+    assert [request.request_id for request in handle.waiting] == ["r4", "r5", "r1", "r2", "r3", "r0"]
+    assert set(step(handle).num_scheduled_tokens) == {"r4", "r5", "r1"}
+
+
+def test_a_queue_by_arrival_is_left_as_it_is(handle: SchedulerHandle) -> None:
+    for name in ("a", "b"):
+        handle.add(scheduled_request(name, 8))
+    handle.reorder({"b": (-1, 0.0)})
+    assert [request.request_id for request in handle.waiting] == ["a", "b"]
+    assert handle.request("b").priority == -1
+
+
 def test_each_method_was_called_over_a_real_scheduler() -> None:
     """Comes last: pytest keeps the order of a file."""
     names = {name for name, _ in inspect.getmembers(SchedulerHandle) if not name.startswith("_")}
