@@ -24,6 +24,7 @@ from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.routes import RouteWatcher, RoutingSource
 from pengserve.cluster.ingress.tasks import forever
+from pengserve.cluster.ingress.tenants import Tenants
 from pengserve.cluster.ingress.traces import Traces
 from pengserve.cluster.ingress.traffic import Ticket, Traffic
 from pengserve.cluster.metrics import catalog
@@ -76,6 +77,7 @@ class IngressRuntime:
         self.client = ClusterEngineClient(
             vllm_config, config.limits, self.meters, self._admit, self.request_log, self.traces
         )
+        self.client.tenants = Tenants(config.fairness)
         client_id = f"ingress-{secrets.token_hex(4)}"
         self.links = LinkPool(
             self.client,
@@ -135,6 +137,7 @@ class IngressRuntime:
             on_rejected=self.meters.rejected,
             keys=self.keys,
             admin=self.admin,
+            tenants=self.client.tenants,
         )
 
     def start(self) -> None:

@@ -151,8 +151,10 @@ class RequestBook:
                     self._acquit(record)
                 if record.last_token_s is None:
                     record.first_token_s = now_s
+                    if output.prefill_stats is not None:
+                        record.num_cached_tokens = output.prefill_stats.num_cached_tokens
                     if self._fair is not None:
-                        self._fair.begun(record, output)
+                        self._fair.begun(record)
                 record.last_token_s = now_s
                 if record.kept is not None:
                     record.kept.add(len(output.new_token_ids), now_s)
