@@ -216,15 +216,6 @@ class Settings(_Section):
                 )
         return self
 
-    @model_validator(mode="after")
-    def _host_tier_excludes_drops(self) -> "Settings":
-        if self.memory.num_bytes and self.shape.drop.max_stages > 1:
-            raise ValueError(
-                "memory.host_bytes gives each instance a host tier, and layers cannot be dropped beside one yet: leave"
-                " out shape.drop.max_stages or memory.host_bytes"
-            )
-        return self
-
     def _asked_of_the_shape(self) -> str:
         """What was set to have instances change their shape, beyond the defaults; empty where nothing was."""
         if self.shape.drop.max_stages > 1:
@@ -358,6 +349,7 @@ class Settings(_Section):
             host_bytes=self.memory.num_bytes,
             link_bytes_per_s=self.memory.link_bytes_per_s or 0.0,
             host_file=self.memory.host_file,
+            session_pin_s=self.memory.session_pin_s,
             peer_timeout_s=self.shape.peer_timeout_s,
             drain_timeout_s=self.controller.drain_timeout_s,
         )

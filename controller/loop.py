@@ -24,6 +24,7 @@ from pengserve.planners.types.drains import DrainOperation
 from pengserve.planners.types.errors import EngineError, SupersededError
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import InstanceKey, Version
+from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, RoutingTable
 
@@ -68,9 +69,11 @@ class Controller:
         self._state: ClusterState | None = None  # None until recovered
         self._news = asyncio.Event()
         self._changed = asyncio.Condition()
-        self._supervision = Supervision(config, port, self._term, self, on_news=self._news.set, clock=clock)
-        self._coordinator = Coordinator(config, port, self, on_end=self._news.set, clock=clock, wall_clock=self._time_s)
         self._steering = Steering(config, clock)
+        self._supervision = Supervision(
+            config, port, self._term, self, on_news=self._news.set, clock=clock, paying=self._paying_moves
+        )
+        self._coordinator = Coordinator(config, port, self, on_end=self._news.set, clock=clock, wall_clock=self._time_s)
         self._drain_errors = 0
         self._stopped = False
         self._successor = ""  # why nothing is done here any more
@@ -145,6 +148,9 @@ class Controller:
             switching=self._coordinator.under_way,
             resting=self._coordinator.resting,
         )
+
+    def _paying_moves(self, orders: tuple[Migrate, ...]) -> tuple[Migrate, ...]:
+        return self._steering.paying_moves(orders, self.snapshot()) if orders else ()
 
     def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
         """At most `limit` events with a number above `after`."""

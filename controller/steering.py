@@ -10,6 +10,7 @@ from pengserve.controller.events import EventDraft
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete
 from pengserve.planners.judge.forecasts import Outcome
+from pengserve.planners.judge.moves import paying
 from pengserve.planners.pinned import plan_pinned
 from pengserve.planners.selector import AT_REST, Action, Decision, Option, SelectorHistory, select
 from pengserve.planners.types.config import ControllerConfig
@@ -17,6 +18,7 @@ from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind, Layout, parse_groups
+from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import LayoutTarget, SwitchPlan, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, LayoutPolicy
 
@@ -128,6 +130,10 @@ class Steering:
             logger.warning("plan %s was refused: %s", plan.plan_id, "; ".join(violations))
         self._refused = violations
         return (None if violations else plan), news
+
+    def paying_moves(self, orders: tuple[Migrate, ...], snapshot: ClusterSnapshot) -> tuple[Migrate, ...]:
+        """Those of `orders` that save more than they cost, by what is predicted; all where nothing can be."""
+        return paying(orders, snapshot, self._config.judge, self._config.drop, self._history.judge)
 
     def _news(self, decision: Decision, time_s: float) -> tuple[EventDraft, ...]:
         """The event of a decision that is another one than the last, and more than to rest.

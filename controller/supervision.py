@@ -51,10 +51,15 @@ class Supervision:
         *,
         on_news: Callable[[], None],
         clock: Callable[[], float],
+        paying: Callable[[tuple[Migrate, ...]], tuple[Migrate, ...]] = lambda orders: orders,
     ) -> None:
-        """`on_news` is called for what cannot wait for the next tick."""
+        """
+        Args:
+            on_news: called for what cannot wait for the next tick.
+            paying: those of the orders of a rebalancing that are worth it.
+        """
         self._config, self._port, self._term, self._keeper = config, port, term, keeper
-        self._on_news, self._clock = on_news, clock
+        self._on_news, self._clock, self._paying = on_news, clock, paying
         self.calls = Calls(on_end=on_news)
         self._looked_s = clock()  # for a newer term
         self._life: asyncio.Task[None] | None = None  # shows in the store of terms that this controller acts
@@ -205,7 +210,7 @@ class Supervision:
         if not config.is_auto or state.closing or now_s - self._rebalanced_s < config.interval_s:
             return
         self._rebalanced_s = now_s
-        for order in plan_rebalance(drains.leaders(state), config, name=f"{name}-balance"):
+        for order in self._paying(plan_rebalance(drains.leaders(state), config, name=f"{name}-balance")):
             self._give((order,))
 
     def _give(self, orders: tuple[Migrate, ...]) -> None:

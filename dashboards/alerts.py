@@ -92,6 +92,14 @@ ALERTS = (
         text="Requests wait twice as long as decisions predict, or half. Run `pengserve profile` on this machine.",
     ),
     Alert(
+        name="PengServeSloMissed",
+        promql='sum by (app, service_class) (rate(pengserve_slo_requests_total{outcome="kept"}[10m]))'
+        " / sum by (app, service_class) (rate(pengserve_slo_requests_total[10m])) < 0.9",
+        minutes=10,
+        severity="ticket",
+        text="Of this class less than 90 % of latencies keep their SLO. `pengserve events --why` says what was tried.",
+    ),
+    Alert(
         name="PengServeLinksLost",
         promql="sum by (app) (increase(pengserve_link_lost_total[15m])) > 0",
         minutes=0,

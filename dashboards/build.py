@@ -31,6 +31,7 @@ _MATCHERS = {
     "$app": 'app=~"$app"',
     "$vllm": 'model_name=~"$model"',
 }
+_SHORT = re.compile(r"\{(\$where|\$app|\$vllm)([,}])")
 _SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 _PANEL_HEIGHT = 8
 _GRID_WIDTH = 24
@@ -51,8 +52,7 @@ def undeclared(vllm_metrics: tuple[VllmMetric, ...]) -> set[str]:
 
 def expression(promql: str, backend: str) -> str:
     """The expression with label matchers filled in and names as `backend` exports them."""
-    for short, matchers in _MATCHERS.items():
-        promql = promql.replace("{" + short + "}", "{" + matchers + "}")
+    promql = _SHORT.sub(lambda match: "{" + _MATCHERS[match[1]] + match[2], promql)
     if backend == "ray":
         return _METRIC.sub(lambda match: "ray_" + match.group().replace(":", "_"), promql)
     return promql

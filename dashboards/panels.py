@@ -77,7 +77,7 @@ def _attained(counter: str, by: str, legend: str) -> Query:
 
 
 _SLO = Row(
-    title="Latencies kept",
+    title="Attainment by class",
     panels=(
         Panel(
             title="Answers within their SLO",

@@ -7,12 +7,14 @@ pressure is both, as a share of what it holds:
     pressure = (resident + pending + (weight - 1) * wait) / capacity
     pending  = queued + unseen + prefilling tokens
     wait     = what of `pending` exceeds `MIN_WAIT_TOKENS`
-    credit   = weight * hit / capacity                           hit: tokens of the prompt whose KV is there
+    credit   = weight * hit * share / capacity                   hit: tokens of the prompt whose KV is there
+    share    = 1 - ahead / MOST_AHEAD                            ahead: requests beyond those of the least pressure
 
-The least pressure less credit wins. So a hit is worth a queue of as many tokens and one step, no more. Small hits and
-short queues do not count: a request decodes for a hundred steps or more beside its neighbours, so that an even spread
-of requests is worth more than one small prompt's compute. Without hits, requests spread by load. Capacity stands for
-speed too: a tensor-parallel group has that of its members, and more.
+The least pressure less credit wins. So a hit is worth a queue of as many tokens and one step, no more, and less where
+many more requests are: they share the KV of their prefix, but each reads it in each step. Small hits and short queues
+do not count: a request decodes for a hundred steps or more beside its neighbours, so that an even spread of requests is
+worth more than one small prompt's compute. Without hits, requests spread by load. Capacity stands for speed too: a
+tensor-parallel group has that of its members, and more.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,6 +28,7 @@ FULL = 1.0  # virtual load from which requests wait
 PREFILL_WEIGHT = 8.0  # tokens of resident KV that delay a request as much as one token that is to be computed
 MIN_HIT_TOKENS = 128  # smaller hits save less than an even spread of requests, which grow while they decode
 MIN_WAIT_TOKENS = 2048  # vLLM computes a shorter queue in one step: it delays less than an uneven spread does
+MOST_AHEAD = 32  # requests that a route may have beyond the least loaded one's before hits there count nothing
 SESSION_SHARE = 0.5  # of its prompt that a session's last instance is taken to hold, where nothing more is known
 NO_HITS: Mapping[InstanceKey, int] = {}
 
@@ -74,6 +77,7 @@ class Candidate:
     max_tokens: int | None = None  # most tokens that one request may ever have there; None: the capacity
     num_priority: int = 0  # priority requests of this dispatcher that are there
     prefilling_tokens: int = 0  # of running requests, that are not computed yet
+    unseen_hit_tokens: int = 0  # of those unseen: in the prefix cache there, so that they take memory and no computing
     weight: float = PREFILL_WEIGHT  # tokens of resident KV that delay a request as much as one that is to be computed
 
     @classmethod
@@ -85,6 +89,7 @@ class Candidate:
         *,
         num_unseen: int = 0,
         unseen_tokens: int = 0,
+        unseen_hit_tokens: int = 0,
         num_priority: int = 0,
     ) -> "Candidate":
         """The route to a leader with these stats; `capacity` is of its dp lane, and counts until stats have come."""
@@ -93,6 +98,7 @@ class Candidate:
             resident_tokens=stats.kv_blocks_used * (stats.block_size or capacity.block_size),
             queued_tokens=stats.queued_tokens,
             unseen_tokens=unseen_tokens,
+            unseen_hit_tokens=unseen_hit_tokens,
             capacity_tokens=kv_tokens(stats, capacity),
             num_requests=stats.num_running + stats.num_waiting + num_unseen,
             shape=stats.shape,
@@ -104,13 +110,20 @@ class Candidate:
     @property
     def pressure(self) -> float:
         """How long a request waits there before its own prompt's turn, as a share of the capacity."""
-        pending = self.queued_tokens + self.unseen_tokens + self.prefilling_tokens
+        pending = self.queued_tokens + self.unseen_tokens - self.unseen_hit_tokens + self.prefilling_tokens
+        resident = self.resident_tokens + self.unseen_hit_tokens
         wait = max(0, pending - MIN_WAIT_TOKENS)
-        return (self.resident_tokens + pending + (self.weight - 1) * wait) / max(1, self.capacity_tokens)
+        return (resident + pending + (self.weight - 1) * wait) / max(1, self.capacity_tokens)
 
-    def credit(self, hit_tokens: int) -> float:
-        """What so many tokens of a prompt whose KV is there take from the pressure."""
-        return self.weight * hit_tokens / max(1, self.capacity_tokens) if hit_tokens >= MIN_HIT_TOKENS else 0.0
+    def credit(self, hit_tokens: int, num_least: int) -> float:
+        """What so many tokens of a prompt whose KV is there take from the pressure.
+
+        `num_least`: requests of the route that would be chosen without hits.
+        """
+        if hit_tokens < MIN_HIT_TOKENS:
+            return 0.0
+        share = 1.0 - min(1.0, max(0, self.num_requests - num_least) / MOST_AHEAD)
+        return self.weight * hit_tokens * share / max(1, self.capacity_tokens)
 
     @property
     def virtual_load(self) -> float:
@@ -157,12 +170,24 @@ def choose(
     able = [c for c in candidates if c.holds(needed) and (options.degree is None or c.degree == options.degree)]
     if not able:
         return None
-    return min(able, key=lambda c: rank(c, hits.get(c.key, 0), is_priority=options.is_priority)).key
+    best = min(able, key=lambda c: rank(c, is_priority=options.is_priority))
+    return best_with_hits(best, (c for c in able if c.key in hits), hits, is_priority=options.is_priority).key
 
 
-def rank(candidate: Candidate, hit_tokens: int, *, is_priority: bool) -> tuple[float | int | InstanceKey, ...]:
+def best_with_hits(
+    best: Candidate, able: Iterable[Candidate], hits: Mapping[InstanceKey, int], *, is_priority: bool
+) -> Candidate:
+    """The best of `able`, which hold a part of the prompt, and of the `best` of all without hits."""
+
+    def credited(c: Candidate) -> tuple[float | int | InstanceKey, ...]:
+        return rank(c, c.credit(hits.get(c.key, 0), best.num_requests), is_priority=is_priority)
+
+    return min((best, *able), key=credited)
+
+
+def rank(candidate: Candidate, credit: float = 0.0, *, is_priority: bool) -> tuple[float | int | InstanceKey, ...]:
     """What candidates are compared by: the least is chosen."""
-    c, cost = candidate, candidate.pressure - candidate.credit(hit_tokens)
+    c, cost = candidate, candidate.pressure - credit
     if is_priority:
         return (c.virtual_load >= FULL, -c.degree, cost, c.num_requests, c.key)
     return (cost + reserve(c), c.num_requests, c.key)

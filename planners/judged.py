@@ -47,7 +47,9 @@ def decide_by_gain(snapshot: ClusterSnapshot, instances: ReadyInstances, configs
 
 
 def _decide(snapshot: ClusterSnapshot, instances: ReadyInstances, configs: Configs, memory: Memory) -> Found:
-    proposal = propose(snapshot, configs.merge, memory.load, is_judged=True)
+    degrees = {group.degree for group in snapshot.groups if group.kind is GroupKind.TP} if snapshot.demands else ()
+    slow = memory.judge.slow_degrees(instances, degrees) if degrees else frozenset[int]()
+    proposal = propose(snapshot, configs.merge, memory.load, is_judged=True, slow_degrees=slow)
     demand, demand_history = predict_demand(snapshot, configs.drop, memory.demand)
     memory = replace(memory, load=proposal.history, demand=demand_history)
     if proposal.plan is not None:  # wishes come one after another, as each changes what the next should be

@@ -15,7 +15,7 @@ What keeps the layout from flapping:
 So a burst never waits for a dwell, and load changes the layout back and forth at most once in `min_dwell_s`.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -88,6 +88,7 @@ class Look:
     config: MergeConfig
     history: LoadHistory
     claimed: dict[InstanceId, Group]
+    slow_degrees: Collection[int] = ()  # groups that have tokens later than an instance alone: not for urgent requests
 
     @property
     def now_s(self) -> float:
@@ -123,7 +124,12 @@ class Proposal:
 
 
 def propose(
-    snapshot: ClusterSnapshot, config: MergeConfig, history: LoadHistory, *, is_judged: bool = False
+    snapshot: ClusterSnapshot,
+    config: MergeConfig,
+    history: LoadHistory,
+    *,
+    is_judged: bool = False,
+    slow_degrees: Collection[int] = (),
 ) -> Proposal:
     """The next merge or split, for a caller that may choose another switch.
 
@@ -132,6 +138,7 @@ def propose(
 
     Args:
         is_judged: merges and splits for load are the judge's: only what requests need is proposed.
+        slow_degrees: of groups that were measured to be slower than an instance alone: none is formed for urgency.
     """
     if not snapshot.policy.is_auto:
         return Proposal(history=history, followed=history)
@@ -141,7 +148,7 @@ def propose(
     lasting_queues = (i for i, since_s in queues.items() if snapshot.time_s - since_s >= QUEUE_S)
     view = ClusterView.of(snapshot, config.busy_requests, lasting_queues)
     history = _observe(view, config, replace(history, queue_since_s=queues, seen_s=snapshot.time_s), is_judged)
-    look = Look(view=view, config=config, history=history, claimed=snapshot.claims)
+    look = Look(view=view, config=config, history=history, claimed=snapshot.claims, slow_degrees=slow_degrees)
     step = _for_long_context(look) or _for_wishes(look)
     if step is None:
         step = _resume_paused(look) if is_judged else _for_load(look)
@@ -257,7 +264,9 @@ def _for_wishes(look: Look) -> _Step | None:
     # Groups that run come first: two wishes that exclude each other must not take turns.
     unmet = [degree for degree in wanted_degrees if not _claim_running(look, {degree})]
     is_any_tp_wanted = look.history.priority_s is not None and not any(degree > 1 for degree in wanted_degrees)
-    if is_any_tp_wanted and not _claim_running(look, {g.degree for g in look.tp_groups()}):
+    if is_any_tp_wanted and not _claim_running(
+        look, {g.degree for g in look.tp_groups()}.difference(look.slow_degrees)
+    ):
         unmet += _priority_degrees(look)
     for degree in unmet:
         step = _dp_for_wish(look) if degree == 1 else _tp_for_wish(look, degree)
@@ -303,7 +312,8 @@ def _is_needed_by_all(look: Look, group: Group) -> bool:
 
 def _priority_degrees(look: Look) -> list[int]:
     """The degree of a group for urgent requests: the widest that leaves half of the instances, else the narrowest."""
-    degrees = sorted({g.degree for g in look.view.tp_groups if g.degree <= look.config.max_degree})
+    possible = {g.degree for g in look.view.tp_groups if g.degree <= look.config.max_degree}
+    degrees = sorted(possible.difference(look.slow_degrees))
     halves = [d for d in degrees if 2 * d <= len(look.view.instances)]
     return halves[-1:] or degrees[:1]
 

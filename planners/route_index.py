@@ -14,7 +14,7 @@ Routes that hold a part of the request's prompt are compared with the best of al
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Mapping
 
-from pengserve.planners.dispatch import ANY, FULL, NO_HITS, Candidate, DispatchOptions, rank, reserve
+from pengserve.planners.dispatch import ANY, FULL, NO_HITS, Candidate, DispatchOptions, best_with_hits, reserve
 from pengserve.planners.types.ids import InstanceKey
 
 # full, pressure, requests, instance id, incarnation, most tokens, key
@@ -86,8 +86,7 @@ class RouteIndex:
         if best is None or not hits:
             return best
         able = [self._candidates[key] for key in hits if self.holds(key, needed, options.degree)]
-        able.append(self._candidates[best])
-        return min(able, key=lambda c: rank(c, hits.get(c.key, 0), is_priority=options.is_priority)).key
+        return best_with_hits(self._candidates[best], able, hits, is_priority=options.is_priority).key
 
     def _first(self, needed: int, degree: int | None) -> InstanceKey | None:
         """The least pressure of all."""

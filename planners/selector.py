@@ -69,7 +69,9 @@ def select(
     that of a pinned layout.
     """
     if not snapshot.policy.is_auto:
-        return _towards_target(snapshot, drop, history, strategy)
+        # The judge watches all the same: it must know the load when the layout is released.
+        watched = history.judge.seen(snapshot, ready_instances(snapshot.instances), judge_config)
+        return _towards_target(snapshot, drop, replace(history, judge=watched), strategy)
     configs = Configs(merge=merge, drop=drop, judge=judge_config)
     if history.judge.is_same_look(snapshot):
         plan, judged, decision = next_of_same_look(snapshot, configs, history.judge)

@@ -22,9 +22,9 @@ IN_FLIGHT_RETRY_S = 1
 class TenantRefusal(StrEnum):
     """Which limit a tenant has come to."""
 
-    REQUESTS = "tenant_requests"
-    TOKENS = "tenant_tokens"
-    RATE = "tenant_tokens_per_minute"
+    REQUESTS = "tenant-requests"
+    TOKENS = "tenant-tokens"
+    RATE = "tenant-tokens-per-minute"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

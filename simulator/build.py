@@ -121,6 +121,7 @@ def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
         host_bytes=cluster.host_bytes,
         host=setup.host,
         offload=setup.offload,
+        swap=setup.swap,
         # A static pipeline is vLLM's own, which counts tokens alone.
         lookahead=_lookahead(cluster, sizes, times(1)) if setup.max_stages > 1 and not setup.is_static else None,
         costs=costs,

@@ -21,6 +21,8 @@ from pengserve.simulator.engine.offload.scheduler import OffloadScheduler
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.pipeline_lane import PipelineLane
 from pengserve.simulator.engine.scheduler import LaneScheduler
+from pengserve.simulator.engine.swapping.costs import SwapCosts, SwapOptions
+from pengserve.simulator.engine.swapping.scheduler import SwapScheduler
 from pengserve.simulator.requests import LiveRequest
 from pengserve.simulator.timing.steps import Batch, ModelTimes, prefill_tokens
 from pengserve.simulator.timing.switches import SwitchCosts
@@ -40,9 +42,10 @@ class Machine:
     costs: SwitchCosts
     processors: float = 1.0  # of an instance; below 1 instances share them, and steps were timed while all were busy
     lookahead: CostModel | None = None  # of the whole model, for the microbatches of pipelines
-    host: Literal["unused", "tiers", "prefixes", "offload"] = "unused"  # what `host_bytes` of each instance are for
-    offload: Callable[[], OffloadPlanner] | None = None
+    host: str = "unused"  # what `host_bytes` of each instance are for: a `policies.policy.HostUse`
     host_bytes: int = 0
+    offload: Callable[[], OffloadPlanner] | None = None
+    swap: SwapOptions | None = None
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -121,6 +124,8 @@ class Machine:
         if self.offload is not None and times is not None and tiers is not None:
             clock = asyncio.get_running_loop().time
             return OffloadScheduler(capacity, options, tiers, times, self.offload(), clock)
+        if self.swap is not None and times is not None:
+            return self._with_swap(capacity, options, self.swap)
         if self.scheduler == "fast":
             return FastScheduler(capacity, options)
         if self.host != "unused" and times is not None:
@@ -128,6 +133,15 @@ class Machine:
         from pengserve.simulator.engine.vllm_scheduler import VllmScheduler  # importing vLLM takes seconds
 
         return VllmScheduler(capacity, options)
+
+    def _with_swap(self, capacity: KvCapacity, options: SchedulerOptions, swap: SwapOptions) -> LaneScheduler:
+        costs = SwapCosts(
+            num_layers=self.shape.sizes.num_layers,
+            block_bytes=capacity.bytes_per_block,
+            bytes_per_s=self.host_bytes_per_s,
+        )
+        num_host = self.host_bytes // capacity.bytes_per_block
+        return SwapScheduler(capacity, options, costs, swap, num_host, asyncio.get_running_loop().time)
 
     def _with_host(self, capacity: KvCapacity, options: SchedulerOptions, times: ModelTimes) -> LaneScheduler:
         from pengserve.simulator.engine.tiers.prefixes import PrefixOffloadScheduler  # as above

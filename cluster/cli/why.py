@@ -62,8 +62,7 @@ def run_why(
     rows = list(find(request_id, _lines(request_log)))
     if not rows:
         raise ConfigError(
-            f"{request_log} has no request whose id contains {request_id!r}: it may still run, or its line is gone with"
-            " an older file"
+            f"{request_log} has no request {request_id!r}: it may still run, or its line is gone with an older file"
         )
     events = _ask(url, admin_key) if event_log is None else [from_data(Event, row) for row in _lines(event_log)]
     console = output_console()
@@ -74,7 +73,8 @@ def run_why(
 
 def find(request_id: str, rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
     """The lines of a request: vLLM puts its own words before the id that the client knows, and a number behind it."""
-    return (row for row in rows if request_id in str(row.get("request_id", "")))
+    named = re.compile(rf"(?:^|[-_]){re.escape(request_id)}(?:-\d+)?$")
+    return (row for row in rows if named.search(str(row.get("request_id", ""))))
 
 
 def life(row: Mapping[str, Any], events: Sequence[Event]) -> list[Step]:

@@ -31,7 +31,7 @@ from pengserve.cluster.metrics import catalog
 from pengserve.cluster.metrics.facade import Metrics
 from pengserve.cluster.ui.feed import Feed
 from pengserve.cluster.ui.routes import ui_router
-from pengserve.cluster.ui.tap import FirstTokens
+from pengserve.cluster.ui.tap import TrafficTap
 from pengserve.controller.line_file import FileLimits
 from pengserve.planners.types.contract import by_name
 from pengserve.planners.types.errors import EngineError
@@ -72,7 +72,7 @@ class IngressRuntime:
         )
         self.keys = KeyRing(config)
         self.admin = AdminDoor(config, self.keys)
-        self.feed = Feed(source, FirstTokens(self.meters))
+        self.feed = Feed(source, TrafficTap(self.meters))
         self.traces = _traces(config)
         self.client = ClusterEngineClient(
             vllm_config, config.limits, self.meters, self._admit, self.request_log, self.traces

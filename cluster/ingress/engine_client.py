@@ -9,12 +9,14 @@ from typing import Any, NoReturn
 
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.deposit import DepositCollector
+from pengserve.cluster.ingress.errors import OverloadedError
 from pengserve.cluster.ingress.guide_check import GuideChecker, describe_tokenizer
 from pengserve.cluster.ingress.guide_rules import parse_without_compiling
 from pengserve.cluster.ingress.kept import KeptAnswer, current_kept
 from pengserve.cluster.ingress.meters import IngressMeters
 from pengserve.cluster.ingress.record import RequestRecord, Resumption
 from pengserve.cluster.ingress.records import RequestBook
+from pengserve.cluster.ingress.reject import require_ttft
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.request_options import current_deadline_s, current_options
 from pengserve.cluster.ingress.tenants import Tenants
@@ -40,6 +42,7 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
     extract_prompt_components,
     renderer_from_config,
 )
+from pengserve.planners.types.contract import SloPolicy
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.tenants import FairnessConfig
 from pengserve.replicas.engine.grammars import DEAD_END, TOO_COSTLY
@@ -130,6 +133,22 @@ class ClusterEngineClient(EngineClient):
             GracefulHTTPError: too much is in flight, or the application drains.
         """
         self._admit(n)
+
+    def require_slo(self, prompt: Any) -> None:
+        """Refuses a request whose SLO says so, where its first token is predicted too late.
+
+        Raises:
+            OverloadedError: 429.
+        """
+        slo = current_options.get().contract.slo
+        if slo is None or slo.policy is not SloPolicy.REJECT:
+            return
+        token_ids = extract_prompt_components(self.model_config, prompt).token_ids
+        try:
+            require_ttft(token_ids or (), self.book.predict_ttft_s)
+        except OverloadedError:
+            self._meters.rejected("slo")
+            raise
 
     async def generate(
         self,

@@ -130,7 +130,7 @@ class Guard:
             self._on_rejected(_REASONS.get(refused.status, "invalid"))
             await respond(refused)(scope, receive, send)
         except OverloadedError as overloaded:
-            reason = "tenant" if overloaded.dropped_reason.startswith("tenant_") else "overload"
+            reason = "tenant" if overloaded.dropped_reason.startswith("tenant-") else "overload"
             self._on_rejected("no_instance" if self._traffic.is_draining else reason)
             await respond(overloaded)(scope, receive, send)
         except Exception as error:  # the last line: any failure gives the client an answer in shape

@@ -82,14 +82,14 @@ class KeptAnswer:
 
     def __init__(self, slo: Slo, arrived_s: float, *, is_streaming: bool) -> None:
         """`arrived_s` is of `time.monotonic`. Only streams are paced: any other answer goes when it is whole."""
-        self._slo, self._arrived_s = slo, arrived_s
+        self._slo, self.arrived_s = slo, arrived_s
         self.is_paced = is_streaming and slo.pacing is Pacing.STEADY
         self.interval_s = slo.tbt_s or 0.0
         self._sequences: list[KeptSequence] = []
 
     def begin(self) -> KeptSequence:
         """Another sequence of it begins."""
-        sequence = KeptSequence(self._slo, self._arrived_s, is_paced=self.is_paced)
+        sequence = KeptSequence(self._slo, self.arrived_s, is_paced=self.is_paced)
         self._sequences.append(sequence)
         return sequence
 

@@ -52,7 +52,9 @@ class IngressMeters:
         self._switch_gaps = metrics.histogram(catalog.SWITCH_GAP_SECONDS)
         self._dispatched: dict[InstanceKey, Counter] = {}
         self._slo: dict[str, SloMeters] = {}  # by class
-        self.on_first_tokens: Callable[[Sequence[float]], None] | None = None  # while a page is open; gets seconds
+        # While a page is open. Seconds until first tokens; the class of an answer with an SLO, and whether it was kept.
+        self.on_first_tokens: Callable[[Sequence[float]], None] | None = None
+        self.on_slo: Callable[[str, bool], None] | None = None
 
     def link_up(self, link: InstanceLink) -> None:
         """A request channel is open."""
@@ -116,7 +118,10 @@ class IngressMeters:
         meters = self._slo.get(service_class)
         if meters is None:
             meters = self._slo[service_class] = SloMeters(self.metrics, service_class)
-        meters.ended(kept.outcome())
+        outcome = kept.outcome()
+        meters.ended(outcome)
+        if self.on_slo is not None:
+            self.on_slo(service_class, outcome.is_kept)
         if record.expected is not None and finish in LEARNED_ENDS:
             meters.length(record.expected, len(record.output_token_ids))
 

@@ -138,6 +138,7 @@ def _refuse_full_prompts(serving: Any, client: ClusterEngineClient, param: str) 
     """Makes one of vLLM's serving objects say what is wrong where a prompt leaves no room for a token of output.
 
     vLLM gives such a request the rest of the context, which is nothing, as `max_tokens`, and then complains about that.
+    The same is where a prompt's tokens are known and nothing of an answer has gone: here an SLO may refuse it.
     """
     extract = serving._extract_prompt_len
 
@@ -150,6 +151,7 @@ def _refuse_full_prompts(serving: Any, client: ClusterEngineClient, param: str) 
                 f" of output: shorten the prompt to at most {most - 1} tokens.",
                 param=param,
             )
+        client.require_slo(prompt)
         return num_tokens
 
     serving._extract_prompt_len = extract_prompt_len

@@ -55,6 +55,7 @@ class RequestRecord:
     lost_since_s: float | None = None  # until the first token after a loss
     kept: KeptSequence | None = None  # what it gets of its SLO; None: it has none
     expected: LengthRange | None = None  # of its answer, as predicted when it was first sent; None: it has no SLO
+    first_after: tuple[str, int] | None = None  # shape and prompt tokens that its newest copy waits for, as predicted
     chain: tuple[int, ...] | None = None  # hashes of its prompt, for dispatch; None: not made yet
     priority: int = field(init=False)  # the client's; the request's own may be what the order of shares makes of it
     life: list[tuple[float, str, str]] = field(default_factory=list)  # seconds after it came, what, instance

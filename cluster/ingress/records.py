@@ -42,6 +42,7 @@ from pengserve.cluster.ingress.placing import Placing
 from pengserve.cluster.ingress.prefixes import Prefixes
 from pengserve.cluster.ingress.quarantine import PoisonousRequestError, Quarantine
 from pengserve.cluster.ingress.record import Links, RecordEvents, RequestRecord, Resumption
+from pengserve.cluster.ingress.reject import queue_timeout
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.ingress.told import Told
 from pengserve.cluster.ingress.trials import Trials
@@ -100,6 +101,7 @@ class RequestBook:
         self._quarantine = Quarantine(clock)
         self._expected = ExpectedLengths()
         self._waiting: deque[RequestRecord] = deque()
+        self._limited: list[RequestRecord] = []  # with a limit to the wait for their first token
         self._orphans = Orphans()
         self._num_losses = 0
         self._lost_at: dict[InstanceKey, int] = {}  # the value of `_num_losses` after that link's last end
@@ -120,6 +122,8 @@ class RequestBook:
         """Takes a request and sends it to an instance, now or as soon as there is one. Tells `kept` of its tokens."""
         record = RequestRecord(request, options, created_s=self._clock(), kept=kept)
         self._records[request.request_id] = record
+        if options.contract.queue_limit_s is not None:
+            self._limited.append(record)
         if record.is_urgent:
             self._placing.urgent.add(record)
         self.used.set()
@@ -134,6 +138,10 @@ class RequestBook:
             PoisonousRequestError, KeyClosedError: for the client; another try is of no use.
         """
         self._quarantine.check(request, options.key_id)
+
+    def predict_ttft_s(self, request: EngineCoreRequest, options: RequestOptions) -> float | None:
+        """Seconds until the first token of a request that is not added yet; None where that is not known."""
+        return self._placing.predict_ttft_s(RequestRecord(request, options, created_s=self._clock()))
 
     def accept(self, link: InstanceLink, outputs: Iterable[EngineCoreOutput]) -> list[EngineCoreOutput]:
         """Notes the new tokens of a batch; returns the outputs that count, in order, under their request ids."""
@@ -153,6 +161,8 @@ class RequestBook:
                     record.first_token_s = now_s
                     if output.prefill_stats is not None:
                         record.num_cached_tokens = output.prefill_stats.num_cached_tokens
+                    if record.num_copies == 1:
+                        self._placing.first_token(record, now_s - record.sent_s)
                     if self._fair is not None:
                         self._fair.begun(record)
                 record.last_token_s = now_s
@@ -281,6 +291,8 @@ class RequestBook:
             assert record.link is not None
             self._orphans.abort(record.link, [record.wire_id])
             self._resume(record)
+        if self._limited:
+            self._drop_late(now_s)
         if self._fair is not None:
             self._fair.tend(num_places=len(self._links.ready()))
         # The more urgent first, then the less suspected; the order stays otherwise.
@@ -306,6 +318,19 @@ class RequestBook:
                 self._fail(record, RetryableRequestError("No instance became ready in time. Try again later."))
             else:
                 self._waiting.append(record)
+
+    def _drop_late(self, now_s: float) -> None:
+        """Gives up requests that have waited for their first token for longer than they allow."""
+        waiting = [r for r in self._limited if r.first_token_s is None and r is self._records.get(r.request.request_id)]
+        self._limited = []
+        for record in waiting:
+            limit_s = record.options.contract.queue_limit_s
+            if limit_s is None or now_s - record.created_s <= limit_s:
+                self._limited.append(record)
+                continue
+            if record.link is not None:
+                self._orphans.abort(record.link, [record.wire_id])
+            self._fail(record, queue_timeout(limit_s))
 
     def _place_in_queue(self, record: RequestRecord) -> tuple[float, ...]:
         request = record.request

@@ -18,6 +18,7 @@ class SwitchValues:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        self._errors = metrics.histogram(catalog.PREDICTION_ERROR)  # from zero on, so that the first one is a rise
         self._after = 0  # number of the newest event seen
         self._time_s = 0.0  # and its time
         self._controller_s = 0.0  # when the controller that numbered it was started
@@ -70,4 +71,4 @@ class SwitchValues:
         for figure in ("predicted", "measured"):
             seconds = float(data.get(figure, {}).get("ttft_s", 0.0))
             self._metrics.gauge(catalog.DECISION_TTFT, figure=figure).set(seconds)
-        self._metrics.histogram(catalog.PREDICTION_ERROR).observe(float(data.get("error", 1.0)))
+        self._errors.observe(float(data.get("error", 1.0)))

@@ -125,7 +125,8 @@ class Feed:
             raise RequestRefused(429, f"{MAX_CLIENTS} pages watch this ingress already: close one.", retry_after_s=5)
         watcher = Watcher(deque([b"retry: %d\n\n" % RETRY_MS]))
         if self._view is not None:
-            watcher.waiting.extend(self._missed(last_id) or [self._everything()])
+            missed = self._missed(last_id)
+            watcher.waiting.extend([self._everything()] if missed is None else missed)
         watcher.news.set()
         self._watchers.add(watcher)
         if self._task is None:
@@ -208,13 +209,13 @@ class Feed:
         assert self._view is not None
         return self._encode("snapshot", self._view | {"story": [to_data(event) for event in self._story]})
 
-    def _missed(self, last_id: str) -> list[bytes]:
-        """What came after a message of this feed; empty where that is not known any more."""
+    def _missed(self, last_id: str) -> list[bytes] | None:
+        """What came after a message of this feed; None where that is not known any more."""
         feed, _, text = last_id.partition("-")
         if feed != self._name or not text.isascii() or not text.isdecimal() or len(text) > MAX_DIGITS:
-            return []
+            return None
         missed = [message.encoded for message in self._kept if message.number > int(text)]
-        return missed if len(missed) == self._number - int(text) else []
+        return missed if len(missed) == self._number - int(text) else None
 
     def _tell(self, kind: str, data: Any) -> None:
         self._number += 1

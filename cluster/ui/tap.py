@@ -1,4 +1,4 @@
-"""Time to first token of this ingress's requests, kept while a page is open."""
+"""What this ingress's clients get, kept while a page is open: time to first token, and SLOs kept by class."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -6,38 +6,55 @@ from statistics import quantiles
 from typing import Any, Protocol
 
 MAX_KEPT = 4096  # first tokens between two looks
+RECENT = 200  # newest answers of a class that its attainment is of
+MAX_CLASSES = 16
 
 
-class FirstTokenSource(Protocol):
-    """What tells of first tokens: the ingress's meters."""
+class TrafficSource(Protocol):
+    """What tells of first tokens and of answers: the ingress's meters."""
 
     on_first_tokens: Any
+    on_slo: Any
 
 
-class FirstTokens:
-    """A `Tap` of the feed: seconds until the first tokens since the last look."""
+class TrafficTap:
+    """A `Tap` of the feed."""
 
-    def __init__(self, source: FirstTokenSource) -> None:
+    def __init__(self, source: TrafficSource) -> None:
         self._source = source
         self._seconds: deque[float] = deque(maxlen=MAX_KEPT)
+        self._kept: dict[str, deque[bool]] = {}  # by class
 
     def open(self) -> None:
         """Measures from now on."""
-        self._source.on_first_tokens = self._note
+        self._source.on_first_tokens, self._source.on_slo = self._seconds.extend, self._note_slo
 
     def read(self) -> dict[str, Any]:
-        """How many first tokens there were since the last call, and after how many seconds half and 99 % of them."""
+        """Since the last call: how many first tokens, and after how many seconds half and 99 % of them. Of each class
+        the share of its newest answers that kept their SLO, and how many these are.
+        """
         seconds = list(self._seconds)
         self._seconds.clear()
-        if not seconds:
-            return {"first_tokens": 0, "ttft_p50_s": None, "ttft_p99_s": None}
-        cuts = quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else seconds * 99
-        return {"first_tokens": len(seconds), "ttft_p50_s": round(cuts[49], 4), "ttft_p99_s": round(cuts[98], 4)}
+        return _first_tokens(seconds) | {
+            "classes": {
+                name: {"kept": round(sum(kept) / len(kept), 4), "answers": len(kept)}
+                for name, kept in sorted(self._kept.items())
+            }
+        }
 
     def close(self) -> None:
         """Measures nothing any more."""
-        self._source.on_first_tokens = None
+        self._source.on_first_tokens = self._source.on_slo = None
         self._seconds.clear()
+        self._kept.clear()
 
-    def _note(self, seconds: Sequence[float]) -> None:
-        self._seconds.extend(seconds)
+    def _note_slo(self, service_class: str, is_kept: bool) -> None:
+        if service_class in self._kept or len(self._kept) < MAX_CLASSES:
+            self._kept.setdefault(service_class, deque(maxlen=RECENT)).append(is_kept)
+
+
+def _first_tokens(seconds: Sequence[float]) -> dict[str, Any]:
+    if not seconds:
+        return {"first_tokens": 0, "ttft_p50_s": None, "ttft_p99_s": None}
+    cuts = quantiles(seconds, n=100, method="inclusive") if len(seconds) > 1 else [*seconds] * 99
+    return {"first_tokens": len(seconds), "ttft_p50_s": round(cuts[49], 4), "ttft_p99_s": round(cuts[98], 4)}

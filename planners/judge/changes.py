@@ -32,6 +32,11 @@ class Change(NamedTuple):
     is_spare: bool = False  # only where compute is plentiful: it costs throughput, and no memory is short
 
     @property
+    def what(self) -> tuple[str, Group, tuple[Group, ...], tuple[Group, ...]]:
+        """What it is, without what it is for: the same from look to look."""
+        return self.verb, self.group, self.parts, self.after
+
+    @property
     def is_merge(self) -> bool:
         """Whether the next switch forms a group."""
         return self.verb in ("merge", "drop")

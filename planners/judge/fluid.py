@@ -5,7 +5,7 @@ tensor-parallel, one for each stage of a pipeline, in which so many microbatches
 
     read        waiting prompts are read, as fast as full steps are, as far as KV and slots are free
     decoded     running requests have a token of each of these steps, and of the steps in the rest of the time
-    ended       by the mean length of an answer, tokens end requests, and these free their KV
+    ended       requests end as lengths of answers say (`judge.cohorts`), and free their KV
     preempted   where KV has grown beyond what there is, requests lose theirs, and wait to be computed again
 
 The currency is request-seconds: one for each second of a request that runs, `WAIT_WEIGHT` for each second of one that
@@ -20,6 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pengserve.planners.columns import Floats
+from pengserve.planners.judge.cohorts import Cohorts, Lengths
 from pengserve.planners.types.step_cost import KNOT_TOKENS
 
 WAIT_WEIGHT = 16.0  # request-seconds of a second without a first token
@@ -43,9 +44,14 @@ class Rows:
     waiting: Floats
     waiting_tokens: Floats
     stall_s: Floats  # from now on, in which nothing runs
-    rate: Floats  # requests that come
+    rate: Floats  # requests that come now,
+    later_rate: Floats  # ... and in the long run: a burst ends
+    burst_s: Floats  # after which 1/e of it is left
     prompt_tokens: Floats
+    read_share: Floats  # of a prompt, that is computed and not found in a prefix cache
     output_tokens: Floats
+    output_spread: Floats  # standard deviation of answers, as a share of the mean
+    ages: Floats  # [row, cohort]: tokens that running requests have generated, in `COHORTS` groups of as many
     pairs: Floats  # that a token of a prompt adds to a step (`StepCost.pair_s`): the mean square over the mean prompt
     spread: Floats  # of prompts: the standard deviation of their logarithm
     ttft_limit_s: Floats
@@ -77,64 +83,76 @@ def slices(horizon_s: float) -> Floats:
     return found
 
 
+def bursts(burst_s: Floats, horizon_s: float) -> Floats:
+    """How much of a burst is left in each slice, in the mean: `[slice, row]`."""
+    lengths = slices(horizon_s)[:, None]
+    ends = np.cumsum(lengths, axis=0)
+    found: Floats = burst_s * (np.exp((lengths - ends) / burst_s) - np.exp(-ends / burst_s)) / lengths
+    return found
+
+
+def mean_rate(rows: Rows, horizon_s: float) -> Floats:
+    """Requests that come by second, in the mean over the horizon."""
+    share = rows.burst_s / horizon_s * (1.0 - np.exp(-horizon_s / rows.burst_s))
+    found: Floats = rows.later_rate + share * (rows.rate - rows.later_rate)
+    return found
+
+
 def predict(rows: Rows, horizon_s: float) -> Fate:
     """The fate of each row within `horizon_s`."""
     kv, prompt, output = rows.kv_tokens, rows.prompt_tokens, rows.output_tokens
+    lengths = Lengths.of(output, rows.output_spread)
     running, waiting, waiting_tokens = rows.running.copy(), rows.waiting.copy(), rows.waiting_tokens.copy()
-    stall = rows.stall_s.copy()
-    # KV of one that runs: as it is, and later as lengths say.
-    usual = prompt + 0.5 * output
-    each = np.where(running > 0, rows.held_tokens / np.maximum(running, 1e-9), usual)
+    stall, usual = rows.stall_s.copy(), prompt + lengths.mean_age
+    cohorts, held = Cohorts(running, rows.held_tokens, rows.ages, lengths), rows.held_tokens
     zero = np.zeros_like(kv)
+    done = zero  # tokens of answers, of those that wait: they were preempted
     wait_s, run_s, read_s, begun, finished, decoded, recomputed, late, slow, long_s = (zero.copy() for _ in range(10))
+    each = np.where(running > 0, held / np.maximum(running, 1e-9), usual)
     steps = _steps(rows, running, each, prompt)
-    for length in slices(horizon_s):
+    for length, burst in zip(slices(horizon_s), bursts(rows.burst_s, horizon_s), strict=True):
         # Arrivals.
-        came, before = rows.rate * length, waiting
+        rate = rows.later_rate + burst * (rows.rate - rows.later_rate)
+        came, before = rate * length, waiting
         waiting, waiting_tokens = waiting + came, waiting_tokens + came * prompt
         live = np.maximum(0.0, length - stall)
         stall = np.maximum(0.0, stall - length)
         mean = np.maximum(1.0, waiting_tokens / np.maximum(waiting, 1e-9))
         # Read, as far as there are memory, slots and time; a request will need more memory than its prompt.
-        grown = 1.0 + RESERVE * output / mean
-        by_memory = np.maximum(0.0, kv - running * each) / grown
-        by_slots = np.maximum(0.0, rows.slots - running) * mean
-        middle = running
+        had = done / np.maximum(waiting, 1e-9)  # of its answer
+        to_come, grown = lengths.after(had), 1.0 + RESERVE * output / mean
+        middle, num_steps = running, live / steps.decode_s
         for _ in range(2):  # the second time at the batch of the middle of this slice
-            steps = _steps(rows, middle, each, mean)
-            # Requests also end while others are read, and leave them their place.
-            ending = middle * live / np.maximum(1e-9, output * steps.decode_s)
-            freed = np.minimum(middle, ending)
-            read = np.minimum(waiting_tokens, by_memory + freed * each / grown)
-            read = np.minimum(np.minimum(read, by_slots + freed * mean), steps.rate * live)
-            busy = np.minimum(live, read / steps.rate)
+            steps, taken = _steps(rows, middle, each, mean), np.maximum(num_steps, 1e-4 * lengths.rest)
+            later, (still, meanwhile) = cohorts.after(taken), to_come.begun(taken)
+            by_memory = np.maximum(0.0, kv - later.held_tokens) / (grown * still)
+            by_slots = np.maximum(0.0, rows.slots - later.running) * mean / still
+            read = np.minimum(np.minimum(waiting_tokens, np.minimum(by_memory, by_slots)), steps.rate * live)
+            busy, new = np.minimum(live, read / steps.rate), read / mean
             num_steps = busy / steps.full_s + (live - busy) / steps.decode_s
-            # dR/dt = new / live - R / stay
-            new = read / mean
-            stay = np.where(live > 0, live * output / np.maximum(num_steps, 1e-9), 1.0)
-            left = np.exp(-live / stay)
-            level = new * stay / np.maximum(live, 1e-9)
-            end = np.where(live > 0, level + (running - level) * left, running)
-            middle = np.where(
-                live > 0, level + (running - level) * (1.0 - left) * stay / np.maximum(live, 1e-9), running
-            )
+            middle = later.mean + new * meanwhile
+        end = later.running + new * still
         ended = np.maximum(0.0, running + new - end)
-        chance, longest_s = _behind(rows, steps)
+        chance, longest_s = _behind(rows, rate, steps)
         read_s += new * (steps.alone_s + chance * longest_s)
         long_s += new * (steps.long_s + chance * longest_s)
         queue_s = np.minimum(horizon_s, np.maximum(0.0, waiting - new) * length / np.maximum(new, 1e-9))
         late += new * _late(rows, steps, queue_s, chance, longest_s)
-        slow_share = _share_above(live / np.maximum(num_steps, 1e-9), rows.tpot_limit_s, TPOT_SPREAD)
+        slow_share = _share_above(live / taken, rows.tpot_limit_s, TPOT_SPREAD)
         slow += ended * np.where(live > 0, slow_share, 0.0)
         waiting_tokens, waiting = waiting_tokens - read, np.maximum(0.0, waiting - new)
         wait_s += 0.5 * (before + waiting) * length
         run_s += middle * live + running * (length - live)
-        decoded += middle * num_steps
-        each = usual + (each - usual) * left
+        decoded += middle * taken
         # Preempted, where those that run have grown beyond the memory.
-        lost = np.minimum(end, np.maximum(0.0, end - kv / each))
-        running, waiting, waiting_tokens = end - lost, waiting + lost, waiting_tokens + lost * each
-        begun, finished, recomputed = begun + new, finished + ended, recomputed + lost * each
+        held, done = cohorts.move(later, taken, new * still, mean, had), np.maximum(0.0, done - new * had)
+        excess, running = np.maximum(0.0, held - kv), end
+        if excess.any():
+            lost, their = cohorts.preempt(excess)
+            running, held, done = end - lost, held - excess, done + their
+            waiting, waiting_tokens, recomputed = waiting + lost, waiting_tokens + excess, recomputed + excess
+        each = np.where(running > 1e-9, held / np.maximum(running, 1e-9), usual)
+        begun, finished = begun + new, finished + ended
     # What is left takes as long as a full group needs for it: a queue its square over twice the rate.
     most = np.minimum(rows.slots, kv / usual)
     full = _steps(rows, most, usual, prompt)
@@ -153,17 +171,17 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
         finished=finished,
         recomputed_tokens=recomputed,
         missed=missed,
-        read_share=rows.rate * prompt / steps.rate,
+        read_share=mean_rate(rows, horizon_s) * prompt / steps.rate,
         request_s=wait_s + read_s + run_s,
     )
 
 
-def _behind(rows: Rows, steps: "_Steps") -> tuple[Floats, Floats]:
+def _behind(rows: Rows, rate: Floats, steps: "_Steps") -> tuple[Floats, Floats]:
     """How likely a prompt waits behind others that came by chance at the same time, and how long it then does.
 
     Prompts of a group are read one after the other; of k groups the one with the least to do is chosen (Sakasegawa).
     """
-    share = np.minimum(0.95, rows.rate * rows.prompt_tokens / steps.rate)
+    share = np.minimum(0.95, rate * rows.prompt_tokens / steps.rate)
     chance = share ** (np.sqrt(2.0 * (rows.routes + 1.0)) - 1.0) * share
     # Of the prompt that one meets: long ones are met more often, and half of it is read already.
     return chance, rows.pairs / steps.rate / (2.0 * rows.routes * (1.0 - share))
@@ -219,4 +237,6 @@ def _steps(rows: Rows, running: Floats, each_tokens: Floats, prompt: Floats) -> 
         return first_s
 
     long = np.maximum(prompt, rows.pairs)  # mean size by token: what most tokens' prompts are like
-    return _Steps(decode_s, full_s, rows.servers * room / full_s, alone_s(prompt), alone_s(long))
+    read = rows.read_share
+    rate = rows.servers * room / (full_s * read)
+    return _Steps(decode_s, full_s, rate, alone_s(read * prompt), alone_s(read * long))

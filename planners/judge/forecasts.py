@@ -111,11 +111,13 @@ class Forecast:
     def outcome(self, traffic: Traffic) -> Outcome:
         """What became of it, and the model's error with the requests that really came."""
         rows, measured = self.rows, self.measured
-        share = rows.rate / max(1e-9, float(rows.rate.sum()))
+        share = rows.later_rate / max(1e-9, float(rows.later_rate.sum()))
         ones = np.ones_like(share)
+        rate = share * measured.requests / max(1e-9, measured.seconds)
         again = replace(
             rows,
-            rate=share * measured.requests / max(1e-9, measured.seconds),
+            rate=rate,
+            later_rate=rate,
             prompt_tokens=traffic.prompt_tokens * ones,
             output_tokens=traffic.output_tokens * ones,
         )

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 
 from pengserve.planners.columns import ReadyInstances
 from pengserve.planners.judge.changes import Change
@@ -11,9 +12,14 @@ from pengserve.planners.judge.switch_costs import SwitchPrices, first_link
 from pengserve.planners.judge.watch import Watched
 from pengserve.planners.types.config import DropConfig, JudgeConfig
 from pengserve.planners.types.ids import InstanceId
-from pengserve.planners.types.layout import GroupKind, Layout
+from pengserve.planners.types.layout import Group, GroupKind, Layout
 from pengserve.planners.types.snapshot import ClusterSnapshot
 
+What = tuple[str, Group, tuple[Group, ...], tuple[Group, ...]]
+OWED = 2.0  # prices of a change that it must have been seen to save, where it saves little at once
+LEAST_SHARE = 0.03  # of what is predicted without a change; less is within the model's error
+IDLE_S = 1e-3  # request-seconds within the horizon: nothing runs, and nothing comes
+MOST_GAP_S = 1.0  # between two looks: what would have been saved longer ago is not known
 SAME_LOOK_S = 0.1  # looks that follow each other so fast see the same: a controller asks again after each switch
 
 
@@ -36,6 +42,8 @@ class JudgeHistory:
     switches: SwitchPrices = field(default_factory=SwitchPrices)
     forecasts: Forecasts = field(default_factory=Forecasts)
     ranked: Ranked | None = None  # of the newest look
+    owed: Mapping[What, float] = field(default_factory=dict)  # request-seconds that would have been saved so far
+    judged_s: float = 0.0  # when changes were last priced
     outcomes: tuple[Outcome, ...] = ()  # of the forecasts whose time was over at the newest look
 
     def seen(self, snapshot: ClusterSnapshot, instances: ReadyInstances, config: JudgeConfig) -> "JudgeHistory":
@@ -44,9 +52,13 @@ class JudgeHistory:
         if not watched.is_known:
             return replace(self, watched=watched, switches=switches, outcomes=())
         forecasts, outcomes = self.forecasts.seen(snapshot, instances, watched.traffic(), config.horizon_s)
-        return JudgeHistory(
-            watched=watched, switches=switches, forecasts=forecasts, ranked=self.ranked, outcomes=outcomes
-        )
+        return replace(self, watched=watched, switches=switches, forecasts=forecasts, outcomes=outcomes)
+
+    def owed_now(self, priced: Sequence[Priced], now_s: float, horizon_s: float) -> dict[What, float]:
+        """What each change would have saved since it began to gain without a break, if it had been made then."""
+        share = min(MOST_GAP_S, max(0.0, now_s - self.judged_s)) / horizon_s
+        gaining = (p for p in priced if p.gain_s > LEAST_SHARE * p.keep.cost_s)
+        return {p.change.what: self.owed.get(p.change.what, 0.0) + share * p.gain_s for p in gaining}
 
     def is_same_look(self, snapshot: ClusterSnapshot) -> bool:
         """Whether changes were ranked a moment ago, for the layout that still stands."""
@@ -73,6 +85,21 @@ class JudgeHistory:
         """Whether it has only just begun to watch requests that come: in a moment it can predict."""
         return not self.watched.is_known and bool(instances.stat("total_requests").any())
 
+    def slow_degrees(self, instances: ReadyInstances, degrees: Collection[int]) -> frozenset[int]:
+        """Tensor-parallel groups of these degrees have tokens later than an instance alone, as far as is known."""
+        if not self.knows(instances):
+            return frozenset()
+        costs, traffic = self.watched.costs(instances), self.watched.traffic()
+        batch = max(1.0, float(instances.stat("num_running").sum()) / max(1, len(instances)))
+        held = batch * (traffic.prompt_tokens + 0.5 * traffic.output_tokens)
+
+        def token_s(shape: str) -> float:
+            cost = costs.of(shape)
+            return inf if cost is None else cost.step_s(batch, batch, held)
+
+        alone_s = token_s(GroupKind.DP)
+        return frozenset(degree for degree in degrees if alone_s <= token_s(f"{GroupKind.TP}{degree}") < inf)
+
     def expecting(self, forecast: Forecast) -> "JudgeHistory":
         """With one forecast more."""
         return replace(self, forecasts=replace(self.forecasts, open=(*self.forecasts.open, forecast)))
@@ -86,6 +113,41 @@ class Judgement:
     best: Priced | None = None  # None: nothing pays
     priced: tuple[Priced, ...] = ()
     keep: Prediction | None = None  # of the layout as it is, where that was predicted
+
+
+def _pays(priced: Priced, owed: Mapping[What, float], config: JudgeConfig) -> bool:
+    """Whether a change gains much at once, or has been seen to gain for so long that it has paid for itself twice.
+
+    What only makes use of spare compute must gain much: it costs throughput. Where nothing runs and nothing comes,
+    instances that are alone hold themselves ready for either.
+    """
+    if priced.gain_s > config.least(priced.keep.cost_s):
+        return True
+    if priced.change.verb == "restore" and priced.keep.cost_s <= IDLE_S:
+        return True
+    saved_s = owed.get(priced.change.what, 0.0)
+    return not priced.change.is_spare and saved_s > max(config.least_s, OWED * priced.price_s)
+
+
+def pricing_of(
+    snapshot: ClusterSnapshot,
+    instances: ReadyInstances,
+    config: JudgeConfig,
+    drop: DropConfig,
+    history: JudgeHistory,
+) -> Pricing:
+    """The prices of one look, by what was watched."""
+    watched = history.watched
+    return Pricing(
+        snapshot,
+        instances,
+        watched.traffic(),
+        watched.costs(instances),
+        history.switches,
+        config,
+        first_link(snapshot, drop),
+        history.forecasts.correction,
+    )
 
 
 def judge(
@@ -102,23 +164,14 @@ def judge(
     `claimed` members are needed for something else as long as this look lasts.
     """
     if not changes:
-        return Judgement(history=history)
-    watched, forecasts = history.watched, history.forecasts
-    link = first_link(snapshot, drop)
-    pricing = Pricing(
-        snapshot,
-        instances,
-        watched.traffic(),
-        watched.costs(instances),
-        history.switches,
-        config,
-        link,
-        forecasts.correction,
-    )
+        return Judgement(history=replace(history, owed={}))
+    forecasts, pricing = history.forecasts, pricing_of(snapshot, instances, config, drop, history)
     priced = pricing.price(changes)
-    paying = [p for p in priced if p.gain_s > max(config.least_s, config.margin * p.keep.cost_s)]
-    paying.sort(key=lambda p: (-p.gain_s, p.change.group.members))
     now_s = snapshot.time_s
+    owed = history.owed_now(priced, now_s, config.horizon_s)
+    history = replace(history, owed=owed, judged_s=now_s)
+    paying = [p for p in priced if _pays(p, owed, config)]
+    paying.sort(key=lambda p: (-p.gain_s, p.change.group.members))
     if paying:
         forecasts_of = {
             p.change: Forecast(

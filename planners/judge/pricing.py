@@ -1,6 +1,6 @@
 """The price of each change: what becomes of its groups with it and without it, at few, expected and many requests."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from math import exp, inf, log, sqrt
 
@@ -8,9 +8,10 @@ import numpy as np
 
 from pengserve.planners.columns import ReadyInstances, lane_capacity
 from pengserve.planners.judge.changes import Change
+from pengserve.planners.judge.costs import Costs
 from pengserve.planners.judge.fluid import WAIT_WEIGHT, Fate, Rows, predict
 from pengserve.planners.judge.switch_costs import SwitchPrices
-from pengserve.planners.judge.watch import Costs, Traffic
+from pengserve.planners.judge.watch import Traffic
 from pengserve.planners.types.config import JudgeConfig
 from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.snapshot import ClusterSnapshot
@@ -18,6 +19,7 @@ from pengserve.planners.types.snapshot import ClusterSnapshot
 MOST_READ = 0.8  # share of a pipeline's time that prompts may take: beyond it compute is short, and not memory
 # Share of a group's time that prompts may take where it is formed for latency, even if many requests come.
 MOST_SPARE_TP, MOST_SPARE_PP = 0.5, 0.4
+MOVE_S = 0.05  # that a request stalls which goes to another instance while both serve: for the last of its KV
 FEW, EXPECTED, MANY = range(3)  # scenarios: how many requests come
 
 
@@ -119,6 +121,25 @@ class Pricing:
         self._rows_after = {plan.change: plan.after for plan in plans}
         return tuple(self._priced(plan, fates) for plan in plans)
 
+    def move(self, source: Group, target: Group, num_tokens: float) -> tuple[float, float]:
+        """What it saves that running requests with so many tokens of KV go from one group to another, in
+        request-seconds, and what is predicted without it; 0 where it cannot be predicted.
+        """
+        kept, free = self._state(source), self._state(target)
+        part = min(1.0, num_tokens / max(1.0, kept.held_tokens))
+        moved = _State(kept.running * part, kept.held_tokens * part)
+        rest = _State(
+            kept.running - moved.running, kept.held_tokens - moved.held_tokens, kept.waiting, kept.waiting_tokens
+        )
+        states = ((source, kept), (target, free), (source, rest), (target, free + moved))
+        found = (self._row(group, state, 0.0, self._num_routes) for group, state in states)
+        rows = [row for row in found if row is not None]
+        if len(rows) < len(states):
+            return 0.0, 0.0
+        self._set_limits()
+        cost_s = self._fates((EXPECTED,))[0].cost_s[rows]
+        return float(cost_s[:2].sum() - cost_s[2:].sum()) - MOVE_S * moved.running, float(cost_s[:2].sum())
+
     def rows_after(self, change: Change) -> Rows:
         """What a priced change leads to, at the expected rate of requests."""
         return _some(self._expected, list(self._rows_after[change]))
@@ -170,12 +191,25 @@ class Pricing:
         there_s, back_s = self._stalls(change, whole)
         num_routes = self._num_routes + len(change.after) - len(change.before)
         after = []
-        for group in change.after:
-            row = self._row(group, whole.share(group.degree / members), there_s, num_routes)
+        for group, state in zip(change.after, self._spread_over(whole, change.after, members), strict=True):
+            row = self._row(group, state, there_s, num_routes)
             if row is None:
                 return None
             after.append(row)
         return _Plan(change, tuple(known), tuple(after), there_s, back_s)
+
+    def _spread_over(self, whole: _State, groups: Sequence[Group], members: int) -> Iterator[_State]:
+        """What each of `groups` will run: as many requests a member, which are not equally long.
+
+        The first one stands for the one that gets the longest ones.
+        """
+        sizes = self._traffic.prompt_tokens + np.array(self._traffic.ages)
+        each = whole.running / max(1, len(groups))
+        more = min(1.0, float(sizes.std() / sizes.mean()) / sqrt(max(1.0, each))) if len(groups) > 1 else 0.0
+        for at, group in enumerate(groups):
+            state = whole.share(group.degree / members)
+            share = more if at == 0 else -more / (len(groups) - 1)
+            yield replace(state, held_tokens=state.held_tokens * (1.0 + share))
 
     def _stalls(self, change: Change, whole: _State) -> tuple[float, float]:
         """Seconds that requests stall on the way there, and on the way back."""
@@ -254,9 +288,14 @@ class Pricing:
             waiting=waiting,
             waiting_tokens=waiting_tokens,
             stall_s=stall_s,
-            rate=traffic.rates[scenario] * share,
+            rate=(traffic.rate_now if scenario == EXPECTED else traffic.rates[scenario]) * share,
+            later_rate=traffic.rates[scenario] * share,
+            burst_s=traffic.burst_s * ones,
             prompt_tokens=traffic.prompt_tokens * ones,
+            read_share=traffic.read_share * ones,
             output_tokens=traffic.output_tokens * ones,
+            output_spread=traffic.output_spread * ones,
+            ages=np.repeat(np.array([traffic.ages]), len(ones), axis=0),
             pairs=traffic.pairs * ones,
             spread=self._spread * ones,
             ttft_limit_s=self._limits[0] * ones,
@@ -295,10 +334,17 @@ class Pricing:
         """Whether a change forms a group though prompts take most of the time: it computes less than its members."""
         if not any(group.degree > 1 for group in plan.change.after) or plan.change.verb == "restore":
             return False
+        if plan.change.is_spare and not self._traffic.is_settled and self._is_busy(plan):
+            return True
         is_tp = any(group.kind is GroupKind.TP for group in plan.change.after)
         spare = MOST_SPARE_TP if is_tp else MOST_SPARE_PP
         scenario, most = (MANY, spare) if plan.change.is_spare else (EXPECTED, MOST_READ)
         return float(fates[scenario].read_share[list(plan.after)].max()) > most
+
+    def _is_busy(self, plan: "_Plan") -> bool:
+        """Whether there are more requests than instances: where too little is known, a group could be in their way."""
+        requests = sum(self._rows[row][3] + self._rows[row][5] for row in plan.before)
+        return requests > sum(group.degree for group in plan.change.before)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,20 +10,30 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from pengserve.planners.columns import Floats, Ints, ReadyInstances
-from pengserve.planners.types.layout import GroupKind, degree_of
+from pengserve.planners.columns import Ints, ReadyInstances
+from pengserve.planners.judge.cohorts import Ends, Lengths, ages_of
+from pengserve.planners.judge.costs import Costs, Work
 from pengserve.planners.types.snapshot import ClusterSnapshot
-from pengserve.planners.types.step_cost import TERMS, StepCost
+from pengserve.planners.types.step_cost import TERMS
 
 SHORT_S, LONG_S = 5.0, 40.0  # windows of the rate of requests
+FRESH_S, SURE = 0.9, 3.0  # seconds; standard deviations of a count by which a change of the rate is no chance
+BURST = 2.0  # times as long as it has been seen, until 1/e of a burst is left
+MOST_FOUND = 0.95  # of a prompt: the last token is always computed
 MIN_SEEN_S = 1.0  # of watching; before it nothing is known
 STEP_MEMORY_S = 60.0  # what steps took longer ago counts 1/e
-BELIEF_S = 2.0  # seconds of steps that a profile counts as
 GAP_S = 10.0  # without a look: what happened in between is not known
 DEFAULT_TOKENS = 512.0, 128.0  # prompt and output, before any request has come and ended
-TP_EFFICIENCY, PP_EFFICIENCY = 0.85, 0.92  # of shapes that were neither profiled nor run, of what dp does
 
-_REQUESTS = ("total_requests", "total_request_tokens", "total_finished", "total_finished_tokens")
+_REQUESTS = (
+    "total_requests",
+    "total_request_tokens",
+    "total_finished",
+    "total_finished_tokens",
+    "total_generated_tokens",
+    "total_prefix_queries",
+    "total_prefix_hits",
+)
 _PAIRS = ("total_step_pairs", "total_step_tokens")
 _STEPS = ("total_costed_steps", "total_step_tokens", "total_step_extra_tokens", "total_step_seqs")
 _WORK = (*_STEPS, "total_step_context", "total_step_pairs")  # in the order of `TERMS`
@@ -34,9 +44,15 @@ _ALL = tuple(dict.fromkeys((*_REQUESTS, *_WORK, "total_step_us")))
 class Traffic:
     """Requests that come to the whole cluster."""
 
-    rates: tuple[float, float, float]  # by second: few, as expected, many
+    rates: tuple[float, float, float]  # by second, in the long run: few, as expected, many
+    rate_now: float  # of the last seconds
+    burst_s: float  # how long a rate that is not that of the long run may be expected to last
     prompt_tokens: float  # mean
+    read_share: float  # of a prompt, that is computed and not found in a prefix cache
     output_tokens: float  # mean
+    output_spread: float  # standard deviation of answers, as a share of the mean
+    ages: tuple[float, ...]  # tokens that running requests have, in cohorts of as many (`judge.cohorts`)
+    is_settled: bool  # requests have come for so long that their rate is known
     pairs: float  # by token of a prompt, see `StepCost.pair_s`
 
 
@@ -44,15 +60,8 @@ class Traffic:
 class _Look:
     time_s: float
     counts: tuple[float, ...]  # `_REQUESTS` since the first look
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Steps of one shape, of late: the sums of squares that a fit needs, and those that a speed needs."""
-
-    gram: Floats
-    moment: Floats
-    seconds: float
+    running: float  # requests, of all instances
+    waiting: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +69,8 @@ class Watched:
     """A value: a look returns the next one."""
 
     looks: tuple[_Look, ...] = ()
-    work: Mapping[str, _Work] = field(default_factory=dict, compare=False)
+    work: Mapping[str, Work] = field(default_factory=dict, compare=False)
+    ends: Ends = field(default_factory=Ends)
     ids: Ints | None = field(default=None, compare=False)  # of the newest look
     shapes: NDArray[np.str_] | None = field(default=None, compare=False)
     totals: Mapping[str, Ints] = field(default_factory=dict, compare=False)
@@ -69,27 +79,36 @@ class Watched:
     def is_known(self) -> bool:
         """Whether enough was seen to predict from."""
         looks = self.looks
-        return len(looks) > 1 and looks[-1].time_s - looks[0].time_s >= MIN_SEEN_S and looks[-1].counts[0] > 0
+        is_long = len(looks) > 1 and looks[-1].time_s - looks[0].time_s >= MIN_SEEN_S
+        return is_long and bool(self.totals["total_requests"].any())
+
+    def is_of_late(self, now_s: float) -> bool:
+        """Whether the newest look was a moment ago."""
+        return bool(self.looks) and now_s - self.looks[-1].time_s <= GAP_S
 
     def seen(self, snapshot: ClusterSnapshot, instances: ReadyInstances) -> "Watched":
         """With this look."""
         now_s = snapshot.time_s
-        before = self if self.looks and now_s - self.looks[-1].time_s <= GAP_S else Watched(work=self.work)
+        before = self if self.is_of_late(now_s) else Watched(work=self.work, ends=self.ends)
         ids, shapes = instances.ids, np.array([i.stats.shape for i in instances.values()], dtype=np.str_)
         totals = {name: instances.stat(name)[ids] for name in _ALL}
+        now = float(instances.stat("num_running").sum()), float(instances.stat("num_waiting").sum())
         if not before.looks:
-            return replace(before, looks=(_Look(now_s, (0.0,) * 4),), ids=ids, shapes=shapes, totals=totals)
+            first = _Look(now_s, (0.0,) * len(_REQUESTS), *now)
+            return replace(before, looks=(first,), ids=ids, shapes=shapes, totals=totals)
         if now_s <= before.looks[-1].time_s:
             return self
         deltas = before._deltas(ids, totals)
         counts = tuple(
             at + float(deltas[name].sum()) for at, name in zip(before.looks[-1].counts, _REQUESTS, strict=True)
         )
-        looks = (*before.looks, _Look(now_s, counts))
+        looks = (*before.looks, _Look(now_s, counts, *now))
         if len(looks) > 2 and looks[1].time_s < now_s - LONG_S:
             looks = looks[1:]
         work = before._worked(shapes, ids, deltas, now_s)
-        return Watched(looks=looks, work=work, ids=ids, shapes=shapes, totals=totals)
+        keep = float(np.exp(-(now_s - before.looks[-1].time_s) / STEP_MEMORY_S))
+        ends = before.ends.seen(deltas["total_finished"], deltas["total_finished_tokens"], keep)
+        return Watched(looks=looks, work=work, ends=ends, ids=ids, shapes=shapes, totals=totals)
 
     def _deltas(self, ids: Ints, totals: Mapping[str, Ints]) -> dict[str, Ints]:
         """What each instance has added; 0 where it is new, or counts anew."""
@@ -107,7 +126,7 @@ class Watched:
 
     def _worked(
         self, shapes: NDArray[np.str_], ids: Ints, deltas: Mapping[str, Ints], now_s: float
-    ) -> Mapping[str, _Work]:
+    ) -> Mapping[str, Work]:
         assert self.ids is not None and self.shapes is not None
         if len(self.ids) != len(ids) or not (self.ids == ids).all():
             return self.work
@@ -120,9 +139,9 @@ class Watched:
             row = np.array([float(deltas[name][same].sum()) for name in _WORK])
             if seconds <= 0 or row[0] <= 0:
                 continue
-            old = work.get(shape, _Work(np.zeros((len(TERMS),) * 2), np.zeros(len(TERMS)), 0.0))
+            old = work.get(shape, Work(np.zeros((len(TERMS),) * 2), np.zeros(len(TERMS)), 0.0))
             # Weighed by time: a look in which little ran says little.
-            work[shape] = _Work(
+            work[shape] = Work(
                 keep * old.gram + np.outer(row, row) / seconds, keep * old.moment + row, keep * old.seconds + seconds
             )
         return work
@@ -135,23 +154,56 @@ class Watched:
         first = looks[0]
         recent = next((look for look in reversed(looks) if now.time_s - look.time_s >= SHORT_S), first)
         long_s, short_s = now.time_s - first.time_s, now.time_s - recent.time_s
-        came, came_tokens, ended, ended_tokens = (b - a for a, b in zip(first.counts, now.counts, strict=True))
+        came, came_tokens, ended, ended_tokens, generated, asked, found = (
+            b - a for a, b in zip(first.counts, now.counts, strict=True)
+        )
         newest = now.counts[0] - recent.counts[0]
         long_rate, short_rate = came / max(1e-9, long_s), newest / max(1e-9, short_s)
+        # A burst shows in the newest second: a change that is no chance counts at once.
+        fresh = next((look for look in reversed(looks) if now.time_s - look.time_s >= FRESH_S), first)
+        fresh_s, arrived = now.time_s - fresh.time_s, now.counts[0] - fresh.counts[0]
+        if abs(arrived - short_rate * fresh_s) > SURE * np.sqrt(short_rate * fresh_s + 1.0):
+            newest, short_s, short_rate = arrived, fresh_s, arrived / max(1e-9, fresh_s)
         spread = np.sqrt(newest + 1.0) / max(1.0, short_s)
         few = max(0.0, min(long_rate, short_rate - spread))
         many = max(long_rate, short_rate + spread)
-        prompt, output = DEFAULT_TOKENS
+        prompt, output = self._usual_tokens()
         if came:
             prompt = came_tokens / came
-        if ended:
-            output = max(1.0, (ended_tokens + output) / (ended + 1.0))
+        # Answers under way tell of long ones before these end, unless all are of about one length.
+        spread = self.ends.spread
+        under_way = min(1.0, spread * spread) * max(0.0, generated - ended_tokens)
+        output = max(1.0, (ended_tokens + under_way + output) / (ended + 1.0))
+        begun_s = next((look.time_s for look in looks if look.counts[0] > 0), now.time_s)
         return Traffic(
-            rates=(few, 0.5 * (long_rate + short_rate), many),
+            rates=(few, long_rate, many),
+            rate_now=short_rate,
+            burst_s=max(FRESH_S, BURST * short_s),
             prompt_tokens=max(1.0, prompt),
+            read_share=1.0 - MOST_FOUND * min(1.0, found / asked) if asked > 0 else 1.0,
             output_tokens=output,
+            output_spread=spread,
+            is_settled=now.time_s - begun_s >= SHORT_S,
+            ages=self._ages(output, recent),
             pairs=self._pairs(prompt),
         )
+
+    def _usual_tokens(self) -> tuple[float, float]:
+        """Means of prompts and answers since the instances began."""
+        came, came_tokens, ended, ended_tokens = (float(self.totals[name].sum()) for name in _REQUESTS[:4])
+        prompt, output = DEFAULT_TOKENS
+        return came_tokens / came if came else prompt, max(1.0, ended_tokens / ended) if ended else output
+
+    def _ages(self, output_tokens: float, recent: _Look) -> tuple[float, ...]:
+        """How many tokens running requests have, from when they began and how fast tokens came since `recent`."""
+        times, running, waiting, came = np.array([(k.time_s, k.running, k.waiting, k.counts[0]) for k in self.looks]).T
+        at = self.looks.index(recent)
+        run_s = float((running[at:-1] * np.diff(times[at:])).sum())
+        token_rate = (self.looks[-1].counts[4] - recent.counts[4]) / run_s if run_s > 0 else 0.0
+        begun = np.maximum(0.0, np.diff(came) - np.diff(waiting))[::-1]
+        ages = token_rate * (times[-1] - 0.5 * (times[1:] + times[:-1]))[::-1]
+        lengths = Lengths.of(np.array(output_tokens), np.array(self.ends.spread))
+        return tuple(ages_of(begun, ages, float(running[-1]), lengths).tolist())
 
     def _pairs(self, prompt_tokens: float) -> float:
         """Pairs that a token of a prompt adds, as seen: long prompts have most of them."""
@@ -162,7 +214,7 @@ class Watched:
         )
         return pairs / tokens if tokens > 0 and pairs > 0 else prompt_tokens
 
-    def costs(self, instances: ReadyInstances) -> "Costs":
+    def costs(self, instances: ReadyInstances) -> Costs:
         """What steps cost by shape."""
         profiles = {}
         first = next(iter(instances.values()), None)
@@ -170,59 +222,3 @@ class Watched:
             if lane.step_cost is not None:
                 profiles[lane.shape] = lane.step_cost
         return Costs(profiles, self.work)
-
-
-class Costs:
-    """A `StepCost` for each shape: as profiled, at the speed that was measured; or as measured alone."""
-
-    def __init__(self, profiles: Mapping[str, StepCost], work: Mapping[str, _Work]) -> None:
-        self._profiles, self._work = profiles, work
-        self._found: dict[str, StepCost | None] = {}
-
-    def of(self, shape: str) -> StepCost | None:
-        """Of one shape; None where nothing is known of it."""
-        if shape not in self._found:
-            self._found[shape] = self._make(shape)
-        return self._found[shape]
-
-    def _make(self, shape: str) -> StepCost | None:
-        first = self._profiles.get(shape) or (None if shape == GroupKind.DP else self._by_law(shape))
-        work = self._work.get(shape)
-        if work is None or work.seconds < BELIEF_S:
-            return first
-        if first is None:
-            return _fitted(work)
-        terms = np.array(first.terms)
-        expected_s = float(terms @ work.moment)
-        speed = (work.seconds + BELIEF_S) / (expected_s + BELIEF_S)
-        return StepCost(**dict(zip(TERMS, (terms * speed).tolist(), strict=True)))
-
-    def _by_law(self, shape: str) -> StepCost | None:
-        """Of a shape that was never profiled nor run: a share of what dp does."""
-        alone = self.of(GroupKind.DP)
-        if alone is None:
-            return None
-        degree = degree_of(shape)
-        if shape.startswith(GroupKind.PP):
-            factors = (1.0 / PP_EFFICIENCY,) * len(TERMS)
-        else:
-            shared = 1.0 / (degree * TP_EFFICIENCY)
-            factors = (shared, shared, shared, 1.0, shared, shared)  # each member samples for all sequences
-        values = [value * factor for value, factor in zip(alone.terms, factors, strict=True)]
-        return StepCost(**dict(zip(TERMS, values, strict=True)))
-
-
-def _fitted(work: _Work) -> StepCost:
-    """Least squares over the looks; a term that would be negative is left out, and terms alike share what they cost."""
-    scale = np.sqrt(np.maximum(np.diag(work.gram), 1e-30))
-    gram, moment = work.gram / np.outer(scale, scale), work.moment / scale
-    used = [at for at in range(len(TERMS)) if work.moment[at] > 0]
-    while used:
-        ridge = gram[np.ix_(used, used)] + 1e-4 * np.eye(len(used))
-        found = np.linalg.solve(ridge, moment[used])
-        if found.min() >= 0:
-            break
-        del used[int(np.argmin(found))]
-    terms = dict.fromkeys(TERMS, 0.0)
-    terms.update({TERMS[at]: float(value / scale[at]) for at, value in zip(used, found, strict=True)})
-    return StepCost(**terms)

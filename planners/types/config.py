@@ -61,6 +61,7 @@ class InstanceConfig:
     host_bytes: int = 0  # of the host tier of KV; 0: none, -1: a share of the node's free memory
     link_bytes_per_s: float = 0.0  # between device and host, emulated: copies take at least as long; 0: as they are
     host_file: str = ""  # a file that holds the host tier instead of memory
+    session_pin_s: float = 0.0  # for so long after an answer, the KV of its session is kept where there is room
     peer_timeout_s: float = 5.0  # a collective or a peer's answer; then the group counts as broken
     lease_s: float = 30.0  # without a word from a controller for so long, the instance asks whether its app is gone
     drain_timeout_s: float = 60.0
@@ -138,6 +139,10 @@ class JudgeConfig:
         for name in ("margin", "least_s", "slo_scale", "miss_weight", "regret"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} ({getattr(self, name):g}) must not be below 0")
+
+    def least(self, kept_s: float) -> float:
+        """Request-seconds that a change must save where `kept_s` are predicted without it."""
+        return max(self.least_s, self.margin * kept_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

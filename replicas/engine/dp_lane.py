@@ -21,6 +21,7 @@ from pengserve.replicas.engine.kv_shares import LaneKv, shares_of
 from pengserve.replicas.engine.lane import Lane
 from pengserve.replicas.engine.lane_tiers import LaneTiers
 from pengserve.replicas.engine.residency import ResidentRequests
+from pengserve.replicas.engine.session_pins import SessionPins
 from pengserve.replicas.engine.shared_model import plain_weights
 from pengserve.replicas.engine.slo_gate import Contracts, SloGate
 from pengserve.replicas.engine.tier_memory import OPTIONS as TIER_OPTIONS
@@ -64,11 +65,6 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
         raise ConfigError("memory_bytes already says what KV may have: leave engine.kv_cache_memory_bytes out")
     if config.max_stages > 1 and not config.memory_bytes:
         raise ConfigError("dropping parameters needs a budget of memory: set memory_bytes, or leave max_stages at 1")
-    if config.host_bytes and config.max_stages > 1:
-        raise ConfigError(
-            "memory.host_bytes gives instances a host tier, and layers cannot be dropped beside one yet: set"
-            " shape.drop.max_stages to 1, or leave it out"
-        )
     defaults: dict[str, Any] = {
         "async_scheduling": False,
         "enable_prefix_caching": True,
@@ -128,8 +124,7 @@ class DpLane(Lane):
             # A group may hold longer contexts than one instance: the dp lane takes as much context as fits its memory.
             vllm_config.model_config.original_max_model_len = -1
         self.log_stats = not arguments.disable_log_stats
-        has_arena = config.memory_bytes and not config.host_bytes
-        with plain_weights() if is_elastic or has_arena else contextlib.nullcontext():
+        with plain_weights() if is_elastic or config.memory_bytes else contextlib.nullcontext():
             self.core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=self.log_stats)
         self._step_core = self.core.step_fn
         guides: Any = self.core.structured_output_manager
@@ -140,6 +135,8 @@ class DpLane(Lane):
         self.num_kv_groups = len(kv_config.kv_cache_groups)
         self._num_lent = 0
         self._slo_gate: SloGate | None = None  # where contracts are known
+        self._pins: SessionPins | None = None  # where sessions may pin their KV
+        self._pin_s = config.session_pin_s
         super().__init__(
             shape="dp",
             scheduler=scheduler,
@@ -289,7 +286,10 @@ class DpLane(Lane):
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forgets requests; unknown ids are left alone. Their blocks are free at once."""
-        self.core.abort_requests(list(request_ids))
+        ids = list(request_ids)
+        if self._pins is not None:
+            self._pins.forget(ids)
+        self.core.abort_requests(ids)
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
@@ -298,9 +298,13 @@ class DpLane(Lane):
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Schedules, executes and samples one step; outputs by client index."""
         started_s = time.perf_counter()
+        if self._pins is not None and self._pins.num_sessions:
+            self._pins.make_room(self._most_blocks_of_a_step())
         with self._gating(), self._choosing():
             outputs, executed = self._step_core()
         self.core.post_step(executed)
+        if self._pins is not None:
+            self._pins.ended((outputs or {}).values())
         self._count((outputs or {}).values(), time.perf_counter() - started_s)
         return outputs or {}
 
@@ -312,6 +316,30 @@ class DpLane(Lane):
     def use_contracts(self, contracts: Contracts) -> None:
         """Begins prompts only where that breaks no SLO of those that decode, from now on."""
         self._slo_gate = SloGate(self.scheduler, contracts)
+        if self._pin_s:
+            self._pins = SessionPins(self.scheduler, contracts, self._pin_s)
+
+    def add(self, request: Request) -> None:
+        """As of any lane; a request's session may pin its KV when it has ended."""
+        super().add(request)
+        if self._pins is not None:
+            self._pins.began(request)
+
+    def unpin(self) -> None:
+        """Ends all pins of sessions: the blocks are needed elsewhere."""
+        if self._pins is not None:
+            self._pins.end_all()
+
+    def num_used(self) -> int:
+        """Blocks that requests hold. What is pinned can be had."""
+        return super().num_used() - (self._pins.num_blocks() if self._pins is not None else 0)
+
+    def _most_blocks_of_a_step(self) -> int:
+        """Blocks that the next step can take at most: of those that run, and of the first that waits."""
+        scheduler = self.scheduler
+        waiting = next(iter(scheduler.waiting), None)
+        num_tokens = scheduler.max_step_tokens + (waiting.num_tokens if waiting is not None else 0)
+        return self.blocks_for(num_tokens) + len(scheduler.running) + len(scheduler.holding) + 1
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False while requests hold blocks."""

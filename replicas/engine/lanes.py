@@ -96,6 +96,7 @@ class Lanes:
     def leave(self) -> None:
         """From the next step on, `dp` runs. The lane that ran has given up its requests and its blocks."""
         self.stepper.leave()
+        self._show_tiers()
         self._count_idle()
 
     def abandon(self) -> list[str]:
@@ -127,8 +128,17 @@ class Lanes:
         memory = self.dp.memory
         if memory is not None and not memory.layers.is_whole():
             memory.make_whole()
+            if self.dp.tiers is not None:
+                self.dp.tiers.forget_all()
+            self._show_tiers()
             if not self.dp.reset_prefix_cache():
                 raise EngineError("requests held blocks of dp while another lane had its memory")
+
+    def _show_tiers(self) -> None:
+        """The tiers of `dp` see the memory of its KV where it is now; other lanes had it meanwhile."""
+        memory = self.dp.memory
+        if self.dp.tiers is not None and memory is not None and memory.layers.is_whole():
+            memory.layers.mirror()
 
     def check(self) -> tuple[str, ...]:
         """Conservation laws, as sentences where one is broken."""

@@ -60,7 +60,7 @@ class SchedulerHandle:
         found = [(self._scheduler.requests[i], order) for i, order in orders.items() if i in self._scheduler.requests]
         for request, (priority, arrival_time) in found:
             request.priority, request.arrival_time = priority, arrival_time
-        if not found or self._scheduler.policy is not SchedulingPolicy.PRIORITY:
+        if not found or not self.goes_by_priority:
             return
         for queue in (self._scheduler.waiting, self._scheduler.kv_holding_waiting):
             requests = list(queue)  # a heap whose keys have changed still has them all
@@ -264,6 +264,24 @@ class SchedulerHandle:
         """Gives blocks back that were withheld, as free ones without content."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
+    def pin(self, hashes: Iterable[Any]) -> list[int]:
+        """Holds the cached blocks of a prefix, given by the hashes of its blocks, as a request would; their ids."""
+        held: list[KVCacheBlock] = []
+        for block_hash in hashes:
+            if (found := self._pool.get_cached_block(block_hash, [0])) is None:
+                break
+            held += found
+        self._pool.touch(held)
+        return [block.block_id for block in held]
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Inverse of `pin`. Blocks stay cached; the end of the prefix is handed out first."""
+        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
+
+    def num_held_alone(self, holds: Mapping[int, int]) -> int:
+        """Of these blocks, those that are held only as often as given."""
+        return sum(self._pool.blocks[block_id].ref_cnt == count for block_id, count in holds.items())
+
     @property
     def num_blocks(self) -> int:
         """All blocks of the pool, vLLM's null block among them."""
@@ -316,6 +334,11 @@ class SchedulerHandle:
     def max_step_tokens(self) -> int:
         """Tokens that vLLM puts into a step at most."""
         return int(self._scheduler.max_num_scheduled_tokens)
+
+    @property
+    def goes_by_priority(self) -> bool:
+        """Whether requests begin by their priority, and not as they come."""
+        return bool(self._scheduler.policy is SchedulingPolicy.PRIORITY)
 
     @property
     def max_running(self) -> int:

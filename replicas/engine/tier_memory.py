@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 import torch
@@ -9,10 +10,10 @@ import torch
 from pengserve.planners.types.errors import ConfigError, UnsupportedShapeError
 from pengserve.planners.types.units import format_bytes
 from pengserve.replicas.kv.host_tier import HostTier
-from pengserve.replicas.kv.pool import DevicePool, whole_blocks
+from pengserve.replicas.kv.pool import DevicePool, seen_twice, whole_blocks
 from pengserve.replicas.kv.tiered import TieredKv
-from pengserve.replicas.memory.arena.backend import Backend
 from pengserve.replicas.memory.arena.cpu import CpuBackend, available_bytes
+from pengserve.replicas.memory.layers import LayerMemory
 
 OPTIONS = "pengserve_tiers"
 """Key of vLLM's `additional_config` under which `TierOptions` travel to the worker."""
@@ -126,6 +127,12 @@ def host_bytes_of(options: TierOptions, device_bytes: int) -> int:
     return options.host_bytes
 
 
+def chunks_of_blocks(chunk_bytes: int, block_bytes: int) -> int:
+    """The smallest size of chunks, from `chunk_bytes` on, that is whole blocks and whole pages."""
+    unit = lcm(block_bytes, CpuBackend.granularity)
+    return -(-chunk_bytes // unit) * unit
+
+
 def check_engine(vllm_config: Any) -> None:
     """Raises UnsupportedShapeError where the engine works in a way that tiers have no part in."""
     parallel, scheduler = vllm_config.parallel_config, vllm_config.scheduler_config
@@ -153,8 +160,10 @@ def check_one_kind(runner: Any) -> tuple[int, int, int]:
     return len(specs), specs[0].block_size, specs[0].page_size_bytes
 
 
-def open_tiers(sizes: TierSizes, options: TierOptions, device: torch.device) -> TieredKv:
-    """Takes the memory of both tiers.
+def open_tiers(
+    sizes: TierSizes, options: TierOptions, device: torch.device, layers: LayerMemory | None = None
+) -> TieredKv:
+    """Takes the memory of both tiers; that of the device is `layers`', where weights and KV share memory.
 
     Raises:
         UnsupportedShapeError: the device cannot.
@@ -162,8 +171,9 @@ def open_tiers(sizes: TierSizes, options: TierOptions, device: torch.device) -> 
     """
     if device.type != "cpu":
         raise UnsupportedShapeError("host tiers have run on CPUs alone so far")
-    backend: Backend = CpuBackend()
-    pool = DevicePool(backend, sizes.num_layers, sizes.device_blocks, sizes.block_bytes)
+    num_bytes = sizes.num_layers * sizes.device_blocks * sizes.block_bytes
+    memory = layers.side_by_side() if layers is not None else seen_twice(CpuBackend(), num_bytes)
+    pool = DevicePool(memory, sizes.num_layers, sizes.device_blocks, sizes.block_bytes)
     host = HostTier(
         sizes.num_layers,
         sizes.host_blocks,

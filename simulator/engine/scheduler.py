@@ -1,8 +1,8 @@
 """What a lane of the simulation asks of its scheduler: vLLM's own, or a fast one that decides the same."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.snapshot import KvCapacity
@@ -118,6 +118,15 @@ class LaneScheduler(Protocol):
 
     def resize(self, num_blocks: int) -> bool:
         """Grows or shrinks the pool; False, and nothing is changed, where more are in use."""
+        ...
+
+
+@runtime_checkable
+class CountsCopies(Protocol):
+    """A scheduler whose lane copies KV between device and host."""
+
+    def copied(self) -> Mapping[str, float]:
+        """Totals by name: bytes, blocks, calls, seconds."""
         ...
 
 

@@ -15,14 +15,15 @@ from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.simulator.dispatcher import Dispatch
 from pengserve.simulator.engine.cluster import SimCluster
 from pengserve.simulator.engine.offload.planner import OffloadPlanner
+from pengserve.simulator.engine.swapping.costs import SwapOptions
 
 Companion = Callable[[SimCluster], Coroutine[Any, Any, None]]
 """Something that runs beside the controller while requests are served, until it is cancelled."""
 
 REST = MergeConfig(is_auto=False)
 
-HostUse = Literal["unused", "tiers", "prefixes", "offload"]
-"""Nothing, production's host tier, vLLM's own offloading of prefixes, or offloading by layers in decode."""
+HostUse = Literal["unused", "tiers", "prefixes", "offload", "swap"]
+"""Nothing, production's host tier, vLLM's own offloading of prefixes, offloading by layers in decode, or swapping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +52,7 @@ class Setup:
     dispatch: Dispatch = "load"
     host: HostUse = "unused"  # what `cluster.host_bytes` is for
     offload: Callable[[], OffloadPlanner] | None = None  # of each instance, where `host` is "offload"
+    swap: SwapOptions | None = None  # where `host` is "swap"
     companion: Companion | None = None
 
 

@@ -12,6 +12,7 @@ from pengserve.simulator.policies.offload.slo_aware import SloAware
 from pengserve.simulator.policies.pengserve import PengServePolicy
 from pengserve.simulator.policies.policy import Policy
 from pengserve.simulator.policies.swap import Swap
+from pengserve.simulator.policies.swapping import FastSwitch, VllmPriority
 from pengserve.simulator.policies.vllm_dp import VllmDp
 from pengserve.simulator.policies.vllm_pp import VllmPp
 from pengserve.simulator.policies.vllm_tp import VllmTp
@@ -28,6 +29,8 @@ POLICIES: dict[str, type[Policy]] = {
     "slo_aware": SloAware,
     "dynamic_heuristic": DynamicHeuristic,
     "orbitflow": OrbitFlow,
+    "vllm_priority": VllmPriority,
+    "fastswitch": FastSwitch,
 }
 
 

@@ -141,10 +141,6 @@ def test_variables_that_kubernetes_and_the_command_line_set_are_left_alone(monke
         ({"memory": {"host_bytes": "2 GiB"}}, ["memory.host_bytes", "give auto, or a number of bytes", "'2 GiB'"]),
         ({"memory": {"host_bytes": -1}}, ["memory.host_bytes", "give auto, or a number of bytes"]),
         ({"memory": {"link_bytes_per_s": 0}}, ["memory.link_bytes_per_s", "greater than 0"]),
-        (
-            {"memory": {"host_bytes": "auto"}, "shape": {"drop": {"max_stages": 2}}, "instances": {"memory_bytes": 9}},
-            ["memory.host_bytes", "layers cannot be dropped beside one", "shape.drop.max_stages"],
-        ),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_with_its_key_and_what_is_accepted(data, words):

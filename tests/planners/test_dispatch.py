@@ -10,6 +10,7 @@ from pengserve.planners.admission import MAX_RETRY_S, MIN_RETRY_S, IngressLoad, 
 from pengserve.planners.dispatch import (
     MIN_HIT_TOKENS,
     MIN_WAIT_TOKENS,
+    MOST_AHEAD,
     SESSION_SHARE,
     Candidate,
     DispatchOptions,
@@ -166,6 +167,40 @@ def test_a_hit_is_worth_a_queue_of_as_many_tokens_and_one_step_and_no_more(first
     assert key == (other.key if weighed(other) - worth < weighed(one) else one.key)
     if second >= first + hit + MIN_WAIT_TOKENS:
         assert key == one.key
+
+
+@pytest.mark.parametrize("num_tokens", [200, 2000, 8000])
+def test_equal_prompts_do_not_all_gather_at_one_instance_while_others_idle(num_tokens: int) -> None:
+    """They share the KV of their prompt: memory and computing alone would send all of them where the first is."""
+    counts = dict.fromkeys((InstanceKey(instance_id=InstanceId(i), incarnation=0) for i in range(4)), 0)
+    hits: dict[InstanceKey, int] = {}
+    for _ in range(400):
+        given_ = [
+            Candidate(
+                key=key,
+                resident_tokens=num_tokens + 20 * count if count else 0,
+                queued_tokens=0,
+                unseen_tokens=0,
+                capacity_tokens=100_000,
+                num_requests=count,
+            )
+            for key, count in counts.items()
+        ]
+        key = choose(given_, num_tokens, hits=hits)
+        assert key is not None
+        counts[key] += 1
+        hits[key] = num_tokens
+        assert max(counts.values()) - min(counts.values()) <= MOST_AHEAD + 1, counts
+    assert min(counts.values()) >= 100 - MOST_AHEAD
+
+
+def test_what_was_sent_to_a_prefix_cache_takes_memory_and_no_computing() -> None:
+    base, _ = two(0, 0)
+    cached = replace(base, unseen_tokens=8000, unseen_hit_tokens=8000)
+    computed = replace(base, unseen_tokens=8000)
+    assert cached.virtual_load == computed.virtual_load > base.virtual_load
+    assert base.pressure < cached.pressure < computed.pressure
+    assert cached.pressure == replace(base, resident_tokens=base.resident_tokens + 8000).pressure
 
 
 @given(st.integers(0, 20_000), st.integers(0, 20_000))

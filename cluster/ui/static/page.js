@@ -165,6 +165,12 @@ function drawFigures() {
   put("sum-parked", number(sum((i) => i.parked + i.paused)));
   put("sum-moving", number(rate("moved")));
   const room = sum((i) => i.kv);
+  const classes = Object.entries(traffic.classes ?? {}), answers = classes.reduce((n, [, c]) => n + c.answers, 0);
+  $("attainment").hidden = !answers;
+  if (answers) {
+    put("sum-slo", percent(classes.reduce((n, [, c]) => n + c.kept * c.answers, 0) / answers));
+    put("sum-classes", classes.map(([name, c]) => `${name} ${percent(c.kept)}`).join(", "));
+  }
   put("sum-kv", room ? percent(sum((i) => i.kv_used) / room) : "–");
 }
 
@@ -343,6 +349,7 @@ function drawBusiest(rows) {
 // Charts --------------------------------------------------------------------------------------------------------------
 
 const history = { time: [], output: [], prompt: [], p50: [], p99: [], running: [], waiting: [], parked: [] };
+const NAMES = { p50: "median", p99: "99 percent" };
 const marks = []; // times of switches, which each chart shows as a line
 let charts = null;
 
@@ -366,6 +373,8 @@ function drawCharts() {
   for (const c of charts.all) {
     const box = $(c.id).clientWidth;
     if (box && c.plot.width !== box) c.plot.setSize({ width: box, height: 150 });
+    const told = c.names.map((n) => `${NAMES[n] ?? n} ${history[n].at(-1) == null ? "none" : c.format(history[n].at(-1))}`);
+    if (told.length && history.time.length % 5 === 1) $(c.id).setAttribute("aria-label", `now ${told.join(", ")}`);
     c.plot.batch(() => { c.plot.setData([history.time, ...c.names.map((n) => history[n])], false); c.plot.setScale("x", { min: start, max: end }); });
   }
 }
@@ -390,7 +399,8 @@ function chart(id, names, format) {
       u.ctx.restore();
     }] },
   }, [history.time, ...names.map((n) => history[n])], $(id));
-  return { id, names, plot };
+  $(id).setAttribute("role", "img");
+  return { id, names, format, plot };
 }
 
 // The story -----------------------------------------------------------------------------------------------------------

@@ -108,6 +108,15 @@ class OffloadScheduler:
         """Blocks that each request holds."""
         return [(self._blocks(request.num_tokens), []) for request in requests]
 
+    def copied(self) -> dict[str, float]:
+        """Totals of offloading."""
+        return {
+            "staged_cells": self.staged_cells,
+            "moved_cells": self.moved_cells,
+            "pauses": self.num_pauses,
+            "stalled_s": self.stalled_s,
+        }
+
     # Requests ---------------------------------------------------------------------------------------------------------
 
     def add(self, request: LiveRequest) -> None:

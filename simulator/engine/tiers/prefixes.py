@@ -62,6 +62,10 @@ class PrefixOffloadScheduler(VllmScheduler):
         super().remove(requests)
         self._loading = {r: at_s for r, at_s in self._loading.items() if self._scheduler.knows(r.request_id)}
 
+    def copied(self) -> dict[str, float]:
+        """Totals of offloading."""
+        return {"stored_blocks": self.stored_blocks, "loaded_blocks": self.loaded_blocks}
+
     @property
     def waiting(self) -> list[LiveRequest]:
         """Requests whose prefix is on its way, and those that hold no KV."""

@@ -5,13 +5,14 @@ for what it needs first (`wait_s`), and its layers for what is staged (`stall_s`
 """
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from pengserve.planners.placement.latency import stall_s
 from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.replicas.engine.lane_tiers import LaneTiers
 from pengserve.replicas.engine.residency import ResidentRequests
 from pengserve.replicas.engine.vllm_seam import SchedulerOutput
 from pengserve.simulator.engine.memory import Tiers
@@ -52,7 +53,8 @@ class TieredScheduler(VllmScheduler):
             clock=clock,
         )
         num_reserved = max(0, capacity.num_blocks - tiers.host_blocks)
-        self.residency = ResidentRequests(self._scheduler, self.tiers, num_reserved)
+        self.tiers.watch_uses(self._scheduler.uses)
+        self.residency = ResidentRequests(self._scheduler, LaneTiers(self.tiers), num_reserved, self)
         self._times, self._clock = times, clock
         self._open = contextlib.ExitStack()  # what a step began, until it ends
         self._staged: tuple[list[int], int] = (
@@ -61,11 +63,13 @@ class TieredScheduler(VllmScheduler):
         )  # cells by layer in the present step, and those they take turns in
         self.stalled_s = 0.0
 
-    @property
-    def waiting(self) -> Sequence[LiveRequest]:
-        """Parked requests, which production counts as waiting, and those that hold no KV."""
-        parked = [self._lives[request.request_id] for request in self.residency.parked]
-        return [*parked, *super().waiting]
+    def num_used(self) -> int:
+        """Blocks that requests hold."""
+        return self.capacity.num_blocks - self.num_free
+
+    def num_available(self) -> int:
+        """Free blocks: an instance that works alone leases none."""
+        return self.num_free
 
     def schedule(self, max_steps: int = 1) -> SimStep | None:
         """As `VllmScheduler`. Where all that could be stepped waits for copies, so does the step."""
@@ -88,6 +92,11 @@ class TieredScheduler(VllmScheduler):
         self._end_tiers()
         return super().finish(step, num_steps)
 
+    def copied(self) -> dict[str, float]:
+        """Totals of the host tier, as `InstanceStats` names them."""
+        found = {name: value for name, value in self.residency.figures().items() if name.startswith("total_")}
+        return {**found, "stalled_s": self.stalled_s}
+
     def _form(self) -> SchedulerOutput:
         self._end_tiers()
         if self.residency.has_to_choose():
@@ -107,7 +116,7 @@ class TieredScheduler(VllmScheduler):
         blocks = [handle.block_ids(request_id) for request_id in ids]
         for new in output.scheduled_new_reqs:
             if num_hit := new.num_computed_tokens // size:
-                self.tiers.note_hits(np.array(blocks[ids.index(new.req_id)][:num_hit]))
+                self.tiers.note_hits(np.array(blocks[ids.index(new.req_id)][:num_hit]), size)
         tables = np.zeros((len(ids), max(map(len, blocks))), dtype=np.int64)
         for row, found in zip(tables, blocks, strict=True):
             row[: len(found)] = found

@@ -23,9 +23,6 @@ class VirtualPool(DevicePool):
         self.num_cells = num_layers * num_blocks
         self._bases = (np.arange(num_layers, dtype=np.int64) * num_blocks)[:, None]
 
-    def close(self) -> None:
-        """There is no memory to give back."""
-
 
 class VirtualHost(HostTier):
     """Rows without bytes."""
@@ -68,7 +65,7 @@ class VirtualTiers(TieredKv):
         self.traffic = Traffic(engine, self.pool, self.host, num_blocks)
         self.counts = TierCounts()
         self.step = 0
-        self._room = Room(self.pool, self.placement, self.traffic, self.counts)
+        self.room = Room(self.pool, self.placement, self.traffic, self.counts)
         self._current = None
 
     def stage_all(self) -> tuple[list[int], int]:

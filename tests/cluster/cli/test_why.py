@@ -63,6 +63,10 @@ def test_a_request_is_found_by_the_id_that_its_client_knows() -> None:
     other = ROW | {"request_id": "cmpl-other-0"}
     second = ROW | {"request_id": "cmpl-3f2a9c-1"}
     assert list(find("3f2a9c", [ROW, other, second])) == [ROW, second]
+    assert list(find("cmpl-3f2a9c", [ROW, other, second])) == [ROW, second]
+    chat, child = ({"request_id": text} for text in ("chatcmpl-3f2a9c", "1_cmpl-3f2a9c-0"))
+    assert list(find("3f2a9c", [chat, child])) == [chat, child]
+    assert list(find("3f2a", [ROW, chat])) == list(find("f2a9c", [ROW])) == list(find(".*", [ROW])) == []
 
 
 def test_a_line_of_an_older_version_is_told_as_far_as_it_goes() -> None:
@@ -102,4 +106,4 @@ def test_an_unknown_request_is_said_to_be_unknown(tmp_path: Path, capsys: pytest
     path.write_text(json.dumps(ROW) + "\n")
     with pytest.raises(SystemExit):
         main(["why", "unknown", "--request-log", str(path), "--event-log", str(path)])
-    assert "no request whose id contains 'unknown'" in capsys.readouterr().err
+    assert "no request 'unknown'" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from pengserve.planners.lengths import LengthRange
 from pengserve.planners.types.contract import Pacing, Slo
 from tests.support.moving import Cluster, a_request
 
+COUNTERS = r"pengserve_(slo_\w+|length_predictions)_total{"
 SLO = Slo(ttft_s=1.0, tbt_s=0.1)
 
 

@@ -32,7 +32,7 @@ def test_a_refusal_says_why_for_people_and_for_programs() -> None:
         pass
     answer = respond(found[0])
     assert answer.status_code == 429 and answer.headers["retry-after"] == "1"
-    assert answer.headers["x-pengserve-dropped-reason"] == "tenant_requests"
+    assert answer.headers["x-pengserve-dropped-reason"] == "tenant-requests"
     assert b"This tenant may have 1 sequences in flight" in answer.body
     with tenants.place("a", 1):
         pass
@@ -53,7 +53,7 @@ def test_what_a_prefix_cache_held_is_not_used(cached: int, is_free: bool) -> Non
     else:
         with refused() as found, tenants.place("a", 1):
             pass
-        assert found[0].dropped_reason == "tenant_tokens_per_minute" and found[0].retry_after_s == 11
+        assert found[0].dropped_reason == "tenant-tokens-per-minute" and found[0].retry_after_s == 11
 
 
 def test_without_limits_nothing_is_held() -> None:

@@ -1,6 +1,7 @@
 """The document and the dashboards say what the code says."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -110,6 +111,14 @@ def test_panels_do_not_overlap_and_have_unique_ids(backend: str) -> None:
         assert not taken & cells
         assert max(x for x, _ in cells) < 24
         taken |= cells
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_expression_names_variables_in_matchers_alone(backend: str) -> None:
+    for panel in build.dashboard(backend)["panels"]:
+        for target in panel.get("targets", ()):
+            bare = re.sub(r'=~"\$\w+"|\[\$__rate_interval\]', "", target["expr"])
+            assert "$" not in bare, f"{panel['title']}: {target['expr']}"
 
 
 def test_names_are_rewritten_for_ray() -> None:

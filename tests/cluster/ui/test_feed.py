@@ -10,7 +10,7 @@ import pytest
 from pengserve.cluster.ingress.errors import RequestRefused
 from pengserve.cluster.ui import feed as module
 from pengserve.cluster.ui.feed import MAX_BEHIND, MAX_CLIENTS, Feed, Watcher
-from pengserve.cluster.ui.tap import FirstTokens
+from pengserve.cluster.ui.tap import TrafficTap
 from pengserve.cluster.ui.view import apply_delta
 from pengserve.planners.types.events import EventKind
 from tests.support.simulated import SimulatedCluster
@@ -22,6 +22,7 @@ class Meters:
     """The ingress's meters, as far as the tap knows them."""
 
     on_first_tokens: Any = None
+    on_slo: Any = None
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ async def until(what: Any) -> None:
 async def test_nothing_is_asked_while_no_page_looks(cluster: SimulatedCluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LINGER_S", 5 * PERIOD_S)
     meters = Meters()
-    feed = Feed(cluster, FirstTokens(meters), period_s=PERIOD_S)
+    feed = Feed(cluster, TrafficTap(meters), period_s=PERIOD_S)
     await asyncio.sleep(5 * PERIOD_S)
     assert cluster.num_looks == 0 and feed.is_resting and meters.on_first_tokens is None
     page = feed.join()
@@ -110,6 +111,15 @@ async def test_a_page_that_comes_again_gets_what_it_missed_and_no_more(cluster: 
     missed = read(back)
     assert missed == read(stays)
     assert "snapshot" not in {kind for kind, _, _ in missed} and "decision" in {kind for kind, _, _ in missed}
+
+
+async def test_a_page_that_missed_nothing_gets_nothing_at_once(cluster: SimulatedCluster) -> None:
+    feed = Feed(cluster, period_s=1000.0)
+    page = feed.join()
+    await until(lambda: page.waiting and b"snapshot" in page.waiting[-1])
+    last_id = read(page)[-1][1]
+    assert read(feed.join(last_id)) == []
+    feed.close()
 
 
 @pytest.mark.parametrize("last_id", ["", "x", "0-1", "00000000-3", "a-b-c", "-", "é-1", "1-99999999999999999999999"])
@@ -186,12 +196,29 @@ async def test_pages_are_told_that_the_controller_is_away_and_that_it_is_back(
 
 def test_the_tap_tells_median_and_tail_of_what_came_since() -> None:
     meters = Meters()
-    tap = FirstTokens(meters)
+    tap = TrafficTap(meters)
     tap.open()
     meters.on_first_tokens([0.1, 0.2, 0.3])
-    assert tap.read() == {"first_tokens": 3, "ttft_p50_s": 0.2, "ttft_p99_s": pytest.approx(0.298)}
-    assert tap.read() == {"first_tokens": 0, "ttft_p50_s": None, "ttft_p99_s": None}
+    told = {"first_tokens": 3, "ttft_p50_s": 0.2, "ttft_p99_s": pytest.approx(0.298), "classes": {}}
+    assert tap.read() == told
+    assert tap.read() == {"first_tokens": 0, "ttft_p50_s": None, "ttft_p99_s": None, "classes": {}}
     meters.on_first_tokens([0.5])
     assert tap.read()["ttft_p99_s"] == 0.5
     tap.close()
     assert meters.on_first_tokens is None
+
+
+def test_the_tap_tells_what_was_kept_of_slos_by_class_within_bounds() -> None:
+    meters = Meters()
+    tap = TrafficTap(meters)
+    tap.open()
+    for n in range(1000):
+        meters.on_slo("flex", n % 4 != 0)
+    meters.on_slo("default", True)
+    for n in range(10_000):
+        meters.on_slo(f"class-{n}", False)
+    classes = tap.read()["classes"]
+    assert classes["flex"] == {"kept": 0.75, "answers": 200}
+    assert classes["default"] == {"kept": 1.0, "answers": 1} and len(classes) == 16
+    tap.close()
+    assert meters.on_slo is None

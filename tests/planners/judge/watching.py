@@ -5,7 +5,13 @@ from dataclasses import replace
 
 from pengserve.planners.types.ids import Epoch
 from pengserve.planners.types.layout import Group, Layout, degree_of
-from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceStats, LaneInfo
+from pengserve.planners.types.snapshot import (
+    ClusterSnapshot,
+    InstanceSnapshot,
+    InstanceStats,
+    LaneInfo,
+    LayoutPolicy,
+)
 from pengserve.planners.types.step_cost import StepCost
 from tests.planners.clusters import T0_S, capacity, pipeline_capacity, snapshot, stats
 
@@ -114,3 +120,44 @@ def _stats(
 def of(seen: ClusterSnapshot, instance_id: int) -> InstanceSnapshot:
     """One instance."""
     return seen.instances[instance_id]
+
+
+def calm_then_burst(
+    count: int, *, calm_s: float = 20.0, prompt: int = 93, output: int = 190
+) -> Iterator[ClusterSnapshot]:
+    """Two instances with little memory. A user has pinned dp while a request came every other second; it is released
+    as `count` requests come at once to each. Nothing comes after these, and none of them has ended yet.
+    """
+    own = lanes({}, blocks=105)
+    for tick in range(int(calm_s * 2) + 8):
+        t_s = tick / 2
+        burst_s = max(0.0, t_s - calm_s)
+        requests, num_steps, tokens = int(min(t_s, calm_s) / 2), int(40 * min(t_s, calm_s)), int(40 * burst_s)
+        running = count if burst_s else 1
+        held = running * (prompt + (tokens if burst_s else output // 2))
+        step_s = COST.step_s(count, count, held)
+        found = InstanceStats(
+            num_running=running,
+            kv_blocks_used=min(105, -(-held // 32)),
+            kv_blocks_total=105,
+            block_size=32,
+            max_model_len=105 * 32,
+            longest_tokens=prompt + tokens,
+            total_requests=requests + (count if burst_s else 0),
+            total_request_tokens=(requests + (count if burst_s else 0)) * prompt,
+            total_finished=requests,
+            total_finished_tokens=requests * output,
+            total_generated_tokens=requests * output + (count * tokens if burst_s else 0),
+            total_costed_steps=num_steps + tokens,
+            total_step_us=int(1e6 * (num_steps * COST.step_s(1, 1, prompt + output) + tokens * step_s)),
+            total_step_tokens=num_steps + count * tokens + requests * prompt,
+            total_step_seqs=num_steps + count * tokens,
+            total_step_context=num_steps * (prompt + output // 2) + tokens * held,
+        )
+        seen = snapshot(2, "", {0: found, 1: found}, time_s=T0_S + t_s, max_stages=4)
+        policy = LayoutPolicy(is_auto=burst_s > 0)
+        yield replace(
+            seen,
+            policy=policy,
+            instances=tuple(replace(i, lanes=own, capacity=own[0].capacity) for i in seen.instances),
+        )

@@ -273,6 +273,21 @@ def test_blocks_are_withheld_offered_and_made(handle: SchedulerHandle) -> None:
     assert handle.reset_prefix_cache() is True
 
 
+def test_no_more_new_requests_than_slots(handle: SchedulerHandle) -> None:
+    assert handle.new_slots == handle.max_running and handle.takes_new
+    handle.add(scheduled_request("a"))
+    handle.schedule()
+    assert handle.new_slots == handle.max_running - 1
+    handle.pause_new(True)
+    assert not handle.takes_new
+
+
+def test_a_request_that_is_alone_shares_no_block(handle: SchedulerHandle) -> None:
+    handle.add(scheduled_request("a", 2 * BLOCK_SIZE))
+    handle.schedule()
+    assert handle.shared_blocks("a") == []
+
+
 def test_no_grammar_no_mask(handle: SchedulerHandle) -> None:
     handle.add(scheduled_request("a"))
     assert handle.grammar_bitmask(handle.schedule()) is None
@@ -285,6 +300,7 @@ def test_requests_that_wait_begin_in_the_order_that_they_are_given() -> None:
     for name in names:
         handle.add(scheduled_request(name, 8))
     handle.reorder({"r4": (-1, 5.0), "r5": (0, -2.0), "r0": (0, 1e12), "not here": (0, 0.0)})
+    assert handle.goes_by_priority
     assert [request.request_id for request in handle.waiting] == ["r4", "r5", "r1", "r2", "r3", "r0"]
     assert set(step(handle).num_scheduled_tokens) == {"r4", "r5", "r1"}
 

@@ -35,6 +35,9 @@ class FakeLane:
         self.is_paused = False
         self.residency = self.tiers = None
 
+    def unpin(self) -> None:
+        """Nothing is pinned."""
+
     def is_parked(self, request: Any) -> bool:
         return False
 

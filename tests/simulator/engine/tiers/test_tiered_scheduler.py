@@ -11,7 +11,7 @@ from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.engine.tier_memory import tier_sizes
 from pengserve.replicas.kv.copies import Copy, CopyEngine, Priority
 from pengserve.replicas.kv.host_tier import HostTier
-from pengserve.replicas.kv.pool import DevicePool
+from pengserve.replicas.kv.pool import DevicePool, seen_twice
 from pengserve.replicas.kv.tiered import TieredKv
 from pengserve.replicas.memory.arena.cpu import CpuBackend
 from pengserve.simulator.engine.memory import Sizes, Tiers
@@ -79,7 +79,8 @@ class RealTiers(TieredKv):
     """Production's, with real memory; a step's layers are read as soon as they are there."""
 
     def __init__(self, *, num_layers: int, device_blocks: int, host_blocks: int, num_blocks: int, **_: Any) -> None:
-        pool = DevicePool(CpuBackend(), num_layers, device_blocks, BLOCK_BYTES)
+        memory = seen_twice(CpuBackend(), num_layers * device_blocks * BLOCK_BYTES)
+        pool = DevicePool(memory, num_layers, device_blocks, BLOCK_BYTES)
         host = HostTier(num_layers, host_blocks, BLOCK_BYTES)
         super().__init__(pool, host, num_blocks=num_blocks, block_size=BLOCK)
         self.engine.close()

@@ -1,0 +1,169 @@
+"""Requests that run, by when they began: those that began together grow alike, and end together if lengths are alike.
+
+So a burst needs more memory at once than as many requests that came one after the other, and needs it later.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pengserve.planners.columns import Floats, Ints
+
+COHORTS = 6  # of those that run now, of as many requests each
+LEAST_SPREAD = 0.05  # of lengths, as a share of the mean
+SPREAD_BELIEF = 1.0  # batches of answers that a spread as wide as the mean counts as
+
+
+class Lengths(NamedTuple):
+    """Lengths of answers: `sure` tokens, and a rest that is exponentially distributed around `rest`, in tokens.
+
+    With the mean and the spread of what was seen; a spread beyond the mean counts as the mean.
+    """
+
+    sure: Floats
+    rest: Floats
+
+    @classmethod
+    def of(cls, mean: Floats, spread: Floats) -> "Lengths":
+        """`spread`: the standard deviation as a share of the mean."""
+        rest = np.clip(spread, LEAST_SPREAD, 1.0) * mean
+        return cls(mean - rest, rest)
+
+    @property
+    def mean_age(self) -> Floats:
+        """Tokens that those have which are under way at any one time, in the mean, where requests come evenly."""
+        mean = self.sure + self.rest
+        return (mean * mean + self.rest * self.rest) / (2.0 * mean)
+
+    def after(self, age: Floats) -> "Lengths":
+        """Of what is still to come after so many tokens."""
+        return Lengths(np.maximum(0.0, self.sure - age), self.rest)
+
+    def running(self, age: Floats, num_steps: Floats) -> tuple[Floats, Floats]:
+        """Share of those of this age that run after so many more tokens; and in the mean until then."""
+        sure = np.clip(self.sure - age, 0.0, num_steps)
+        ended = -np.expm1((sure - num_steps) / self.rest)
+        return 1.0 - ended, (sure + self.rest * ended) / num_steps
+
+    def begun(self, num_steps: Floats) -> tuple[Floats, Floats]:
+        """Of those that begin evenly during so many tokens: the share that runs at the end, and in the mean."""
+        sure = np.minimum(self.sure, num_steps)
+        left = num_steps - sure
+        ended = -self.rest * np.expm1(-left / self.rest)
+        area = sure * (num_steps - 0.5 * sure) + self.rest * (left - ended)
+        return (sure + ended) / num_steps, area / (num_steps * num_steps)
+
+
+def ages_of(came: Sequence[float], ages: Sequence[float], running: float, lengths: Lengths) -> Floats:
+    """Ages of requests that run, in `COHORTS` cohorts of as many; the youngest first, in tokens.
+
+    Args:
+        came: requests, the newest first, that began before those were generated: tokens of each.
+        ages: ... in tokens, growing.
+        running: all that run. Those that came earlier are as old as where requests come evenly.
+    """
+    tokens, counts = np.asarray(ages, dtype=np.float64), np.asarray(came, dtype=np.float64)
+    counts = counts * np.where(
+        tokens < lengths.sure, 1.0, np.exp(np.minimum(0.0, lengths.sure - tokens) / lengths.rest)
+    )
+    rest = running - float(counts.sum())
+    if rest > 0.0:
+        oldest = float(tokens[-1]) if len(tokens) else 0.0
+        earlier = oldest + (np.arange(16) + 0.5) * 0.25 * float(lengths.sure + lengths.rest)
+        exponents = np.minimum(0.0, lengths.sure - earlier) / lengths.rest
+        weights = np.exp(exponents - exponents.max())
+        tokens, counts = np.append(tokens, earlier), np.append(counts, rest * weights / weights.sum())
+    upto = np.cumsum(counts)
+    if upto.size == 0 or upto[-1] <= 0.0:
+        return np.zeros(COHORTS)
+    places = np.searchsorted(upto, (np.arange(COHORTS) + 0.5) / COHORTS * upto[-1])
+    found: Floats = tokens[places]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Answers that ended, of late: what their spread is estimated from (one-way analysis of variance).
+
+    Of those that ended at one instance between two looks the count and the sum of tokens are known.
+    """
+
+    batches: float = 0.0  # of answers
+    answers: float = 0.0
+    tokens: float = 0.0
+    squares: float = 0.0  # of the tokens of a batch, by its answers
+
+    def seen(self, answers: Ints, tokens: Ints, keep: float) -> "Ends":
+        """With what each instance has added; what was known before counts `keep`."""
+        is_some = answers > 0
+        if not is_some.any():
+            return self
+        count, total = answers[is_some].astype(np.float64), tokens[is_some].astype(np.float64)
+        return Ends(
+            keep * self.batches + len(count),
+            keep * self.answers + float(count.sum()),
+            keep * self.tokens + float(total.sum()),
+            keep * self.squares + float((total * total / count).sum()),
+        )
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the tokens of an answer as a share of the mean; 1 where few were seen."""
+        if not self.answers or not self.tokens:
+            return 1.0
+        mean = self.tokens / self.answers
+        within = max(0.0, self.squares - self.tokens * mean) + SPREAD_BELIEF * mean * mean
+        return float(np.sqrt(within / max(SPREAD_BELIEF, self.batches - 1.0 + SPREAD_BELIEF))) / mean
+
+
+class Later(NamedTuple):
+    """What becomes of cohorts within some tokens."""
+
+    counts: Floats  # [cohort, row]: at the end
+    running: Floats  # ... of all
+    mean: Floats  # that run meanwhile
+    held_tokens: Floats  # KV at the end
+
+
+class Cohorts:
+    """Requests that run, `[cohort, row]`, the oldest first; and their KV."""
+
+    def __init__(self, running: Floats, held_tokens: Floats, ages: Floats, lengths: Lengths) -> None:
+        """`ages` is `[row, cohort]`."""
+        num = ages.shape[1]
+        self._lengths = lengths
+        self.count = np.repeat(running[None] / num, num, axis=0)
+        self.age = np.ascontiguousarray(ages.T[::-1])
+        each = held_tokens / np.maximum(running, 1e-9)
+        base = np.maximum(1.0, each - self.age.mean(axis=0))
+        self.base = np.repeat(base[None], num, axis=0)  # tokens before the answer
+
+    def after(self, num_steps: Floats) -> Later:
+        """What becomes of them within so many tokens."""
+        end, mean = self._lengths.running(self.age, num_steps)
+        count = self.count * end
+        held = (count * (self.base + self.age + num_steps)).sum(axis=0)
+        return Later(count, count.sum(axis=0), (self.count * mean).sum(axis=0), held)
+
+    def move(self, later: Later, num_steps: Floats, new: Floats, read: Floats, done: Floats) -> Floats:
+        """They become that, and `new` ones run that began meanwhile; the KV of all.
+
+        `read`: tokens of each of the new ones that were read, of which those `done` belong to their answers.
+        """
+        grown = np.minimum(0.5 * num_steps, self._lengths.after(done).mean_age)
+        self.count = np.concatenate([later.counts, new[None]])
+        self.age = np.concatenate([self.age + num_steps, (done + grown)[None]])
+        self.base = np.concatenate([self.base, (read - done)[None]])
+        held: Floats = later.held_tokens + new * (read + grown)
+        return held
+
+    def preempt(self, excess_tokens: Floats) -> tuple[Floats, Floats]:
+        """The newest lose their KV, as far as there is too much: how many requests, and tokens of their answers."""
+        sizes = self.base + self.age
+        held = self.count * sizes
+        newer = np.cumsum(held[::-1], axis=0)[::-1] - held
+        lost = np.clip(excess_tokens - newer, 0.0, held) / sizes
+        self.count = self.count - lost
+        return lost.sum(axis=0), (lost * self.age).sum(axis=0)
