@@ -88,8 +88,7 @@ class FairQueue:
         self._usual[tenant] = usual + LEARN * (len(record.output_token_ids) - usual)
 
     def prioritize(self, record: RequestRecord, priority: int) -> None:
-        """A client gives a request of its own another priority."""
-        record.priority = priority
+        """A request has another priority from now on."""
         self._tell(self.shares.prioritize(record.request.request_id, priority))
 
     def tend(self, num_places: int) -> None:

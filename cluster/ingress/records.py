@@ -268,6 +268,23 @@ class RequestBook:
         """What the requests in flight want, for the planners."""
         return self._placing.demand(self._records.values())
 
+    def records(self) -> list[RequestRecord]:
+        """All requests in flight here."""
+        return list(self._records.values())
+
+    def prioritize(self, record: RequestRecord, priority: int) -> None:
+        """A request has another priority from now on, also on its instance."""
+        record.priority = priority
+        self._placing.urgent.discard(record)
+        if record.is_urgent:
+            self._placing.urgent.add(record)
+        if self._fair is not None:
+            self._fair.prioritize(record, priority)
+            return
+        record.request.priority = priority
+        if record.link is not None:
+            record.link.reorder([(record.wire_id, priority, record.request.arrival_time)])
+
     def wake(self) -> None:
         """An instance may have become ready, or changed its shape."""
         self._wake.set()
