@@ -306,6 +306,7 @@ def test_requests_that_wait_begin_in_the_order_that_they_are_given() -> None:
     for name in names:
         handle.add(scheduled_request(name, 8))
     handle.reorder({"r4": (-1, 5.0), "r5": (0, -2.0), "r0": (0, 1e12), "not here": (0, 0.0)})
+    assert handle.goes_by_priority
     assert [request.request_id for request in handle.waiting] == ["r4", "r5", "r1", "r2", "r3", "r0"]
     assert set(step(handle).num_scheduled_tokens) == {"r4", "r5", "r1"}
 
