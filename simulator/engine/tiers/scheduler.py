@@ -5,7 +5,7 @@ for what it needs first (`wait_s`), and its layers for what is staged (`stall_s`
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
