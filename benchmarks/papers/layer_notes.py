@@ -63,7 +63,7 @@ REASONS: Mapping[str, tuple[str, ...]] = {
     "layerkv-7b-sharegpt": (
         "L1 to L3 come out. TPOT doubles for the slowest requests, which wait on the host for room: P99 TPOT is"
         " what PengServe misses SLOs by. How far above vLLM's limit the load is decides the ratio: at 3 requests a"
-        " second mean TTFT is 3.5x lower, at 5 it is 84x.",
+        " second mean TTFT is 3.5x lower, at 5 it is 84x, in runs of 100 s.",
     ),
     "layerkv-7b-fixed": (
         "L4: vLLM queues for longer than in the paper: its 17 requests fill the device, and 25 would be needed for"
