@@ -47,6 +47,8 @@ def ended(host_blocks: int, seed: int) -> int:
     return sum(live.is_done for live in lives)
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_requests_end_with_a_full_host(seed: int) -> None:
-    assert ended(80, seed) == 30
+@pytest.mark.parametrize("host_blocks", [10, 40, 80])
+@pytest.mark.parametrize("seed", range(6))
+def test_requests_end_with_a_full_host(seed: int, host_blocks: int) -> None:
+    """Parked requests hold what the host has no row for; where the step has too little, the youngest give up theirs."""
+    assert ended(host_blocks, seed) == 30
