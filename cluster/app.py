@@ -19,6 +19,7 @@ from ray import serve
 from ray.serve.config import DeploymentActorConfig
 
 from pengserve.cluster import ray_safety, serve_name, start_failures
+from pengserve.cluster.class_settings import service_classes
 from pengserve.cluster.controller_actor import ControllerActor
 from pengserve.cluster.fingerprint import fingerprinted
 from pengserve.cluster.haproxy.launcher import proxy_remarks
@@ -182,6 +183,9 @@ def ingress_config(settings: Settings, instance: InstanceConfig) -> IngressConfi
         host=settings.http.host,
         allowed_origins=tuple(settings.http.allowed_origins),
         api_keys=tuple(security.pop("api_keys")),
+        is_tenant_trusted=security.pop("trust_tenant_header"),
+        classes=service_classes(settings.classes),
+        fairness=settings.fairness.config(settings.http.ingress_replicas),
         **{name: value or "" for name, value in security.items()},
         limits=LimitConfig(
             max_body_bytes=limits.max_body_bytes,
@@ -203,6 +207,8 @@ def ingress_config(settings: Settings, instance: InstanceConfig) -> IngressConfi
         ),
         metrics_backend=settings.metrics.backend,
         request_log=settings.request_log,
+        otlp_endpoint=settings.traces.otlp_endpoint,
+        trace_sample_ratio=settings.traces.sample_ratio,
         log_max_bytes=settings.log_max_bytes,
         log_num_older=settings.log_num_older,
         is_id_echoed=True,

@@ -15,7 +15,7 @@ def memory_parts(instance: InstanceSnapshot, leader: InstanceSnapshot) -> tuple[
     lane, stages = capacity, 1
     if shape.startswith(GroupKind.PP):
         lane, stages = lane_capacity(instance, shape) or capacity, degree_of(shape)
-    if instance.stats.host_blocks:
+    if instance.stats.host_blocks and stages == 1:
         device = (instance.stats.device_blocks, instance.stats.device_blocks_used)
         kv_bytes, used_bytes = (num_blocks * capacity.bytes_per_block for num_blocks in device)
         return capacity.weight_bytes, kv_bytes, used_bytes

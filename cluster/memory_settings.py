@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
+MAX_PIN_S = 3600.0
 AUTO_BYTES = -1  # what an instance understands as "a share of what the node has free"
 
 
@@ -19,6 +20,8 @@ class MemorySettings(BaseModel, extra="forbid", validate_default=True, frozen=Tr
     # Between device and host, emulated: copies take at least as long as over such a link. None: as fast as they are.
     link_bytes_per_s: float | None = Field(default=None, gt=0)
     host_file: str = ""  # a file that holds the host tier instead of memory; its name gets the instance's process id
+    # Seconds for which the KV of a session's newest answer is kept from being dropped, where there is room. 0: off.
+    session_pin_s: float = Field(default=0.0, ge=0, le=MAX_PIN_S)
 
     @field_validator("host_bytes", mode="before")
     @classmethod

@@ -27,6 +27,8 @@ class SecuritySettings(BaseModel, extra="forbid", validate_default=True, frozen=
     api_keys_file: str = Field(default="", max_length=4096)
     admin_key_file: str = Field(default="", max_length=4096)
     metrics_key_file: str = Field(default="", max_length=4096)
+    # A proxy in front names the tenant of each request in `x-pengserve-tenant`, and lets no client's own through.
+    trust_tenant_header: bool = False
 
     @field_validator("api_keys", mode="before")
     @classmethod
@@ -86,6 +88,7 @@ class SecuritySettings(BaseModel, extra="forbid", validate_default=True, frozen=
             "api_keys": [key.get_secret_value() for key in self.api_keys],
             "admin_key": reveal(self.admin_key),
             "metrics_key": reveal(self.metrics_key),
+            "trust_tenant_header": self.trust_tenant_header,
             **{name: getattr(self, name) for name in FILE_FIELDS},
         }
 

@@ -25,8 +25,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, EnvSettingsSource, SettingsConfigDict, SettingsError
 
+from pengserve.cluster.class_settings import ClassSettings, service_classes
 from pengserve.cluster.demo.shipped import SHIPPED_NAME, shipped_model
 from pengserve.cluster.devices import has_cuda_driver
+from pengserve.cluster.fairness_settings import FairnessSettings
 from pengserve.cluster.http_settings import HttpSettings
 from pengserve.cluster.instance_settings import (
     CPU_ENGINE_DEFAULTS,
@@ -108,6 +110,13 @@ class MetricsSettings(_Section):
     backend: Literal["auto", "prometheus", "ray"] = "auto"
 
 
+class TraceSettings(_Section):
+    """Spans of requests, over OTLP and HTTP. Needs `pip install 'pengserve[traces]'`."""
+
+    otlp_endpoint: str = Field(default="", pattern=r"^(https?://\S+)?$")  # "http://127.0.0.1:4318/v1/traces"; "": off
+    sample_ratio: float = Field(default=1.0, ge=0, le=1)  # of requests whose client has not decided
+
+
 class Settings(_Section):
     """Everything the user decides about one application. Unknown keys are refused."""
 
@@ -119,11 +128,14 @@ class Settings(_Section):
     http: HttpSettings = HttpSettings()
     security: SecuritySettings = SecuritySettings()
     limits: LimitSettings = LimitSettings()
+    classes: dict[str, ClassSettings] = {}  # what requests of a service class may ask for; see `class_settings`
+    fairness: FairnessSettings = FairnessSettings()
     openai: OpenAISettings = OpenAISettings()
     controller: ControllerSettings = ControllerSettings()
     shape: ShapeSettings = ShapeSettings()
     memory: MemorySettings = MemorySettings()
     metrics: MetricsSettings = MetricsSettings()
+    traces: TraceSettings = TraceSettings()
     event_log: str = ""  # JSONL file; empty keeps events in memory alone
     request_log: str = ""  # JSONL file: a line for each answer, without its text; empty: none
     # Of each log: the newest file is renamed when it would grow beyond so many bytes (0: never), ...
@@ -146,6 +158,12 @@ class Settings(_Section):
             if type(engine.get(key, 1)) is not int or engine.get(key, 1) < 1:
                 raise ValueError(f"{key} must be a whole number from 1 on; got {engine[key]!r}")
         return engine
+
+    @field_validator("classes")
+    @classmethod
+    def _classes_can_be(cls, value: dict[str, ClassSettings]) -> dict[str, ClassSettings]:
+        service_classes(value)
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -170,6 +188,16 @@ class Settings(_Section):
         return self
 
     @model_validator(mode="after")
+    def _fair_order_is_kept(self) -> "Settings":
+        policy = self.engine.get("scheduling_policy", "priority")
+        if self.fairness.enabled and policy != "priority":
+            raise ValueError(
+                "fairness.enabled orders requests by vLLM's policy `priority`, and engine.scheduling_policy is"
+                f" {policy}: leave out one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _shape_may_change(self) -> "Settings":
         asked = self._asked_of_the_shape()
         if asked and self.num_workers > 1:
@@ -186,15 +214,6 @@ class Settings(_Section):
                     f"{asked} needs `shape.cuda: experimental` on CUDA, where nothing of it has run on a GPU yet: set"
                     " it, or leave the first out"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _host_tier_works_alone(self) -> "Settings":
-        if self.memory.num_bytes and (asked := self._asked_of_the_shape()):
-            raise ValueError(
-                f"memory.host_bytes gives each instance a host tier, which works in dp alone so far, and {asked} lets"
-                " instances change their shape: leave out one of the two"
-            )
         return self
 
     def _asked_of_the_shape(self) -> str:
@@ -270,8 +289,6 @@ class Settings(_Section):
     @property
     def may_change_shape(self) -> bool:
         """Whether this device and this engine let instances work together at all."""
-        if self.memory.num_bytes:
-            return False  # the lanes of groups have no host tier yet
         return self.num_workers == 1 and (self.device == "cpu" or self.shape.cuda == "experimental")
 
     @property
@@ -308,6 +325,8 @@ class Settings(_Section):
         defaults = dict(CPU_ENGINE_DEFAULTS if self.device == "cpu" else CUDA_ENGINE_DEFAULTS)
         if self.instances.memory_bytes:
             defaults.pop("kv_cache_memory_bytes", None)
+        if self.fairness.enabled:
+            defaults["scheduling_policy"] = "priority"
         return {**defaults, **self.engine}
 
     def instance_config(self, channel_token: str) -> InstanceConfig:
@@ -330,6 +349,7 @@ class Settings(_Section):
             host_bytes=self.memory.num_bytes,
             link_bytes_per_s=self.memory.link_bytes_per_s or 0.0,
             host_file=self.memory.host_file,
+            session_pin_s=self.memory.session_pin_s,
             peer_timeout_s=self.shape.peer_timeout_s,
             drain_timeout_s=self.controller.drain_timeout_s,
         )
@@ -349,6 +369,7 @@ class Settings(_Section):
             drop=replace(self.shape.drop.drop_config(), max_stages=self.max_stages),
             migrate=MigrateConfig(is_auto=self.shape.migrate),
             judge=self.shape.judge.judge_config(),
+            classes=service_classes(self.classes),
             **(self.controller.model_dump() | {"max_starting": self._max_starting}),
         )
 

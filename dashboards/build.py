@@ -1,25 +1,38 @@
-"""Writes the Grafana dashboards from `panels.py`: `python -m dashboards.build`, from the root of the repository."""
+"""Writes the dashboards from `panels.py` and the alerts from `alerts.py`: `python -m dashboards.build`, from the root.
+
+Needs the package grafana-foundation-sdk, whose builders know Grafana's model. What is written is shipped.
+"""
 
 import json
 import re
 from pathlib import Path
 from typing import Any
 
-from dashboards.panels import ROWS, Panel, Query
+from grafana_foundation_sdk.builders import dashboard as grafana
+from grafana_foundation_sdk.builders import prometheus, stat, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models.dashboard import (
+    DataSourceRef,
+    GridPos,
+    VariableOption,
+    VariableRefresh,
+    VariableSort,
+)
+
 from pengserve.cluster.metrics.catalog import CATALOG
 from pengserve.cluster.metrics.vllm_metrics import VllmMetric
+from pengserve.dashboards import BACKENDS, alerts
+from pengserve.dashboards.panels import ROWS, Panel, Query
 
 FOLDER = Path(__file__).parent
-BACKENDS = {"prometheus": "pengserve.json", "ray": "pengserve-ray.json"}
-"""Metrics backend and its file."""
-
 _METRIC = re.compile(r"\b(pengserve_\w+|vllm:\w+)")
 _MATCHERS = {
     "$where": 'app=~"$app",instance_id=~"$instance"',
     "$app": 'app=~"$app"',
     "$vllm": 'model_name=~"$model"',
 }
-_DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
+_SHORT = re.compile(r"\{(\$where|\$app|\$vllm)([,}])")
+_SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 _PANEL_HEIGHT = 8
 _GRID_WIDTH = 24
 
@@ -30,16 +43,16 @@ def metrics_in(promql: str) -> set[str]:
 
 
 def undeclared(vllm_metrics: tuple[VllmMetric, ...]) -> set[str]:
-    """Metrics that a panel charts and neither the catalog nor vLLM declares; must be empty."""
+    """Metrics that a panel or an alert asks for and neither the catalog nor vLLM declares; must be empty."""
     known = CATALOG.keys() | {metric.name for metric in vllm_metrics}
-    charted = {name for row in ROWS for panel in row.panels for q in panel.queries for name in metrics_in(q.promql)}
-    return charted - known
+    asked = [q.promql for row in ROWS for panel in row.panels for q in panel.queries]
+    asked += [alert.promql for alert in alerts.ALERTS]
+    return {name for promql in asked for name in metrics_in(promql)} - known
 
 
 def expression(promql: str, backend: str) -> str:
     """The expression with label matchers filled in and names as `backend` exports them."""
-    for short, matchers in _MATCHERS.items():
-        promql = promql.replace("{" + short + "}", "{" + matchers + "}")
+    promql = _SHORT.sub(lambda match: "{" + _MATCHERS[match[1]] + match[2], promql)
     if backend == "ray":
         return _METRIC.sub(lambda match: "ray_" + match.group().replace(":", "_"), promql)
     return promql
@@ -47,88 +60,88 @@ def expression(promql: str, backend: str) -> str:
 
 def dashboard(backend: str) -> dict[str, Any]:
     """Grafana's JSON model of the whole dashboard for a metrics backend, `prometheus` or `ray`."""
-    panels: list[dict[str, Any]] = []
-    y = 0
+    is_ray = backend == "ray"
+    board = (
+        grafana.Dashboard("PengServe (through Ray)" if is_ray else "PengServe")
+        .uid("pengserve-ray" if is_ray else "pengserve")
+        .tags(["pengserve", "vllm"])
+        .editable()
+        .refresh("10s")
+        .time("now-30m", "now")
+    )
+    for variable in _variables(backend):
+        board.with_variable(variable)
+    number, y = 0, 0
     for row in ROWS:
-        panels.append({"type": "row", "title": row.title, "collapsed": False, "panels": [], "id": len(panels) + 1}
-                      | {"gridPos": {"h": 1, "w": _GRID_WIDTH, "x": 0, "y": y}})  # fmt: skip
+        number += 1
+        board.with_row(grafana.Row(row.title).id(number).grid_pos(GridPos(h=1, w=_GRID_WIDTH, x=0, y=y)))
         x, y = 0, y + 1
         for panel in row.panels:
             if x + panel.width > _GRID_WIDTH:
                 x, y = 0, y + _PANEL_HEIGHT
-            grid = {"h": _PANEL_HEIGHT, "w": panel.width, "x": x, "y": y}
-            panels.append(_panel(panel, backend) | {"id": len(panels) + 1, "gridPos": grid})
+            number += 1
+            place = GridPos(h=_PANEL_HEIGHT, w=panel.width, x=x, y=y)
+            board.with_panel(_panel(panel, backend).id(number).grid_pos(place))
             x += panel.width
         y += _PANEL_HEIGHT
-    return {
-        "uid": "pengserve" if backend == "prometheus" else "pengserve-ray",
-        "title": "PengServe" if backend == "prometheus" else "PengServe (through Ray)",
-        "tags": ["pengserve", "vllm"],
-        "schemaVersion": 39,
-        "editable": True,
-        "refresh": "10s",
-        "time": {"from": "now-30m", "to": "now"},
-        "templating": {"list": _variables(backend)},
-        "panels": panels,
-    }
+    model: dict[str, Any] = json.loads(json.dumps(board.build(), cls=JSONEncoder))
+    return model
 
 
 def render(backend: str) -> str:
     """The dashboard as the text of its file."""
-    return json.dumps(dashboard(backend), indent=1) + "\n"
+    return json.dumps(dashboard(backend), indent=1, sort_keys=True) + "\n"
 
 
-def _panel(panel: Panel, backend: str) -> dict[str, Any]:
-    return {
-        "type": panel.kind,
-        "title": panel.title,
-        "description": panel.help,
-        "datasource": _DATASOURCE,
-        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
-        "targets": [_target(query, backend, index) for index, query in enumerate(panel.queries)],
-    }
+def _panel(panel: Panel, backend: str) -> Any:
+    made = stat.Panel() if panel.kind == "stat" else timeseries.Panel().line_width(1.5).fill_opacity(8)
+    made.title(panel.title).description(panel.help).datasource(_SOURCE).unit(panel.unit).min(0)
+    for index, query in enumerate(panel.queries):
+        made.with_target(_target(query, backend, index))
+    return made
 
 
-def _target(query: Query, backend: str, index: int) -> dict[str, Any]:
-    return {
-        "refId": chr(ord("A") + index),
-        "datasource": _DATASOURCE,
-        "expr": expression(query.promql, backend),
-        "legendFormat": query.legend,
-    }
+def _target(query: Query, backend: str, index: int) -> prometheus.Dataquery:
+    return (
+        prometheus.Dataquery()
+        .datasource(_SOURCE)
+        .ref_id(chr(ord("A") + index))
+        .expr(expression(query.promql, backend))
+        .legend_format(query.legend)
+    )
 
 
-def _variables(backend: str) -> list[dict[str, Any]]:
+def _variables(backend: str) -> list[Any]:
     up = expression("pengserve_instance_up", backend)
+    model = expression("vllm:num_requests_running", backend)
     return [
-        {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus", "refresh": 1},
+        grafana.DatasourceVariable("datasource").label("Data source").type("prometheus"),
         _labels("app", "Application", f"label_values({up}, app)"),
         _labels("instance", "Instance", f'label_values({up}{{app=~"$app"}}, instance_id)'),
-        _labels("model", "Model", f"label_values({expression('vllm:num_requests_running', backend)}, model_name)"),
+        _labels("model", "Model", f"label_values({model}, model_name)"),
     ]
 
 
-def _labels(name: str, label: str, query: str) -> dict[str, Any]:
-    return {
-        "name": name,
-        "label": label,
-        "type": "query",
-        "datasource": _DATASOURCE,
-        "query": {"query": query, "refId": name},
-        "definition": query,
-        "refresh": 2,
-        "sort": 3,
-        "multi": True,
-        "includeAll": True,
-        "allValue": ".*",
-        "current": {"text": "All", "value": "$__all"},
-    }
+def _labels(name: str, label: str, query: str) -> grafana.QueryVariable:
+    return (
+        grafana.QueryVariable(name)
+        .label(label)
+        .datasource(_SOURCE)
+        .query({"query": query, "refId": name})
+        .refresh(VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .sort(VariableSort.NUMERICAL_ASC)
+        .multi(True)
+        .include_all(True)
+        .all_value(".*")
+        .current(VariableOption(text="All", value="$__all"))
+    )
 
 
 def main() -> None:
-    """Writes both files."""
+    """Writes all files."""
     for backend, name in BACKENDS.items():
         (FOLDER / name).write_text(render(backend), encoding="utf-8")
+    (FOLDER / alerts.FILE).write_text(alerts.render(), encoding="utf-8")
 
 
 if __name__ == "__main__":

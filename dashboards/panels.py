@@ -64,6 +64,52 @@ def _per_instance(expression: str) -> tuple[Query, ...]:
     return (Query(promql=f"max by (instance_id) ({expression})", legend="instance {{instance_id}}"),)
 
 
+def _share(counter: str, outcome: str, by: str, legend: str) -> Query:
+    """Share of what a counter counts that had an outcome, apart for each value of labels."""
+    part, whole = (
+        f"sum by ({by}) (rate({counter}{{$app{extra}}}[$__rate_interval]))" for extra in (f', outcome="{outcome}"', "")
+    )
+    return Query(promql=f"{part} / {whole}", legend=legend)
+
+
+def _attained(counter: str, by: str, legend: str) -> Query:
+    return _share(counter, "kept", by, legend)
+
+
+_SLO = Row(
+    title="Attainment by class",
+    panels=(
+        Panel(
+            title="Answers within their SLO",
+            unit="percentunit",
+            help="Of requests with an SLO: first token, mean and 99th percentile of the time between tokens.",
+            queries=(
+                _attained("pengserve_slo_requests_total", "service_class, latency", "{{service_class}} {{latency}}"),
+            ),
+            width=8,
+        ),
+        Panel(
+            title="Tokens within the time between tokens",
+            unit="percentunit",
+            queries=(_attained("pengserve_slo_tokens_total", "service_class", "{{service_class}}"),),
+            width=8,
+        ),
+        Panel(
+            title="Answers as long as predicted",
+            unit="percentunit",
+            help="Three quarters should reach the low bound, and half the median.",
+            queries=(
+                _share(
+                    "pengserve_length_predictions_total",
+                    "reached",
+                    "service_class, bound",
+                    "{{service_class}} {{bound}}",
+                ),
+            ),
+        ),
+    ),
+)
+
 _TRAFFIC = Row(
     title="Traffic and latency",
     panels=(
@@ -173,6 +219,17 @@ _MEMORY = Row(
             queries=_per_instance("rate(pengserve_instance_preemptions_total{$where}[$__rate_interval])"),
         ),
         Panel(
+            title="KV usage as vLLM reports it",
+            unit="percentunit",
+            queries=(Query(promql="max by (engine) (vllm:kv_cache_usage_perc{$vllm})", legend="engine {{engine}}"),),
+        ),
+    ),
+)
+
+_TIERS = Row(
+    title="Tiers and copies",
+    panels=(
+        Panel(
             title="KV on device and host",
             unit="percentunit",
             help="Instances with a host tier: memory that holds KV, over all of it.",
@@ -223,10 +280,68 @@ _MEMORY = Row(
             unit="ops",
             queries=_per_instance("rate(pengserve_instance_host_hit_tokens_total{$where}[$__rate_interval])"),
         ),
+    ),
+)
+
+_DECISIONS = Row(
+    title="Decisions",
+    panels=(
         Panel(
-            title="KV usage as vLLM reports it",
-            unit="percentunit",
-            queries=(Query(promql="max by (engine) (vllm:kv_cache_usage_perc{$vllm})", legend="engine {{engine}}"),),
+            title="Decisions",
+            help="What was chosen, each time that it was another choice than before.",
+            queries=(
+                Query(
+                    promql="max by (action) (increase(pengserve_decisions_total{$app}[$__rate_interval]))",
+                    legend="{{action}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Time to first token: predicted and measured",
+            unit="s",
+            help="Of the newest decision whose horizon is over.",
+            queries=(Query(promql="max by (figure) (pengserve_decision_ttft_seconds{$app})", legend="{{figure}}"),),
+        ),
+        Panel(
+            title="Measured over predicted, p50 and p90",
+            help="1: what requests waited is what was predicted. Far from 1 for long: predictions are wrong here.",
+            queries=tuple(_quantile(q, "pengserve_prediction_error_ratio", "$app") for q in (0.5, 0.9)),
+        ),
+    ),
+)
+
+_VLLM = Row(
+    title="vLLM's own",
+    panels=(
+        Panel(
+            title="Tokens in a step, p50 and p99",
+            queries=tuple(_quantile(q, "vllm:iteration_tokens_total", "$vllm") for q in (0.5, 0.99)),
+        ),
+        Panel(
+            title="Prompt and answer, p50",
+            help="Tokens of a request.",
+            queries=(
+                _quantile(0.5, "vllm:request_prompt_tokens", "$vllm", legend=" prompt"),
+                _quantile(0.5, "vllm:request_generation_tokens", "$vllm", legend=" answer"),
+            ),
+        ),
+        Panel(
+            title="Prefill and decode, p50",
+            unit="s",
+            queries=(
+                _quantile(0.5, "vllm:request_prefill_time_seconds", "$vllm", legend=" prefill"),
+                _quantile(0.5, "vllm:request_decode_time_seconds", "$vllm", legend=" decode"),
+            ),
+        ),
+        Panel(
+            title="Answers by why they ended",
+            unit="reqps",
+            queries=(
+                Query(
+                    promql="sum by (finished_reason) (rate(vllm:request_success_total{$vllm}[$__rate_interval]))",
+                    legend="{{finished_reason}}",
+                ),
+            ),
         ),
     ),
 )
@@ -280,7 +395,7 @@ _INSTANCES = Row(
 )
 
 _SHAPE = Row(
-    title="Shape",
+    title="Layout",
     panels=(
         Panel(
             title="Groups by shape",
@@ -293,7 +408,7 @@ _SHAPE = Row(
         ),
         Panel(
             title="Who decides",
-            help="1: the planner, from the load. 0: somebody has pinned the layout.",
+            help="1: the planner, from the load. 0: an operator has pinned the layout.",
             queries=(Query(promql="max(pengserve_layout_is_auto{$app})", legend="planner"),),
         ),
         Panel(
@@ -400,4 +515,4 @@ _CLUSTER = Row(
     ),
 )
 
-ROWS: tuple[Row, ...] = (_TRAFFIC, _MEMORY, _SHAPE, _INSTANCES, _CLUSTER)
+ROWS: tuple[Row, ...] = (_SLO, _TRAFFIC, _SHAPE, _DECISIONS, _MEMORY, _TIERS, _INSTANCES, _VLLM, _CLUSTER)

@@ -1,16 +1,17 @@
-"""Sends the dashboards to a Grafana server: `python -m dashboards.push http://grafana:3000`.
+"""Sends the dashboards to a Grafana server: `pengserve dashboards push http://grafana:3000`.
 
 The token of a service account is read from `GRAFANA_TOKEN`. Needs `pip install pengserve[grafana]`; importing the JSON
 files by hand needs nothing.
 """
 
-import argparse
+import json
 import os
-import sys
+from collections.abc import Sequence
+from importlib.resources import files
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from dashboards.build import BACKENDS, dashboard
+from pengserve.dashboards import BACKENDS
 from pengserve.planners.types.errors import ConfigError
 
 
@@ -49,35 +50,37 @@ class GrafanaServer:
 
     def save(self, model: dict[str, Any]) -> str:
         """Creates or replaces it in the general folder."""
-        answer = self._grafana.dashboard.update_dashboard(
-            {"dashboard": model, "folderId": 0, "overwrite": True, "message": "pengserve"}
-        )
+        given = {"dashboard": model, "folderId": 0, "overwrite": True, "message": "pengserve"}
+        try:
+            answer = self._grafana.dashboard.update_dashboard(given)
+        except Exception as error:  # the package raises its own errors, and those of its HTTP client
+            raise ConfigError(f"Grafana did not take the dashboard: {error}") from error
         return str(answer["url"])
 
 
-def push(store: DashboardStore, backends: tuple[str, ...] = tuple(BACKENDS)) -> tuple[str, ...]:
-    """Saves the dashboards of `backends`; returns their paths."""
-    return tuple(store.save(dashboard(backend)) for backend in backends)
+def push(store: DashboardStore, backends: Sequence[str] = tuple(BACKENDS)) -> tuple[str, ...]:
+    """Saves the shipped dashboards of `backends`; returns their paths."""
+    return tuple(store.save(shipped(backend)) for backend in backends)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(description="Send PengServe's dashboards to a Grafana server.")
-    parser.add_argument("url", help="for example http://localhost:3000")
-    parser.add_argument("--backend", choices=tuple(BACKENDS), action="append", help="metrics backend; all if not given")
-    options = parser.parse_args(arguments)
-    try:
-        token = os.environ["GRAFANA_TOKEN"]
-        paths = push(GrafanaServer(options.url, token), tuple(options.backend or BACKENDS))
-    except KeyError:
-        sys.stderr.write("set GRAFANA_TOKEN to the token of a Grafana service account\n")
-        return 2
-    except ConfigError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.write("".join(f"{options.url.rstrip('/')}{path}\n" for path in paths))
-    return 0
+def shipped(backend: str) -> dict[str, Any]:
+    """The dashboard of a metrics backend, as it comes with the package."""
+    text = files("pengserve.dashboards").joinpath(BACKENDS[backend]).read_text(encoding="utf-8")
+    model: dict[str, Any] = json.loads(text)
+    return model
 
 
-if __name__ == "__main__":
-    raise SystemExit(main())
+def run_push(url: str, backends: Sequence[str] = ()) -> list[str]:
+    """Sends dashboards to a Grafana server, all where none is named; their addresses.
+
+    Raises:
+        ConfigError: `GRAFANA_TOKEN` is not set, the address is none, a backend is unknown, a package is missing, or the
+            server refuses.
+    """
+    if unknown := sorted(set(backends) - set(BACKENDS)):
+        raise ConfigError(f"--backend {unknown[0]}: one of {', '.join(BACKENDS)} is accepted")
+    token = os.environ.get("GRAFANA_TOKEN", "")
+    if not token:
+        raise ConfigError("set GRAFANA_TOKEN to the token of a Grafana service account")
+    paths = push(GrafanaServer(url, token), tuple(backends) or tuple(BACKENDS))
+    return [f"{url.rstrip('/')}{path}" for path in paths]

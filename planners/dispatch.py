@@ -4,14 +4,17 @@ How long a request waits for its first token grows with the prompt tokens that m
 and a little with the KV that is resident: it makes steps slower, and where memory is full nothing begins. A route's
 pressure is both, as a share of what it holds:
 
-    pressure = (resident + weight * pending) / capacity          pending: queued + unseen + prefilling tokens
+    pressure = (resident + pending + (weight - 1) * wait) / capacity
+    pending  = queued + unseen + prefilling tokens
+    wait     = what of `pending` exceeds `MIN_WAIT_TOKENS`
     credit   = weight * hit * share / capacity                   hit: tokens of the prompt whose KV is there
     share    = 1 - ahead / MOST_AHEAD                            ahead: requests beyond those of the least pressure
 
-The least pressure less credit wins. So a hit is worth a queue of as many tokens and no more, and less where many more
-requests are: they share the KV of their prefix, but each reads it in each step. Without hits, and with those below
-`MIN_HIT_TOKENS`, requests spread by load. Capacity stands for speed too: a tensor-parallel group has that of its
-members, and more.
+The least pressure less credit wins. So a hit is worth a queue of as many tokens and one step, no more, and less where
+many more requests are: they share the KV of their prefix, but each reads it in each step. Small hits and short queues
+do not count: a request decodes for a hundred steps or more beside its neighbours, so that an even spread of requests is
+worth more than one small prompt's compute. Without hits, requests spread by load. Capacity stands for speed too: a
+tensor-parallel group has that of its members, and more.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -24,6 +27,7 @@ from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 FULL = 1.0  # virtual load from which requests wait
 PREFILL_WEIGHT = 8.0  # tokens of resident KV that delay a request as much as one token that is to be computed
 MIN_HIT_TOKENS = 128  # smaller hits save less than an even spread of requests, which grow while they decode
+MIN_WAIT_TOKENS = 2048  # vLLM computes a shorter queue in one step: it delays less than an uneven spread does
 MOST_AHEAD = 32  # requests that a route may have beyond the least loaded one's before hits there count nothing
 SESSION_SHARE = 0.5  # of its prompt that a session's last instance is taken to hold, where nothing more is known
 NO_HITS: Mapping[InstanceKey, int] = {}
@@ -108,7 +112,8 @@ class Candidate:
         """How long a request waits there before its own prompt's turn, as a share of the capacity."""
         pending = self.queued_tokens + self.unseen_tokens - self.unseen_hit_tokens + self.prefilling_tokens
         resident = self.resident_tokens + self.unseen_hit_tokens
-        return (resident + self.weight * pending) / max(1, self.capacity_tokens)
+        wait = max(0, pending - MIN_WAIT_TOKENS)
+        return (resident + pending + (self.weight - 1) * wait) / max(1, self.capacity_tokens)
 
     def credit(self, hit_tokens: int, num_least: int) -> float:
         """What so many tokens of a prompt whose KV is there take from the pressure.

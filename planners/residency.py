@@ -13,7 +13,7 @@ A prompt that fits only on an empty device makes those that decode wait; a reque
 with its layers staged.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 DECODE_SHARE = 0.5  # of the device, for requests that decode, before prompts get theirs
@@ -28,6 +28,7 @@ class Wanting:
     num_tokens: int  # it would compute: 1 where it decodes; of a new one, without those of cached prefixes
     is_parked: bool = False
     is_new: bool = False  # holds no KV yet
+    shared: tuple[int, ...] = ()  # of its blocks, those that other requests hold too: prefixes
 
     @property
     def is_prompt(self) -> bool:
@@ -90,6 +91,8 @@ class _Room:
         self._num_whole = self._num_staged = 0  # blocks: in all layers, and in one at a time
         self._tokens_left = max(1, prompt_tokens)
         self._num_free = device.num_free
+        self._whole_blocks: set[int] = set()  # shared ones that are counted already, in all layers
+        self._staged_blocks: set[int] = set()  # ... or in one at a time
         self.stepped: set[str] = set()
         self.num_new = self.num_prompts = self.num_tokens = 0
 
@@ -102,9 +105,11 @@ class _Room:
             if request.request_id in self.stepped:
                 continue
             spare = len(self.stepped) + 1 if request.is_parked else 0
-            if not self._fits(request.num_blocks + spare, 0, share):
+            num_own = _num_own(request, self._whole_blocks)
+            if not self._fits(num_own + spare, 0, share):
                 return
-            self._num_whole += request.num_blocks
+            self._num_whole += num_own
+            self._whole_blocks.update(request.shared)
             self.num_tokens += 1
             self.stepped.add(request.request_id)
 
@@ -113,7 +118,7 @@ class _Room:
         for request in requests:
             tokens = min(request.num_tokens, self._tokens_left)
             written = self._written(request, tokens)
-            if not tokens or not self._fits(written, request.num_blocks):
+            if not tokens or not self._fits(written, self._num_staged_of(request)):
                 return
             if request.is_new and request.num_blocks > self._num_free:
                 return  # the scheduler would not begin it
@@ -122,14 +127,15 @@ class _Room:
     def add_alone(self, request: Wanting) -> None:
         """A request that never fits is stepped with its layers staged; a prompt with fewer tokens, where it must."""
         tokens = min(request.num_tokens, self._tokens_left)
-        while tokens > 1 and not self._fits(self._written(request, tokens), request.num_blocks):
+        while tokens > 1 and not self._fits(self._written(request, tokens), self._num_staged_of(request)):
             tokens //= 2
         self._take(request, tokens)
 
     def _take(self, request: Wanting, tokens: int) -> None:
         written = self._written(request, tokens)
         self._num_whole += written
-        self._num_staged += request.num_blocks  # what is written counts twice: how much it is, the scheduler decides
+        self._num_staged += self._num_staged_of(request)  # what is written counts twice: how much, vLLM decides
+        self._staged_blocks.update(request.shared)
         self._tokens_left -= tokens
         self.num_tokens += tokens
         self.num_prompts += 1
@@ -138,6 +144,9 @@ class _Room:
             self.num_new += 1
         else:
             self.stepped.add(request.request_id)
+
+    def _num_staged_of(self, request: Wanting) -> int:
+        return _num_own(request, self._whole_blocks | self._staged_blocks if request.shared else frozenset())
 
     def _written(self, request: Wanting, tokens: int) -> int:
         """Blocks that are on the device in all layers at least: those that are written."""
@@ -148,3 +157,8 @@ class _Room:
         whole, staged = self._num_whole + num_whole, self._num_staged + num_staged
         cells = device.num_layers * (max(whole, device.num_reserved) if staged else whole) + staged
         return cells <= share * device.num_cells
+
+
+def _num_own(request: Wanting, counted: Set[int]) -> int:
+    """Blocks that a request adds to those that are counted: a shared prefix is on the device once."""
+    return request.num_blocks - sum(block in counted for block in request.shared)

@@ -22,6 +22,7 @@ from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, InstanceStats
 from pengserve.replicas.channel.frames import Buffer, Frame, FrameKind
 from pengserve.replicas.channel.server import ChannelServer
+from pengserve.replicas.deposits import Deposits
 from pengserve.replicas.failures import describe_failure
 from pengserve.replicas.open_requests import OpenRequests
 from pengserve.replicas.parking import ParkOrders
@@ -82,6 +83,7 @@ class Instance:
             host=self._host, token=config.channel_token, handler=self, fingerprint=config.fingerprint
         )
         self._requests = OpenRequests(self._server, lambda: self._loop.submit(self._gate.requests_moved))
+        self.deposits = Deposits(self._requests.contract)  # of paced streams, for planners of pauses
         self._gate: TrialGate[Request] = TrialGate(
             let_in=self._let_in, tell=self._tell_trial, num_requests=self._num_requests, is_reading=self._is_reading
         )
@@ -237,11 +239,11 @@ class Instance:
             self._migrations.order(moves)
 
     def _park(self, orders: Sequence[Park | Resume | Place]) -> None:
-        residency = self._lanes.dp.residency if self._lanes is not None else None
-        if residency is None:
+        lanes = self._lanes
+        if lanes is None or lanes.dp.residency is None:
             raise StepError(f"instance {self.key} has no host tier to park requests in; set memory.host_bytes")
         self._park_orders.require_own(orders)
-        self._loop.submit(lambda: self._park_orders.take(orders, residency))
+        self._loop.submit(lambda: self._park_orders.take(orders, lanes))
 
     def check(self, timeout_s: float = 10.0) -> tuple[str, ...]:
         """Laws of memory that are broken here, as sentences; empty when all hold. Taken between two steps."""
@@ -273,6 +275,7 @@ class Instance:
         self._phase = "loading the model"
         self._codec, self._step_codec = Codec(), Codec()
         lanes = Lanes(self.config)
+        lanes.dp.use_contracts(self._requests)
         if self.config.degrees or self.config.max_stages > 1:
             self._try_to_build_agent(lanes)
         logger.info("instance %s: engine built in %.1f s", self.key, time.perf_counter() - started_s)
@@ -324,6 +327,11 @@ class Instance:
         self._stats = self._with_held(stats)
         assert self._step_codec is not None
         self._send(self._step_codec, outputs, self._stats)
+        if self._requests.num_paced:
+            now_s = time.monotonic()
+            self.deposits.note(chain.from_iterable(batch.outputs for batch in outputs.values()), now_s)
+        if (pauses := self._lanes.take_pauses()) if self._lanes is not None else None:
+            self._tell_pauses(pauses)
         if self._agent is not None:
             self._agent.boundary()
         if self._migrations is not None and self._migrations.is_busy:
@@ -366,6 +374,15 @@ class Instance:
         frame = msgspec.msgpack.encode(Trial(request.request_id, is_alone))
         self._server.send(request.client_index, [frame], FrameKind.TRIAL)
 
+    def _tell_pauses(self, pauses: Sequence[tuple["Request", float]]) -> None:
+        """Tells ingresses of requests with an SLO for how long they were parked."""
+        from pengserve.replicas.engine.wire import Paused
+
+        for request, seconds in pauses:
+            if self._requests.contract(request.request_id).slo is not None:
+                frame = msgspec.msgpack.encode(Paused(request.request_id, seconds))
+                self._server.send(request.client_index, [frame], FrameKind.PAUSED)
+
     # The channel's side ---------------------------------------------------------------------------------------
 
     def welcome(self) -> Sequence[Buffer]:
@@ -385,12 +402,14 @@ class Instance:
         return [self._codec.encode_stats(self._newest_stats()), *self._codec.encode_outputs(EngineCoreOutputs())]
 
     def on_frame(self, client_index: int, frame: Frame) -> None:
-        """Takes an ADD or ABORT."""
+        """Takes an ADD, ABORT or REORDER."""
         try:
             if frame.kind is FrameKind.ADD:
                 self._add(client_index, frame.parts)
             elif frame.kind is FrameKind.ABORT:
                 self._abort(client_index, msgspec.msgpack.decode(frame.parts[0], type=list[str]))
+            elif frame.kind is FrameKind.REORDER:
+                self._reorder(client_index, frame.parts[0])
             else:
                 raise LinkLostError(f"an ingress sent a {frame.kind.name} frame")
         except (msgspec.MsgspecError, IndexError) as error:
@@ -408,7 +427,7 @@ class Instance:
         lanes, add = self._lanes, self._codec.decode_add(parts)
         add.request.client_index = client_index
         request_id, is_tried_alone = add.request.request_id, add.is_tried_alone
-        self._requests.add(add.request)
+        self._requests.add(add.request, add.contract)
         lanes.num_predicted += add.predicted_hit_tokens
         self._idle.clear()
 
@@ -434,6 +453,7 @@ class Instance:
             self._note_idle()
             return
         try:
+            self._requests.order(request)
             self._lanes.add(request)
         except Exception:
             # A half-decoded request of another instance may need what no runner here can do.
@@ -454,11 +474,22 @@ class Instance:
         self._requests.remove(client_index, request_ids)
         self._submit_abort(request_ids)
 
+    def _reorder(self, client_index: int, part: Buffer) -> None:
+        from pengserve.replicas.engine.wire import Reorder
+
+        orders = msgspec.msgpack.decode(part, type=Reorder).orders
+        self._requests.reorder(client_index, orders)
+        lanes = self._lanes
+        assert lanes is not None
+        by_id = {request_id: (priority, arrival_time) for request_id, priority, arrival_time in orders}
+        self._loop.submit(lambda: lanes.reorder(by_id))
+
     def _submit_abort(self, request_ids: list[str]) -> None:
         def abort() -> None:
             assert self._lanes is not None
             self._lanes.abort(request_ids)
             self._gate.forget(request_ids)
+            self.deposits.forget(request_ids)
             self._note_idle()
 
         self._loop.submit(abort)

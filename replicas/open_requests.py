@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from pengserve.planners.types.contract import NO_CONTRACT, Contract
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.channel.frames import FrameKind
 from pengserve.replicas.channel.server import ChannelServer
@@ -22,12 +23,18 @@ class OpenRequests:
         """`on_come` is called when a request has come from another instance."""
         self._server, self._on_come = server, on_come
         self._requests: dict[int, dict[str, EngineCoreRequest]] = {}
+        self._contracts: dict[str, Contract] = {}  # of those that have one
+        self._paced: set[str] = set()  # of these, those with an SLO for the time between tokens
         self._lock = threading.Lock()
+        self._was_reordered = False  # ever
 
-    def add(self, request: "EngineCoreRequest") -> None:
-        """A request came, with its client's index in it."""
+    def add(self, request: "EngineCoreRequest", contract: Contract | None = None) -> None:
+        """A request came, with its client's index in it. None: it has no contract."""
         with self._lock:
             self._requests.setdefault(request.client_index, {})[request.request_id] = request
+            if contract is not None:
+                self._contracts[request.request_id] = contract
+                self._paced.update({request.request_id} if contract.slo and contract.slo.tbt_s else ())
 
     def remove(self, client_index: int, request_ids: Iterable[str]) -> None:
         """Requests ended, or are asked for no more."""
@@ -35,6 +42,39 @@ class OpenRequests:
             mine = self._requests.get(client_index, {})
             for request_id in request_ids:
                 mine.pop(request_id, None)
+                self._forget(request_id)
+
+    def reorder(self, client_index: int, orders: Iterable[tuple[str, int, float]]) -> None:
+        """Requests of a client have another `(priority, arrival_time)`, also where they go on."""
+        with self._lock:
+            mine = self._requests.get(client_index, {})
+            for request_id, priority, arrival_time in orders:
+                if (request := mine.get(request_id)) is not None:
+                    request.priority, request.arrival_time = priority, arrival_time
+                    self._was_reordered = True
+
+    def order(self, request: "Request") -> None:
+        """Gives a prepared request the order that came for it meanwhile."""
+        if not self._was_reordered:
+            return
+        with self._lock:
+            sent = self._requests.get(request.client_index, {}).get(request.request_id)
+        if sent is not None:
+            request.priority, request.arrival_time = sent.priority, sent.arrival_time
+
+    def contract(self, request_id: str) -> Contract:
+        """What holds for a request; any thread may ask."""
+        return self._contracts.get(request_id, NO_CONTRACT)
+
+    @property
+    def num_paced(self) -> int:
+        """Requests here that have an SLO for the time between tokens."""
+        return len(self._paced)
+
+    def _forget(self, request_id: str) -> None:
+        """Under the lock: nothing holds for a request any more."""
+        if self._contracts.pop(request_id, None) is not None:
+            self._paced.discard(request_id)
 
     def ids(self) -> list[str]:
         """Of all requests."""
@@ -44,7 +84,10 @@ class OpenRequests:
     def remove_client(self, client_index: int) -> list[str]:
         """A client is gone; the ids of its requests."""
         with self._lock:
-            return list(self._requests.pop(client_index, {}))
+            gone = list(self._requests.pop(client_index, {}))
+            for request_id in gone:
+                self._forget(request_id)
+            return gone
 
     # What a switch asks (see switching.RequestOwner) --------------------------------------------------------
 
@@ -55,9 +98,10 @@ class OpenRequests:
         client_id = self._server.client_id(request.client_index)
         with self._lock:
             sent = self._requests.get(request.client_index, {}).get(request.request_id)
+            contract = self._contracts.get(request.request_id)
         if sent is None or not client_id:
             return None
-        return Handoff(sent, client_id, list(request.output_token_ids), request.num_computed_tokens)
+        return Handoff(sent, client_id, list(request.output_token_ids), request.num_computed_tokens, contract)
 
     def serves(self, client_id: str) -> bool:
         """Whether that ingress is connected here."""
@@ -69,7 +113,7 @@ class OpenRequests:
         if client_index is None:
             return None
         handoff.request.client_index = client_index
-        self.add(handoff.request)
+        self.add(handoff.request, handoff.contract)
         if not self._server.client_id(client_index):
             # It left in between: `remove_client` has not seen the request, or has already asked for its abort.
             self.remove(client_index, [handoff.request.request_id])
@@ -88,6 +132,7 @@ class OpenRequests:
                 found = [request_id for request_id in mine if request_id in wanted] if wanted else []
                 for request_id in found:
                     del mine[request_id]
+                    self._forget(request_id)
                 if found:
                     going[client_index] = found
         for client_index, ids in going.items():

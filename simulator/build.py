@@ -66,6 +66,7 @@ def setup_of(config: SimulationConfig) -> Setup:
         per_node=cluster.per_node,
         degrees=cluster.degrees,
         max_stages=cluster.max_stages,
+        has_host=cluster.host_bytes > 0,
     )
     return policy.setup(facts)
 
@@ -78,7 +79,9 @@ def arrivals_of(config: SimulationConfig) -> tuple[Arrival, ...]:
     """
     if config.trace is None:
         raise ConfigError("trace is missing: name a file or a generator")
-    return build(config.trace, config.seed, config.folder)
+    arrivals = build(config.trace, config.seed, config.folder)
+    tbt_s = config.slo.tbt_s
+    return arrivals if tbt_s is None else tuple(replace(arrival, tbt_s=tbt_s) for arrival in arrivals)
 
 
 def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
@@ -88,11 +91,12 @@ def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
         ConfigError: an unknown GPU or model, or one that does not fit; names the field.
     """
     cluster, named = config.cluster, _named(config)
-    sizes = _sizes(cluster, named, setup)
+    links = _links(cluster, named.gpu)
+    sizes = _sizes(cluster, named, setup, links.pcie_bytes_per_s)
     shapes = _shapes(setup)
     _check_places(cluster, sizes, shapes, setup, named.what)
     times, assumptions = _times(cluster, named, setup)
-    links, costs = _links(cluster, named.gpu), _costs(config, named.gpu)
+    costs = _costs(config, named.gpu)
     scheduler = _scheduler(config, setup)
     return Machine(
         shape=ClusterShape(
@@ -114,6 +118,10 @@ def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
         ),
         activation_bytes=named.model.activation_bytes_per_token,
         host_bytes_per_s=links.pcie_bytes_per_s,
+        host_bytes=cluster.host_bytes,
+        host=setup.host,
+        offload=setup.offload,
+        swap=setup.swap,
         # A static pipeline is vLLM's own, which counts tokens alone.
         lookahead=_lookahead(cluster, sizes, times(1)) if setup.max_stages > 1 and not setup.is_static else None,
         costs=costs,
@@ -132,7 +140,7 @@ def _named(config: SimulationConfig) -> _Named:
     return _Named(gpu=catalog.gpu(cluster.gpu), model=catalog.model(cluster.model))
 
 
-def _sizes(cluster: ClusterConfig, named: _Named, setup: Setup) -> Sizes:
+def _sizes(cluster: ClusterConfig, named: _Named, setup: Setup, link_bytes_per_s: float) -> Sizes:
     gpu, model, width = named.gpu, named.model, cluster.gpus_per_instance
     per_gpu = int(gpu.memory_bytes * cluster.memory_utilization) - cluster.reserved_bytes
     sizes = Sizes(
@@ -147,6 +155,8 @@ def _sizes(cluster: ClusterConfig, named: _Named, setup: Setup) -> Sizes:
         max_model_len=cluster.max_model_len or model.max_model_len,
         max_num_seqs=cluster.max_num_seqs,
         is_static=setup.is_static,
+        host_bytes=cluster.host_bytes if setup.host in ("tiers", "offload") else 0,
+        link_bytes_per_s=link_bytes_per_s,
     )
     kv_tokens = cluster.kv_tokens
     if kv_tokens is None and named.profile is not None:
@@ -244,6 +254,10 @@ def _step_costs(
 def _scheduler(config: SimulationConfig, setup: Setup) -> Literal["vllm", "fast"]:
     if config.scheduler == "vllm" and setup.preemption == "swap":
         raise ConfigError("scheduler is vllm, which has no swapping: take fast, or auto")
+    if setup.host != "unused":
+        if config.scheduler == "fast":
+            raise ConfigError("scheduler is fast, which knows no host tier: take vllm, or auto")
+        return "vllm"
     if config.scheduler != "auto":
         return config.scheduler
     return "vllm" if config.cluster.instances <= MOST_FOR_VLLM and setup.preemption == "recompute" else "fast"

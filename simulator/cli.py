@@ -13,6 +13,9 @@ SloTtft = Annotated[
 SloTpot = Annotated[
     float | None, typer.Option("--slo-tpot", min=0, help="Seconds a token: the same.", show_default=False)
 ]
+SloTbt = Annotated[
+    float | None, typer.Option("--slo-tbt", min=0, help="Seconds between two tokens: the same.", show_default=False)
+]
 Policies = Annotated[
     list[str] | None,
     typer.Option("--policy", "-p", help="`NAME` or `NAME:option=value,...`; several are compared.", show_default=False),
@@ -33,6 +36,9 @@ Degrees = Annotated[
 ]
 MaxStages = Annotated[
     int | None, typer.Option(min=1, help="Most stages of a pipeline that drops parameters.", show_default=False)
+]
+HostBytes = Annotated[
+    int | None, typer.Option(min=0, help="Memory of each instance's host for KV, in bytes.", show_default=False)
 ]
 Scheduler = Annotated[
     str | None, typer.Option(help="auto, vllm (its own) or fast (equal decisions, for sweeps).", show_default=False)
@@ -94,6 +100,7 @@ def replay(
     instances: Instances = None,
     degrees: Degrees = None,
     max_stages: MaxStages = None,
+    host_bytes: HostBytes = None,
     policy: Policies = None,
     scheduler: Scheduler = None,
     events: EventLog = None,
@@ -105,6 +112,7 @@ def replay(
     seed: Seed = None,
     slo_ttft: SloTtft = None,
     slo_tpot: SloTpot = None,
+    slo_tbt: SloTbt = None,
     name: FileName = None,
     output: Output = DEFAULT_OUTPUT,
 ) -> None:
@@ -122,9 +130,9 @@ def replay(
 
     options = ReplayOptions(
         trace=trace, config=config, gpu=gpu, model=model, profile=profile, instances=instances, degrees=degrees,
-        max_stages=max_stages, policies=tuple(policy or ()), scheduler=scheduler, events=events, format=format,
-        step_s=step_s, window=window, scale=scale, max_requests=max_requests, seed=seed, slo_ttft_s=slo_ttft,
-        slo_tpot_s=slo_tpot, name=name, output=output,
+        max_stages=max_stages, host_bytes=host_bytes, policies=tuple(policy or ()), scheduler=scheduler, events=events,
+        format=format, step_s=step_s, window=window, scale=scale, max_requests=max_requests, seed=seed,
+        slo_ttft_s=slo_ttft, slo_tpot_s=slo_tpot, slo_tbt_s=slo_tbt, name=name, output=output,
     )  # fmt: skip
     run_replay(options)
 

@@ -36,6 +36,7 @@ class ReplayOptions:
     instances: int | None = None
     degrees: str | None = None
     max_stages: int | None = None
+    host_bytes: int | None = None
     policies: tuple[str, ...] = ()
     scheduler: str | None = None
     events: Path | None = None
@@ -47,6 +48,7 @@ class ReplayOptions:
     seed: int | None = None
     slo_ttft_s: float | None = None
     slo_tpot_s: float | None = None
+    slo_tbt_s: float | None = None
     name: str | None = None
     output: Path = Path("simulations")
 
@@ -77,7 +79,7 @@ def run_replay(options: ReplayOptions) -> None:
     configs = _variants(_replay_data(options), name, options.policies, str(options.config or ""))
     real = _real(options)
     results = [*real, *_simulated(configs)]
-    _finish(results, name, options.output, _base(options.slo_ttft_s, options.slo_tpot_s))
+    _finish(results, name, options.output, _base(options.slo_ttft_s, options.slo_tpot_s, options.slo_tbt_s))
 
 
 def run_compare(
@@ -141,12 +143,13 @@ def _replay_data(options: ReplayOptions) -> dict[str, Any]:
         "instances": options.instances,
         "degrees": _degrees_of(options.degrees),
         "max_stages": options.max_stages,
+        "host_bytes": options.host_bytes,
     }
     # A profile stands in place of a GPU and a model: what is given here leaves the file's other way out.
     others = ("gpu", "model") if options.profile else ("profile",) if options.gpu or options.model else ()
     kept = {key: value for key, value in data["cluster"].items() if key not in others}
     cluster = {**kept, **{key: value for key, value in given.items() if value is not None}}
-    if options.config is None and options.max_stages is None:
+    if options.config is None and options.max_stages is None and not options.host_bytes:
         widest = int(cluster.get("instances", ClusterConfig.model_fields["instances"].default))
         cluster["max_stages"] = min(MOST_DEFAULT_STAGES, 1 << (widest.bit_length() - 1))
     trace = {
@@ -157,7 +160,7 @@ def _replay_data(options: ReplayOptions) -> dict[str, Any]:
         "upscale": options.scale,
         "max_requests": options.max_requests,
     }
-    slo = {"ttft_s": options.slo_ttft_s, "tpot_s": options.slo_tpot_s}
+    slo = {"ttft_s": options.slo_ttft_s, "tpot_s": options.slo_tpot_s, "tbt_s": options.slo_tbt_s}
     more = {"scheduler": options.scheduler, "seed": options.seed}
     return {
         **data,
@@ -232,7 +235,7 @@ def _show(runs: Sequence[Run], paths: Sequence[Path]) -> None:
         Console(stderr=True).print(str(path), soft_wrap=True, highlight=False)
 
 
-def _base(ttft_s: float | None, tpot_s: float | None) -> SloBase | None:
-    if ttft_s is None and tpot_s is None:
+def _base(ttft_s: float | None, tpot_s: float | None, tbt_s: float | None = None) -> SloBase | None:
+    if ttft_s is None and tpot_s is None and tbt_s is None:
         return None
-    return SloBase(ttft_s=ttft_s, tpot_s=tpot_s, source="the command line")
+    return SloBase(ttft_s=ttft_s, tpot_s=tpot_s, tbt_s=tbt_s, source="the command line")

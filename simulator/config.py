@@ -39,6 +39,7 @@ class ClusterConfig(_Section):
     memory_utilization: float = Field(default=0.9, gt=0, le=1)  # share of a GPU's memory, as vLLM's option
     reserved_bytes: int = Field(default=2 * GIB, ge=0)  # of that, on each GPU: activations and CUDA graphs
     kv_tokens: int | None = Field(default=None, ge=1)  # that an instance alone has room for; None: as memory allows
+    host_bytes: int = Field(default=0, ge=0)  # of an instance's host, for KV; 0: none
     block_size: int = Field(default=16, ge=1)
     max_num_seqs: int = Field(default=256, ge=1)
     max_num_batched_tokens: int = Field(default=2048, ge=1)
@@ -107,6 +108,7 @@ class SloConfig(_Section):
 
     ttft_s: float | None = Field(default=None, gt=0)
     tpot_s: float | None = Field(default=None, gt=0)
+    tbt_s: float | None = Field(default=None, gt=0)  # between two tokens of each request
 
 
 class ControllerOptions(_Section):

@@ -1,5 +1,6 @@
 """What a configuration's machines are, in figures: memory, step times, links; and lanes made of them."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,9 +16,13 @@ from pengserve.simulator.engine.gaps import GapCounter
 from pengserve.simulator.engine.instance import SimInstance
 from pengserve.simulator.engine.lane import SimLane
 from pengserve.simulator.engine.network import LinkNetwork
+from pengserve.simulator.engine.offload.planner import OffloadPlanner
+from pengserve.simulator.engine.offload.scheduler import OffloadScheduler
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.pipeline_lane import PipelineLane
 from pengserve.simulator.engine.scheduler import LaneScheduler
+from pengserve.simulator.engine.swapping.costs import SwapCosts, SwapOptions
+from pengserve.simulator.engine.swapping.scheduler import SwapScheduler
 from pengserve.simulator.requests import LiveRequest
 from pengserve.simulator.timing.steps import Batch, ModelTimes, prefill_tokens
 from pengserve.simulator.timing.switches import SwitchCosts
@@ -37,6 +42,10 @@ class Machine:
     costs: SwitchCosts
     processors: float = 1.0  # of an instance; below 1 instances share them, and steps were timed while all were busy
     lookahead: CostModel | None = None  # of the whole model, for the microbatches of pipelines
+    host: str = "unused"  # what `host_bytes` of each instance are for: a `policies.policy.HostUse`
+    host_bytes: int = 0
+    offload: Callable[[], OffloadPlanner] | None = None
+    swap: SwapOptions | None = None
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -72,7 +81,7 @@ class Machine:
             owner.stepped(leader.key)
 
         if not shape.startswith(GroupKind.PP):
-            scheduler = self._scheduler(capacity, self.options)
+            scheduler = self._scheduler(capacity, self.options, times)
 
             def swap_s(out_bytes: int, in_bytes: int) -> float:
                 # Copies go both ways at once, beside the step before (as InferCept overlaps them).
@@ -108,9 +117,40 @@ class Machine:
             gaps=gaps,
         )
 
-    def _scheduler(self, capacity: KvCapacity, options: SchedulerOptions) -> LaneScheduler:
+    def _scheduler(
+        self, capacity: KvCapacity, options: SchedulerOptions, times: ModelTimes | None = None
+    ) -> LaneScheduler:
+        tiers = self.shape.sizes.tiers
+        if self.offload is not None and times is not None and tiers is not None:
+            clock = asyncio.get_running_loop().time
+            return OffloadScheduler(capacity, options, tiers, times, self.offload(), clock)
+        if self.swap is not None and times is not None:
+            return self._with_swap(capacity, options, self.swap)
         if self.scheduler == "fast":
             return FastScheduler(capacity, options)
+        if self.host != "unused" and times is not None:
+            return self._with_host(capacity, options, times)
         from pengserve.simulator.engine.vllm_scheduler import VllmScheduler  # importing vLLM takes seconds
 
         return VllmScheduler(capacity, options)
+
+    def _with_swap(self, capacity: KvCapacity, options: SchedulerOptions, swap: SwapOptions) -> LaneScheduler:
+        costs = SwapCosts(
+            num_layers=self.shape.sizes.num_layers,
+            block_bytes=capacity.bytes_per_block,
+            bytes_per_s=self.host_bytes_per_s,
+        )
+        num_host = self.host_bytes // capacity.bytes_per_block
+        return SwapScheduler(capacity, options, costs, swap, num_host, asyncio.get_running_loop().time)
+
+    def _with_host(self, capacity: KvCapacity, options: SchedulerOptions, times: ModelTimes) -> LaneScheduler:
+        from pengserve.simulator.engine.tiers.prefixes import PrefixOffloadScheduler  # as above
+        from pengserve.simulator.engine.tiers.scheduler import TieredScheduler
+
+        clock = asyncio.get_running_loop().time
+        if self.host == "prefixes":
+            num_blocks = self.host_bytes // capacity.bytes_per_block
+            return PrefixOffloadScheduler(capacity, options, num_blocks, self.host_bytes_per_s, clock)
+        tiers = self.shape.sizes.tiers
+        assert tiers is not None, "a policy with tiers has memory of the host"
+        return TieredScheduler(capacity, options, tiers, times, clock)

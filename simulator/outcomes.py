@@ -40,6 +40,8 @@ class Outcomes:
             num_moves=request.num_moves,
             priority=arrival.priority,
             cached_tokens=request.cached_tokens,
+            num_late=request.num_late,
+            num_late_paced=request.num_late_paced,
             refused=refused,
         )
         if len(self._found) == self._num_requests:

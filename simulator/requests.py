@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 
 from pengserve.planners.types.ids import InstanceKey
 
+ROUNDING = 1.0 + 1e-9  # of times
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrival:
@@ -16,6 +18,7 @@ class Arrival:
     prefix_ids: tuple[int, ...] = ()  # of the prompt's full `prefix_block` tokens: equal ids are equal content before
     prefix_block: int = 0  # tokens of one of `prefix_ids`
     priority: int = 0  # as in vLLM: below zero is urgent
+    tbt_s: float | None = None  # the SLO between two of its tokens
     degree: int | None = None  # the tensor-parallel degree that it asks for; 1 is dp, None: any
 
 
@@ -34,6 +37,9 @@ class LiveRequest:
     num_moves: int = 0  # from shape to shape, or instance to instance
     cached_tokens: int = 0  # of its prompt, that its first instance found in its prefix cache
     stalls_s: float = field(default=0.0)  # that switches and swaps kept it from running
+    num_late: int = 0  # tokens later than `tbt_s` after the one before
+    num_late_paced: int = 0  # ... where the client is sent one token an SLO interval while some are in store
+    paced_s: float | None = None  # when the client would be sent the newest token then
 
     @property
     def request_id(self) -> str:
@@ -44,6 +50,27 @@ class LiveRequest:
     def num_tokens(self) -> int:
         """Prompt and what has been generated: what it computes again where its KV is lost."""
         return self.arrival.prompt_tokens + self.num_generated
+
+    def deposit_tokens(self, now_s: float) -> int:
+        """Tokens that a client who is sent one an SLO interval has not been sent (OrbitFlow section 3.2)."""
+        if self.paced_s is None or not self.arrival.tbt_s:
+            return 0
+        return max(0, int((self.paced_s - now_s) / self.arrival.tbt_s))
+
+    def note_token(self, at_s: float, before_s: float | None, count: int = 1) -> None:
+        """Its next `count` tokens came at `at_s`, so long after each other as after the one at `before_s`."""
+        limit_s = self.arrival.tbt_s
+        if limit_s is None:
+            return
+        if before_s is None or self.paced_s is None:
+            self.paced_s = at_s
+            return
+        gap_s = (at_s - before_s) / count
+        for index in range(1, count + 1):
+            token_s, due_s = before_s + index * gap_s, self.paced_s + limit_s
+            self.num_late += gap_s > limit_s * ROUNDING
+            self.num_late_paced += token_s > due_s + limit_s * (ROUNDING - 1.0)
+            self.paced_s = max(token_s, due_s)
 
     @property
     def is_done(self) -> bool:
@@ -67,6 +94,8 @@ class Outcome:
     num_moves: int
     priority: int = 0
     cached_tokens: int = 0  # of the prompt, found in a prefix cache
+    num_late: int = 0  # of its tokens after the first: later than its TBT SLO
+    num_late_paced: int = 0  # ... with a token deposit
     refused: str = ""  # why it was not served; one sentence
 
     @property

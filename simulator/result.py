@@ -47,4 +47,5 @@ class Result:
     moments: tuple[Moment, ...]
     gaps: Gaps
     events: tuple[Event, ...]  # the controller's log; `time_s` are virtual seconds since the start
+    copied: tuple[tuple[str, float], ...] = ()  # totals of KV between device and host, by name, over all instances
     instance_kv: tuple[tuple[float, ...], ...] = ()  # share of KV in use: a row per moment, a column per instance

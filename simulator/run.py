@@ -1,6 +1,7 @@
 """One simulation, from its configuration to its result."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from pengserve.simulator.build import arrivals_of, machine_of, setup_of
 from pengserve.simulator.clock import run_virtual
 from pengserve.simulator.config import SimulationConfig
 from pengserve.simulator.engine.port import SimPort
+from pengserve.simulator.engine.scheduler import CountsCopies
 from pengserve.simulator.ingress import IngressLimits, SimIngress
 from pengserve.simulator.machine import Machine
 from pengserve.simulator.outcomes import Outcomes
@@ -142,8 +144,18 @@ class Simulation:
             moments=tuple(sampler.moments),
             gaps=self.outcomes.gaps.gaps(),
             events=tuple(_shifted(event, self.outcomes.start_s) for event in log.events),
+            copied=self._copied(),
             instance_kv=tuple(sampler.instance_kv),
         )
+
+    def _copied(self) -> tuple[tuple[str, float], ...]:
+        """Totals of the instances that live at the end."""
+        totals = Counter[str]()
+        for instance in self.cluster.living():
+            scheduler = instance.lane.scheduler
+            if isinstance(scheduler, CountsCopies):
+                totals.update(scheduler.copied())
+        return tuple(sorted((name, float(value)) for name, value in totals.items()))
 
     def _controller_config(self) -> ControllerConfig:
         return ControllerConfig(

@@ -4,48 +4,16 @@ A ratio is baseline / PengServe: above 1 PengServe is better. Rows K1 and so on 
 order of their sections; `paper` is what the paper prints.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-
-Figures = Mapping[str, float]
-Runs = Mapping[tuple[str, str], Figures]  # (scenario, label) -> figures
+from benchmarks.papers import layers
+from benchmarks.papers.headline import OURS, Figures, Headline, named
 
 BURST, AZURE, LONG = "kunserve-14b-burstgpt", "kunserve-14b-azure-lengths", "kunserve-14b-longbench"
 EXTREME, BURSTY, PRIORITY = "kunserve-72b-extreme-burst", "flying-70b-bursty", "flying-70b-priority"
-OURS, DP, PP = "PengServe", "vLLM (DP)", "vLLM (PP)"
+DP, PP = "vLLM (DP)", "vLLM (PP)"
 BASELINES = (DP, PP, "swap", "migration")
 NO_RESTORE = "PengServe, no restore"
 EARLY_RESTORE = "PengServe, restore below 70 %"
 STATIC_DP, STATIC_TP = "static DP", "static TP"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Headline:
-    """One figure of a paper, and how it comes out here."""
-
-    row: str
-    what: str
-    scenario: str
-    baseline: str
-    paper: str
-    get: Callable[[Figures], float]
-    subject: str = OURS
-    is_rate: bool = False  # more is better: the ratio is PengServe's / baseline's
-    unit: str = "s"
-
-    def values(self, runs: Runs) -> tuple[float, float]:
-        """The baseline's, and ours."""
-        return tuple(self.get(runs[self.scenario, label]) for label in (self.baseline, self.subject))  # type: ignore[return-value]
-
-    def ratio(self, runs: Runs) -> float:
-        """How many times better ours is; not a number where one of them is not known."""
-        theirs, ours = self.values(runs)
-        over, under = (ours, theirs) if self.is_rate else (theirs, ours)
-        return over / under if under else float("nan")
-
-
-def _named(name: str) -> Callable[[Figures], float]:
-    return lambda figures: figures[name]
 
 
 def _spike(figures: Figures) -> float:
@@ -54,13 +22,13 @@ def _spike(figures: Figures) -> float:
 
 def headlines() -> list[Headline]:
     """All of them, KunServe's first."""
-    return [*_kunserve_tails(), *_kunserve_rest(), *_flying()]
+    return [*_kunserve_tails(), *_kunserve_rest(), *_flying(), *layers.headlines()]
 
 
 def _kunserve_tails() -> list[Headline]:
     names = {BURST: "12.7-72.2x over all workloads", LONG: "as above", AZURE: "not in the paper"}
     return [
-        Headline(row="K1", what="P99 TTFT", scenario=scenario, baseline=label, paper=paper, get=_named("ttft_p99_s"))
+        Headline(row="K1", what="P99 TTFT", scenario=scenario, baseline=label, paper=paper, get=named("ttft_p99_s"))
         for scenario, paper in names.items()
         for label in BASELINES
     ]
@@ -75,16 +43,16 @@ def _kunserve_rest() -> list[Headline]:
     return [
         Headline(
             row="K4", what="P50 TPOT, the price", scenario=LONG, baseline=DP, paper="0.81-0.86x (+15.8-22.7 %)",
-            get=_named("tpot_p50_s"),
+            get=named("tpot_p50_s"),
         ),
         *(
-            Headline(row="K7", what=what, scenario=LONG, baseline=DP, paper=paper, get=_named(name))
+            Headline(row="K7", what=what, scenario=LONG, baseline=DP, paper=paper, get=named(name))
             for name, what, paper in long
         ),
         *(
             Headline(
                 row="K11", what=f"{what}, {when} against none", scenario=BURST, baseline=NO_RESTORE, paper=paper,
-                get=_named(name), subject=subject,
+                get=named(name), subject=subject,
             )
             for subject, when in ((OURS, "restore"), (EARLY_RESTORE, "restore below 70 %"))
             for name, what, paper in back
@@ -119,7 +87,7 @@ def _flying() -> list[Headline]:
         _rate("F6", BURSTY, STATIC_DP, "0.97x (3169, 3059)"),
         _rate("F6", BURSTY, STATIC_TP, "2.03x"),
         *(
-            Headline(row="F7", what=what, scenario=PRIORITY, baseline=label, paper=paper, get=_named(name))
+            Headline(row="F7", what=what, scenario=PRIORITY, baseline=label, paper=paper, get=named(name))
             for name, what, by_label in priority
             for label, paper in by_label.items()
         ),
@@ -129,11 +97,11 @@ def _flying() -> list[Headline]:
 
 
 def _bursty(row: str, what: str, baseline: str, paper: str, name: str) -> Headline:
-    return Headline(row=row, what=what, scenario=BURSTY, baseline=baseline, paper=paper, get=_named(name))
+    return Headline(row=row, what=what, scenario=BURSTY, baseline=baseline, paper=paper, get=named(name))
 
 
 def _rate(row: str, scenario: str, baseline: str, paper: str) -> Headline:
     return Headline(
         row=row, what="peak tokens a second", scenario=scenario, baseline=baseline, paper=paper,
-        get=_named("peak_tokens_per_s"), is_rate=True, unit="/s",
+        get=named("peak_tokens_per_s"), is_rate=True, unit="/s",
     )  # fmt: skip

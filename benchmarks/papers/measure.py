@@ -1,12 +1,13 @@
 """Figures of one run that the papers print; all in seconds, shares or counts."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from benchmarks.papers.scenarios import Run
-from pengserve.simulator.reports.figures import Figures, figures_of
+from pengserve.simulator.reports.figures import Figures, figures_of, gap_at
+from pengserve.simulator.reports.slo import is_early, is_fluent
 from pengserve.simulator.requests import Outcome
 from pengserve.simulator.result import Moment
 from pengserve.simulator.traces.generators.flying import Flying
@@ -37,7 +38,42 @@ def measure(run: Run) -> dict[str, float]:
         "end_s": run.result.end_s,
         "simulated_in_cpu_s": run.cpu_s,
     }
+    found |= _gaps(run) | _kept(run) | {f"copied_{name}": value for name, value in run.result.copied}
     return found | _phases(run) | _priorities(run.result.outcomes)
+
+
+def _gaps(run: Run) -> dict[str, float]:
+    """Of gaps between tokens, and of whole requests."""
+    ended = [outcome for outcome in run.result.outcomes if outcome.end_s is not None]
+    found = {"requests_per_s": len(ended) / run.result.end_s, "requests_per_min": 60.0 * len(ended) / run.result.end_s}
+    if ended:
+        found["e2e_mean_s"] = float(np.mean([o.end_s - o.arrived_s for o in ended if o.end_s is not None]))
+    for percent in (95, 99, 99.9):
+        at_s = gap_at(run.result.gaps, percent / 100.0)
+        if at_s is not None:
+            found[f"tbt_p{percent:g}_s"] = at_s
+    return found
+
+
+def _kept(run: Run) -> dict[str, float]:
+    """Shares of SLOs kept, by the limits of the scenario. A deposit counts where the policy has one."""
+    slo, outcomes = run.config.slo, run.result.outcomes
+    found = {}
+    if slo.tbt_s is not None:
+        figures = figures_of(run.result)
+        has_deposit = run.config.policy.name == "orbitflow" and is_whole_orbitflow(run.config.policy.options)
+        kept = figures.tbt_attained_paced if has_deposit else figures.tbt_attained
+        found["tbt_kept"] = float("nan") if kept is None else kept
+        found["tpot_kept"] = float(np.mean([is_fluent(outcome, slo.tbt_s) for outcome in outcomes]))
+    if slo.ttft_s is not None and slo.tpot_s is not None:
+        kept_both = [is_early(outcome, slo.ttft_s) and is_fluent(outcome, slo.tpot_s) for outcome in outcomes]
+        found["slo_kept"] = float(np.mean(kept_both))
+    return found
+
+
+def is_whole_orbitflow(options: Mapping[str, object]) -> bool:
+    """Whether clients are sent what came early one token an SLO interval: with all of OrbitFlow's parts."""
+    return all(options.get(name, True) for name in ("per_request", "pauses", "deposit"))
 
 
 def _latencies(outcomes: Sequence[Outcome], prefix: str = "") -> dict[str, float]:
@@ -47,7 +83,7 @@ def _latencies(outcomes: Sequence[Outcome], prefix: str = "") -> dict[str, float
     for name, values in (("ttft", ttfts), ("tpot", tpots)):
         if values:
             found[f"{prefix}{name}_mean_s"] = float(np.mean(values))
-            for percent in (50, 90, 99, 99.9):
+            for percent in (50, 90, 95, 99, 99.9):
                 found[f"{prefix}{name}_p{percent:g}_s"] = float(np.percentile(values, percent))
     return found
 

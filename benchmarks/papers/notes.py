@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping
 
+from benchmarks.papers import layer_notes
+
 _KUNSERVE_14B = (
     "The load was chosen among some that were tried, so that memory runs short and GPUs do not. Where GPUs run short"
     " too, drops do not help: with the whole memory, BurstGPT's lengths at 32 requests a second and bursts of 2.8"
@@ -46,6 +48,7 @@ ASSUMED: Mapping[str, tuple[str, ...]] = {
         " counts as busy at 2 requests a second and never merges.",
         "Steps of 8,192 tokens at most and 256 sequences a lane.",
     ),
+    **layer_notes.ASSUMED,
     "flying-70b-priority": (
         "One request in five is urgent; static TP and DP put urgent requests first in their queues.",
         "`busy_requests` of the planner is 64, as in flying-70b-bursty.",
@@ -92,6 +95,7 @@ REASONS: Mapping[str, tuple[str, ...]] = {
         "F6: all peaks are twice the paper's (3,169) and more, and its reason is not known: the paper's are steady"
         " at that rate.",
     ),
+    **layer_notes.REASONS,
     "flying-70b-priority": (
         "F7: in the paper 3 to 5 requests a second are more than static TP can serve, and it queues for 2.1 s; our"
         " TP8 keeps up with them (mean TTFT 173 ms), so there is no collapse to avoid, and static TP is the better"

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.papers.headlines import Headline, Runs, headlines
+from benchmarks.papers.headline import Headline, Runs
+from benchmarks.papers.headlines import headlines
 from benchmarks.papers.measure import describe, measure
 from benchmarks.papers.notes import ASSUMED, REASONS
 from benchmarks.papers.scenarios import FOLDER, Run
@@ -20,6 +21,8 @@ _COLUMNS = (
     ("P99.9 s", "ttft_p99.9_s", "{:.2f}"),
     ("TPOT P50 ms", "tpot_p50_s", "{:.1f}"),
     ("P99 ms", "tpot_p99_s", "{:.1f}"),
+    ("TBT P99 ms", "tbt_p99_s", "{:.0f}"),
+    ("TBT kept", "tbt_kept", "{:.1%}"),
     ("tokens/s", "tokens_per_s", "{:,.0f}"),
     ("peak tokens/s", "peak_tokens_per_s", "{:,.0f}"),
     ("mean demand", "demand_mean", "{:.0%}"),
@@ -46,7 +49,14 @@ def headline_rows(found: Runs) -> list[list[str]]:
     for headline in able(found):
         theirs, ours = headline.values(found)
         words = [headline.row, headline.what, headline.scenario, headline.baseline, headline.paper]
-        rows.append([*words, _times(headline.ratio(found)), _value(theirs, headline.unit), _value(ours, headline.unit)])
+        rows.append(
+            [
+                *words,
+                _better(headline, headline.ratio(found)),
+                _value(theirs, headline.unit),
+                _value(ours, headline.unit),
+            ]
+        )
     return rows
 
 
@@ -116,7 +126,9 @@ def _list(title: str, sentences: Sequence[str]) -> list[str]:
     return [f"{title}:", "", *(f"- {sentence}" for sentence in sentences), ""] if sentences else []
 
 
-def _times(value: float) -> str:
+def _better(headline: Headline, value: float) -> str:
+    if headline.is_points and not math.isnan(value):
+        return f"{value:+.0f} points"
     return "never in this run" if math.isnan(value) else f"{value:.2f}x"
 
 
@@ -125,9 +137,13 @@ def _value(value: float, unit: str) -> str:
         return "-"
     if unit == "s":
         return f"{value:.2f} s" if value >= 1 else f"{1e3 * value:.0f} ms"
-    return f"{value:,.0f} {unit}" if unit == "/s" else f"{value:.1f}{unit}"
+    if unit == "%":
+        return f"{100 * value:.1f} %"
+    if (unit == "/s" and value >= 100) or unit == " blocks":
+        return f"{value:,.0f} {unit.strip()}"
+    return f"{value:.2f} {unit}" if unit.startswith("/") else f"{value:.1f}{unit}"
 
 
 def _show(one: Mapping[str, float], name: str, shape: str) -> str:
-    value = one.get(name, math.nan) * (1e3 if name.startswith("tpot") else 1)
+    value = one.get(name, math.nan) * (1e3 if name.startswith(("tpot_p", "tbt_p")) else 1)
     return "-" if math.isnan(value) else shape.format(value)

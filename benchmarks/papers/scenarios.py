@@ -54,6 +54,38 @@ EARLY_BACK = Variant(
 )
 WHOLE_MEMORY = {"kv_tokens": None}
 
+_LAYERKV = (
+    Variant(label="vLLM", policy="vllm_dp", options={}, cluster={"host_bytes": 0}),
+    Variant(label="PengServe, host tier", policy="pengserve", options={}),
+)
+_OFFLOADING = (
+    Variant(label="DeepSpeed-like", policy="deepspeed", options={}),
+    Variant(label="FlexGen", policy="flexgen", options={}),
+    Variant(label="FlexGen+", policy="flexgen", options={"is_plus": True}),
+    Variant(label="SLO-aware static", policy="slo_aware", options={}),
+    Variant(label="dynamic heuristic", policy="dynamic_heuristic", options={}),
+    Variant(label="one spread for all", policy="orbitflow", options={"per_request": False}),
+    Variant(label="per request, no pauses", policy="orbitflow", options={"pauses": False}),
+    Variant(label="per request, pauses, no deposit", policy="orbitflow", options={"deposit": False}),
+    Variant(label="PengServe's placement (OrbitFlow)", policy="orbitflow", options={}),
+)
+
+
+def _switching(every: int) -> tuple[Variant, ...]:
+    base = {"every": every, "pattern": "markov"}
+    return (
+        Variant(label="vLLM swap", policy="vllm_priority", options=base),
+        Variant(label="vLLM recompute", policy="vllm_priority", options={**base, "preemption": "recompute"}),
+        Variant(
+            label="FastSwitch, groups alone", policy="fastswitch", options={**base, "is_async": False, "reuse": False}
+        ),
+        Variant(label="FastSwitch, no reuse", policy="fastswitch", options={**base, "reuse": False}),
+        Variant(label="FastSwitch", policy="fastswitch", options=base),
+        Variant(label="vLLM swap, random", policy="vllm_priority", options={**base, "pattern": "random"}),
+        Variant(label="FastSwitch, random", policy="fastswitch", options={**base, "pattern": "random"}),
+    )
+
+
 SCENARIOS: Mapping[str, tuple[Variant, ...]] = {
     "kunserve-14b-burstgpt": (
         *_KUNSERVE,
@@ -66,6 +98,16 @@ SCENARIOS: Mapping[str, tuple[Variant, ...]] = {
     "kunserve-72b-extreme-burst": (DP, OURS),
     "flying-70b-bursty": _FLYING,
     "flying-70b-priority": _FLYING,
+    "layerkv-7b-sharegpt": _LAYERKV,
+    "layerkv-7b-fixed": _LAYERKV,
+    "layerkv-34b-sharegpt": _LAYERKV,
+    "layerkv-70b-sharegpt": _LAYERKV,
+    "orbitflow-8b-a5000": _OFFLOADING,
+    "orbitflow-8b-a5000-tight": _OFFLOADING,
+    "orbitflow-8b-a6000-tp2": _OFFLOADING,
+    "orbitflow-70b-a6000": _OFFLOADING,
+    "fastswitch-8b-a10": _switching(25),
+    "fastswitch-32b-a100": _switching(50),
 }
 
 

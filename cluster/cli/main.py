@@ -31,6 +31,8 @@ model_app = typer.Typer(no_args_is_help=True, help="Make models to try PengServe
 app.add_typer(model_app, name="model")
 layout_app = typer.Typer(invoke_without_command=True)
 app.add_typer(layout_app, name="layout")
+dashboards_app = typer.Typer(no_args_is_help=True, help="Grafana dashboards of the cluster.")
+app.add_typer(dashboards_app, name="dashboards")
 
 Url = Annotated[
     str, typer.Option("--url", envvar="PENGSERVE_URL", help="Address of the running application.", show_default=True)
@@ -188,6 +190,41 @@ def events(
     run_events(url, admin_key, after, follow, as_json, why)
 
 
+@app.command()
+def why(
+    request_id: Annotated[str, typer.Argument(help="Its `x-request-id`, or the id in its answer.")],
+    config: Annotated[
+        Path | None, typer.Option("--config", help="YAML file whose logs are read.", show_default=False)
+    ] = None,
+    request_log: Annotated[
+        Path | None, typer.Option(help="Request log, where no --config names it.", show_default=False)
+    ] = None,
+    event_log: Annotated[
+        Path | None, typer.Option(help="Event log; else the running application is asked.", show_default=False)
+    ] = None,
+    url: Url = DEFAULT_URL,
+    admin_key: AdminKey = None,
+) -> None:
+    """Tell the life of a request that has ended: where it ran, what moved it, what it waited for.
+
+    Needs the setting `request_log`. Run it on the machine that has the file.
+
+    - `pengserve why 3f2a9c --config serve.yaml`
+    - `pengserve why 3f2a9c --request-log requests.jsonl --event-log events.jsonl`
+    """
+    from pengserve.cluster.cli.why import run_why
+    from pengserve.cluster.settings import load_settings
+    from pengserve.planners.types.errors import ConfigError
+
+    if config is not None:
+        settings = load_settings(config)
+        request_log = request_log or (Path(settings.request_log) if settings.request_log else None)
+        event_log = event_log or (Path(settings.event_log) if settings.event_log else None)
+    if request_log is None:
+        raise ConfigError("name the request log: --request-log FILE, or --config with the setting request_log")
+    run_why(request_id, request_log, event_log, url, admin_key)
+
+
 @layout_app.callback()
 def layout(
     context: typer.Context,
@@ -284,6 +321,25 @@ def init(
     from pengserve.cluster.cli.init import run_init
 
     run_init(directory)
+
+
+@dashboards_app.command("push")
+def dashboards_push(
+    grafana: Annotated[str, typer.Argument(metavar="URL", help="Address of Grafana, such as http://localhost:3000.")],
+    backend: Annotated[
+        list[str] | None, typer.Option(help="prometheus or ray, as `metrics.backend`; else both.", show_default=False)
+    ] = None,
+) -> None:
+    """Send the dashboards to a Grafana server, with the service account's token in `GRAFANA_TOKEN`.
+
+    Needs `pip install 'pengserve[grafana]'`. `pengserve init` writes the same files, to import by hand.
+
+    - `GRAFANA_TOKEN=... pengserve dashboards push http://localhost:3000`
+    """
+    from pengserve.dashboards.push import run_push
+
+    for address in run_push(grafana, backend or ()):
+        typer.echo(address)
 
 
 @model_app.command("make-demo")

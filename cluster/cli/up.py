@@ -317,7 +317,9 @@ def _print_hint(settings: Settings, console: Console, took_s: float) -> None:
     console.print(f"\nReady after {took_s:.1f} s. Paste this into another shell:\n")
     # The line itself goes to stdout, so that a script can read it.
     Console().print(curl_line(settings), soft_wrap=True, highlight=False, markup=False)
-    console.print("\nWatch it with `pengserve top`; stop with Ctrl-C.", highlight=False)
+    key = " (the admin key opens it)" if settings.security.has_admin_key else ""
+    page = f"{local_url(settings)}/ui{key}"
+    console.print(f"\nWatch it: {page}, or `pengserve top`. Stop with Ctrl-C.", soft_wrap=True, highlight=False)
 
 
 def _one_line(error: BaseException) -> str:

@@ -9,6 +9,7 @@ import httpx
 
 from pengserve.client import protocol
 from pengserve.client.protocol import DEFAULT_URL, Call, Endpoint, Pause, Program, Readiness
+from pengserve.client.slo import Slo, async_openai_client, openai_client
 from pengserve.planners.types.drains import DrainOperation
 from pengserve.planners.types.errors import PengServeError
 from pengserve.planners.types.events import Event
@@ -129,13 +130,16 @@ class PengServe:
         """Names that requests may put into `model`."""
         return self._call(protocol.models())
 
-    def openai(self, **options: Any) -> "openai.OpenAI":
-        """An `openai.OpenAI` for this server; `options` go to its constructor."""
+    def openai(self, *, slo: Slo | None = None, **options: Any) -> "openai.OpenAI":
+        """An `openai.OpenAI` for this server; `options` go to its constructor.
+
+        Its requests for text bring `slo`, unless one has its own: `extra_body={"slo": {...}}`. `kept_of(answer)` tells
+        what was kept of it.
+        """
         try:
-            import openai
+            return openai_client(self._endpoint.openai_options(options), slo)
         except ImportError:
             raise PengServeError(_OPENAI_MISSING) from None
-        return openai.OpenAI(**self._endpoint.openai_options(options))
 
     def close(self) -> None:
         """Close the connections. The client cannot be used afterwards."""
@@ -274,13 +278,16 @@ class AsyncPengServe:
         """Names that requests may put into `model`."""
         return await self._call(protocol.models())
 
-    def openai(self, **options: Any) -> "openai.AsyncOpenAI":
-        """An `openai.AsyncOpenAI` for this server; `options` go to its constructor."""
+    def openai(self, *, slo: Slo | None = None, **options: Any) -> "openai.AsyncOpenAI":
+        """An `openai.AsyncOpenAI` for this server; `options` go to its constructor.
+
+        Its requests for text bring `slo`, unless one has its own: `extra_body={"slo": {...}}`. `kept_of(answer)` tells
+        what was kept of it.
+        """
         try:
-            import openai
+            return async_openai_client(self._endpoint.openai_options(options), slo)
         except ImportError:
             raise PengServeError(_OPENAI_MISSING) from None
-        return openai.AsyncOpenAI(**self._endpoint.openai_options(options))
 
     async def close(self) -> None:
         """Close the connections. The client cannot be used afterwards."""

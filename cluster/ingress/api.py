@@ -10,22 +10,31 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from pengserve.cluster.ingress import errors, openai_front
+from pengserve.cluster.ingress.admin import AdminDoor
 from pengserve.cluster.ingress.cluster_api import attach_cluster_routes, cluster_router
 from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.demand import DemandReporter
 from pengserve.cluster.ingress.engine_client import ClusterEngineClient
+from pengserve.cluster.ingress.fair_queue import fair_queue
 from pengserve.cluster.ingress.guard import Guard, current_ticket
 from pengserve.cluster.ingress.keys import KeyRing
 from pengserve.cluster.ingress.links import LinkPool
 from pengserve.cluster.ingress.meters import IngressMeters
+from pengserve.cluster.ingress.priority_api import priority_router
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.routes import RouteWatcher, RoutingSource
 from pengserve.cluster.ingress.tasks import forever
+from pengserve.cluster.ingress.tenants import Tenants
+from pengserve.cluster.ingress.traces import Traces
 from pengserve.cluster.ingress.traffic import Ticket, Traffic
 from pengserve.cluster.metrics import catalog
 from pengserve.cluster.metrics.facade import Metrics
+from pengserve.cluster.ui.feed import Feed
+from pengserve.cluster.ui.routes import ui_router
+from pengserve.cluster.ui.tap import TrafficTap
 from pengserve.controller.line_file import FileLimits
+from pengserve.planners.types.contract import by_name
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.snapshot import RoutingTable
 
@@ -63,7 +72,13 @@ class IngressRuntime:
             config.request_log, FileLimits(max_bytes=config.log_max_bytes, num_older=config.log_num_older)
         )
         self.keys = KeyRing(config)
-        self.client = ClusterEngineClient(vllm_config, config.limits, self.meters, self._admit, self.request_log)
+        self.admin = AdminDoor(config, self.keys)
+        self.feed = Feed(source, TrafficTap(self.meters))
+        self.traces = _traces(config)
+        self.client = ClusterEngineClient(
+            vllm_config, config.limits, self.meters, self._admit, self.request_log, self.traces
+        )
+        self.client.tenants = Tenants(config.fairness)
         client_id = f"ingress-{secrets.token_hex(4)}"
         self.links = LinkPool(
             self.client,
@@ -72,6 +87,7 @@ class IngressRuntime:
             report_lost=source.report_lost,
             fingerprint=config.instance.fingerprint,
         )
+        self.fair = fair_queue(config.fairness, by_name(config.classes))
         self.book = RequestBook(
             self.client,
             config.limits,
@@ -80,6 +96,7 @@ class IngressRuntime:
             is_superseded=lambda: self.watcher.is_superseded,
             is_only_ingress=config.num_ingresses == 1,
             secret=config.instance.channel_token,
+            fair=self.fair,
         )
         self.demand = DemandReporter(self.book, source, client_id)
         self.client.use_book(self.book)
@@ -110,6 +127,11 @@ class IngressRuntime:
                 metrics_endpoint=self._metrics_endpoint,
             ),
         )
+        by_priority = self.client.vllm_config.scheduler_config.policy == "priority"
+        priorities = priority_router(lambda: self.book, by_name(self.config.classes), goes_by_priority=by_priority)
+        attach_cluster_routes(app, priorities)
+        router = ui_router(self.admin, self.feed, lambda: self.traffic.is_draining)
+        attach_cluster_routes(app, router)
         return Guard(
             app,
             config=self.config,
@@ -118,6 +140,8 @@ class IngressRuntime:
             max_model_len=lambda: self.client.model_config.max_model_len,
             on_rejected=self.meters.rejected,
             keys=self.keys,
+            admin=self.admin,
+            tenants=self.client.tenants,
         )
 
     def start(self) -> None:
@@ -142,11 +166,14 @@ class IngressRuntime:
 
     async def stop(self) -> None:
         """Ends all tasks and closes all links."""
+        self.feed.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.links.close()
         await self.request_log.flush()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         self.client.shutdown()
 
     def start_draining(self) -> None:
@@ -197,6 +224,13 @@ class IngressRuntime:
         snapshot = await self._source.snapshot()
         self.meters.cluster.on_snapshot(snapshot)
         await self.meters.switches.follow(self._source.events, snapshot.controller_started_s)
+
+
+def _traces(config: IngressConfig) -> Traces | None:
+    if not config.otlp_endpoint:
+        return None
+    model = openai_front.served_names(config)[0]
+    return Traces(config.otlp_endpoint, app=config.instance.app, model=model, sample_ratio=config.trace_sample_ratio)
 
 
 async def _quietly(work: Awaitable[None], timeout_s: float) -> None:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 
 from pengserve.planners.types.config import InstanceConfig
+from pengserve.planners.types.contract import ServiceClass
+from pengserve.planners.types.tenants import FairnessConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +55,17 @@ class IngressConfig:
     api_keys_file: str = ""  # one key a line, on the ingress's machine; read again when it changes
     admin_key_file: str = ""
     metrics_key_file: str = ""
+    is_tenant_trusted: bool = False  # the header `x-pengserve-tenant` comes from a proxy that sets it itself
+    classes: tuple[ServiceClass, ...] = ()  # beside the built-in ones, or in their place
+    fairness: FairnessConfig = field(default_factory=FairnessConfig)
     limits: LimitConfig = field(default_factory=LimitConfig)
     openai: OpenAIConfig = field(default_factory=OpenAIConfig)
     metrics_backend: str = "auto"
     request_log: str = ""  # JSONL file; empty: none
     log_max_bytes: int = 64 << 20  # of each of its files; 0: no limit
     log_num_older: int = 4  # files that are kept besides the newest
+    otlp_endpoint: str = ""  # where spans of requests go; empty: none are made
+    trace_sample_ratio: float = 1.0  # of requests whose client has not decided
     is_id_echoed: bool = False  # a server in front (Ray Serve) puts the request's x-request-id on the answer itself
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pengserve.cluster.ingress.prefixes import Prefixes
 from pengserve.cluster.ingress.record import RequestRecord
 from pengserve.planners.dispatch import Candidate, DispatchOptions, choose, kv_tokens
+from pengserve.planners.ttft import TtftModel
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.link import InstanceLink
 
@@ -41,6 +42,7 @@ class Dispatcher:
         self._clock = clock
         self._unseen: dict[InstanceKey, _Unseen] = {}
         self._prefixes = prefixes
+        self._ttft = TtftModel()
 
     def choose(
         self,
@@ -75,11 +77,29 @@ class Dispatcher:
     def sent(self, link: InstanceLink, record: RequestRecord, hit_tokens: int) -> None:
         """A request went out over `link`, to where so many tokens of it probably are."""
         num_hits = min(record.num_tokens, hit_tokens)  # they take memory as all others do, and no computing
+        record.first_after = (link.stats.shape, self._ahead_tokens(link) + record.num_tokens - num_hits)
         unseen = self._unseen.setdefault(link.key, _Unseen())
         unseen.entries.append((link.stats.step, self._clock(), record.num_tokens, num_hits))
         unseen.num_tokens += record.num_tokens
         unseen.num_hits += num_hits
         self._prefixes.sent(record, link.key, kv_tokens(link.stats, link.capacity))
+
+    def first_token(self, record: RequestRecord, wait_s: float) -> None:
+        """A request's first token came so long after it was sent."""
+        if record.first_after is not None:
+            self._ttft.learn(*record.first_after, wait_s)
+
+    def predict_ttft_s(self, link: InstanceLink, record: RequestRecord) -> float | None:
+        """Seconds until the first token of a request that goes over `link` now; None where that is not known yet."""
+        num_tokens = max(0, record.num_tokens - self._prefixes.hit_tokens(record, link.key))
+        return self._ttft.predict(link.stats.shape, self._ahead_tokens(link) + num_tokens)
+
+    def _ahead_tokens(self, link: InstanceLink) -> int:
+        """Prompt tokens that the instance computes before those of a request that is sent now."""
+        unseen = self._unseen.get(link.key)
+        stats = link.stats
+        num_unseen = unseen.num_tokens - unseen.num_hits if unseen is not None else 0
+        return stats.queued_tokens + stats.prefilling_tokens + num_unseen
 
     def ended(self, record: RequestRecord) -> None:
         """A request ended where it is now."""

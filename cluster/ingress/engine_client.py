@@ -8,13 +8,19 @@ from time import monotonic
 from typing import Any, NoReturn
 
 from pengserve.cluster.ingress.config import LimitConfig
+from pengserve.cluster.ingress.deposit import DepositCollector
+from pengserve.cluster.ingress.errors import OverloadedError
 from pengserve.cluster.ingress.guide_check import GuideChecker, describe_tokenizer
 from pengserve.cluster.ingress.guide_rules import parse_without_compiling
+from pengserve.cluster.ingress.kept import KeptAnswer, current_kept
 from pengserve.cluster.ingress.meters import IngressMeters
-from pengserve.cluster.ingress.record import RequestRecord
+from pengserve.cluster.ingress.record import RequestRecord, Resumption
 from pengserve.cluster.ingress.records import RequestBook
+from pengserve.cluster.ingress.reject import require_ttft
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.request_options import current_deadline_s, current_options
+from pengserve.cluster.ingress.tenants import Tenants
+from pengserve.cluster.ingress.traces import Traces
 from pengserve.cluster.ingress.vllm_openai_seam import (
     STREAM_FINISHED,
     EngineClient,
@@ -29,18 +35,22 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
     ParentRequest,
     RequestOutput,
     RequestOutputCollector,
+    RequestOutputKind,
     RetryableRequestError,
     VLLMClientError,
     VllmConfig,
     extract_prompt_components,
     renderer_from_config,
 )
+from pengserve.planners.types.contract import SloPolicy
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.tenants import FairnessConfig
 from pengserve.replicas.engine.grammars import DEAD_END, TOO_COSTLY
-from pengserve.replicas.engine.link import InstanceLink, Moved, StepBatch, Trial
+from pengserve.replicas.engine.link import InstanceLink, Moved, Paused, StepBatch, Trial
 
 logger = logging.getLogger(__name__)
 
+NO_LIMITS = Tenants(FairnessConfig())
 OUTPUTS_PER_SLICE = 128  # outputs processed before other tasks get a turn
 GUIDE_FAULTS = {
     DEAD_END: "No text meets the constraint of this request: its grammar, pattern or schema comes to where it allows no"
@@ -64,8 +74,10 @@ class ClusterEngineClient(EngineClient):
         meters: IngressMeters,
         admit: Callable[[int], None] = lambda n: None,
         request_log: RequestLog | None = None,
+        traces: Traces | None = None,
     ) -> None:
-        """`admit(n)` raises GracefulHTTPError where n more sequences are too many. None: no request log."""
+        """`admit(n)` raises GracefulHTTPError where n more sequences are too many. None: no request log, no traces."""
+        self._traces = traces
         self.vllm_config = vllm_config
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
@@ -79,6 +91,7 @@ class ClusterEngineClient(EngineClient):
         )
         self._limits, self._meters, self._admit = limits, meters, admit
         self._request_log = request_log or RequestLog()
+        self.tenants = NO_LIMITS
         self._closed = False
         self._widest = 0  # what the controller says of the widest group; 0: nothing yet
         self._shapes: dict[InstanceKey, str] = {}
@@ -120,6 +133,22 @@ class ClusterEngineClient(EngineClient):
             GracefulHTTPError: too much is in flight, or the application drains.
         """
         self._admit(n)
+
+    def require_slo(self, prompt: Any) -> None:
+        """Refuses a request whose SLO says so, where its first token is predicted too late.
+
+        Raises:
+            OverloadedError: 429.
+        """
+        slo = current_options.get().contract.slo
+        if slo is None or slo.policy is not SloPolicy.REJECT:
+            return
+        token_ids = extract_prompt_components(self.model_config, prompt).token_ids
+        try:
+            require_ttft(token_ids or (), self.book.predict_ttft_s)
+        except OverloadedError:
+            self._meters.rejected("slo")
+            raise
 
     async def generate(
         self,
@@ -234,8 +263,10 @@ class ClusterEngineClient(EngineClient):
     async def on_batch(self, link: InstanceLink, batch: StepBatch) -> None:
         """Hands a batch's tokens to their requests."""
         outputs, shape = batch.outputs, batch.stats.shape
-        if self._shapes.get(link.key) != shape:
+        if (before := self._shapes.get(link.key)) != shape:
             self._shapes[link.key] = shape
+            if before is not None:
+                self.book.note_shape(link, shape)
             self.book.wake()
         iteration_stats = IterationStats() if self._meters.vllm is not None and outputs.outputs else None
         for start in range(0, len(outputs.outputs), OUTPUTS_PER_SLICE):
@@ -260,6 +291,10 @@ class ClusterEngineClient(EngineClient):
         """A suspect is alone on its instance from now on, or not."""
         self.book.note_trial(link, trial)
 
+    def on_paused(self, link: InstanceLink, paused: Paused) -> None:
+        """A request was parked, and goes on."""
+        self.book.note_pause(link, paused)
+
     def on_failed(self, request_id: str, error: Exception) -> None:
         """The book gave a request up."""
         state = self._output_processor.request_states.get(request_id)
@@ -268,15 +303,21 @@ class ClusterEngineClient(EngineClient):
 
     def on_ended(self, record: RequestRecord, finish: str) -> None:
         """A request is over."""
+        self.tenants.ended(record)
         self._request_log.note(record, finish)
+        if record.kept is not None:
+            record.kept.finish = finish
+            self._meters.kept(record, finish)
+        if self._traces is not None:
+            self._traces.ended(record, finish)
 
     def on_finished(self, output: EngineCoreOutput) -> None:
         """A request was complete when its instance died."""
         self._process([output], 0.0, None, None)
 
-    def on_dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
+    def on_dispatched(self, key: InstanceKey, resumed: Resumption | None) -> None:
         """A request went to an instance."""
-        self._meters.dispatched(key, num_resumed_tokens)
+        self._meters.dispatched(key, resumed)
 
     def on_resumed(self, gap_s: float) -> None:
         """A lost request's next token came."""
@@ -297,6 +338,8 @@ class ClusterEngineClient(EngineClient):
     ) -> EngineCoreRequest:
         tasks = await self.get_supported_tasks()
         inputs = {**inputs, "trace_headers": None, "data_parallel_rank": None}
+        if priority := current_options.get().contract.priority:  # a header's or the class's, which vLLM has not seen
+            inputs["priority"] = priority
         processor = self.input_processor
         is_guided = params.structured_outputs is not None
         is_rendered = isinstance(prompt, dict) and "type" in prompt
@@ -315,10 +358,12 @@ class ClusterEngineClient(EngineClient):
         assert params is not None, "only generation is supported"
         options = current_options.get()
         self.book.check(request, options)
-        collector = RequestOutputCollector(params.output_kind, request.request_id)
+        kept = current_kept.get()
+        collector = _collector(request.request_id, params.output_kind, kept)
         if params.n == 1:
             self._output_processor.add_request(request, prompt_text, None, 0, collector)
-            self.book.add(request, options)
+            self.tenants.come(request, options)
+            self.book.add(request, options, None if kept is None else kept.begin())
             return collector
         parent = ParentRequest(request)
         children = []
@@ -328,7 +373,8 @@ class ClusterEngineClient(EngineClient):
             self._output_processor.add_request(child, prompt_text, parent, index, collector)
             children.append(child)
         for child in children:
-            self.book.add(child, options)
+            self.tenants.come(child, options)
+            self.book.add(child, options, None if kept is None else kept.begin())
         return collector
 
     def _process(
@@ -417,6 +463,13 @@ class ClusterEngineClient(EngineClient):
     async def is_paused(self) -> bool:
         """Never."""
         return False
+
+
+def _collector(request_id: str, kind: RequestOutputKind, kept: KeptAnswer | None) -> RequestOutputCollector:
+    """What hands a request's outputs to the task that answers it: at once, or paced."""
+    if kept is not None and kept.is_paced and kind is RequestOutputKind.DELTA:
+        return DepositCollector(kind, request_id, kept.interval_s)
+    return RequestOutputCollector(kind, request_id)
 
 
 def _guide_checker(vllm_config: VllmConfig, renderer: Any, limits: LimitConfig) -> GuideChecker | None:

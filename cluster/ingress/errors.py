@@ -30,6 +30,7 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
 
 logger = logging.getLogger(__name__)
 
+DROPPED_REASON_HEADER = "x-pengserve-dropped-reason"
 MAX_MESSAGE_CHARS = 500
 MAX_REPORTED_FIELDS = 3
 MAX_READ_ERRORS = 50  # pydantic reports every item of a list against every member of a union
@@ -67,9 +68,10 @@ class RequestRefused(Exception):
 class OverloadedError(GracefulHTTPError):
     """429, or 503 while draining. vLLM's layer hands it through; the handler below puts Retry-After on it."""
 
-    def __init__(self, message: str, status: HTTPStatus, retry_after_s: int) -> None:
+    def __init__(self, message: str, status: HTTPStatus, retry_after_s: int, dropped_reason: str = "") -> None:
+        """`dropped_reason` is told in `x-pengserve-dropped-reason`, for programs."""
         super().__init__(message, status)
-        self.retry_after_s = retry_after_s
+        self.retry_after_s, self.dropped_reason = retry_after_s, dropped_reason
 
 
 def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
@@ -121,6 +123,8 @@ def respond(error: BaseException) -> JSONResponse:
     if retry_after_s is None and status in (429, 503):
         retry_after_s = 1
     headers = {} if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    if reason := getattr(error, "dropped_reason", ""):
+        headers[DROPPED_REASON_HEADER] = reason
     if not getattr(error, "is_retryable", True):
         headers["x-should-retry"] = "false"  # OpenAI's clients heed it
     if status == 401:

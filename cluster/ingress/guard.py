@@ -4,42 +4,50 @@ Pure ASGI, so that streams pass through untouched. The body is read here, once, 
 """
 
 import asyncio
+import json
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from time import monotonic
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pengserve.cluster.ingress import request_ids
+from pengserve.cluster.ingress.admin import AdminDoor, bearer
 from pengserve.cluster.ingress.body import check_common, check_generation, parse_object
 from pengserve.cluster.ingress.body_reader import BodyReader, bounded, replay
 from pengserve.cluster.ingress.config import IngressConfig
+from pengserve.cluster.ingress.contract import ContractReader, without_own_fields
 from pengserve.cluster.ingress.errors import OverloadedError, RequestRefused, respond
+from pengserve.cluster.ingress.kept import KeptAnswer, current_kept
 from pengserve.cluster.ingress.keys import KeyRing, key_id
-from pengserve.cluster.ingress.own_machine import refuse_foreign
 from pengserve.cluster.ingress.request_options import (
     current_deadline_s,
     current_options,
     read_options,
 )
+from pengserve.cluster.ingress.tenants import Tenants
 from pengserve.cluster.ingress.traffic import Places, Ticket, Traffic
 from pengserve.planners.types.cluster_id import CLUSTER_HEADER, cluster_id
+from pengserve.planners.types.contract import by_name
 
 logger = logging.getLogger(__name__)
 
 MAX_TOKEN_BODY_BYTES = 1 << 20  # to count or turn round: their answers are as long, and made on the event loop
 MAX_TOKENIZING = 64  # requests to count or turn round tokens at once
+MAX_TRACEPARENT_CHARS = 256
 LONG_TEXT_BYTES = 64 << 10  # of these one at a time: a thread tokenizes for all requests
 GENERATION_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses"})
 TOKEN_PATHS = frozenset({"/tokenize", "/detokenize"})
 ADMIN_PREFIX = "/cluster/"
 METRICS_PATH = "/metrics"
 
-# Headers by which vLLM lets a trusted router steer it; a client is none.
+# Headers that vLLM reads itself: a trusted router's, and those that `request_options` has read and checked.
 _DROPPED_HEADERS = frozenset({b"x-data-parallel-rank", b"x-vllm-priority", b"x-session-id", b"x-request-id"})
 _EXPOSED_HEADERS = (request_ids.HEADER, "Retry-After")  # what scripts of another origin may read
 
@@ -70,6 +78,8 @@ class Guard:
         max_model_len: Callable[[], int] = lambda: 0,
         on_rejected: Callable[[str], None] = lambda reason: None,
         keys: KeyRing | None = None,
+        admin: AdminDoor | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
         self._app, self._config, self._traffic, self._vocab_size = app, config, traffic, vocab_size
         self._max_model_len, self._on_rejected = max_model_len, on_rejected
@@ -77,7 +87,10 @@ class Guard:
         self._tokenizing = Places(MAX_TOKENIZING, "Too many texts wait to be tokenized. Try again later.")
         self._long_text = asyncio.Lock()
         self._keys = keys or KeyRing(config)
+        self._admin = admin or AdminDoor(config, self._keys)
+        self._tenants = tenants or Tenants(config.fairness)
         self._cluster_id = cluster_id(config.instance.channel_token)
+        self._contracts = ContractReader(by_name(config.classes), is_tenant_trusted=config.is_tenant_trusted)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -117,7 +130,8 @@ class Guard:
             self._on_rejected(_REASONS.get(refused.status, "invalid"))
             await respond(refused)(scope, receive, send)
         except OverloadedError as overloaded:
-            self._on_rejected("no_instance" if self._traffic.is_draining else "overload")
+            reason = "tenant" if overloaded.dropped_reason.startswith("tenant-") else "overload"
+            self._on_rejected("no_instance" if self._traffic.is_draining else reason)
             await respond(overloaded)(scope, receive, send)
         except Exception as error:  # the last line: any failure gives the client an answer in shape
             if exchange.finished:
@@ -136,6 +150,7 @@ class Guard:
         if exchange.scope["method"] != "POST" or path not in GENERATION_PATHS | TOKEN_PATHS:
             await self._app(scope, bounded(receive, self._config.limits.max_body_bytes), send)
             return
+        arrived_s = monotonic()
         timeout_s = self._config.limits.request_timeout_s
         deadline_s = asyncio.get_running_loop().time() + timeout_s if timeout_s else None
         is_generation = path in GENERATION_PATHS
@@ -153,17 +168,28 @@ class Guard:
                     await self._app(scope, replayed, send)
             return
         num_sequences = check_generation(data, self._config.limits, self._vocab_size)
-        options = read_options(exchange.headers, data, self._config.degrees)
-        if self._keys.api:
-            options = replace(options, key_id=key_id(_bearer(exchange.headers)))
-        with self._traffic.ticket(num_sequences) as ticket:
-            tokens = current_ticket.set(ticket), current_options.set(options), current_deadline_s.set(deadline_s)
-            try:
-                await self._app(scope, replayed, send)
-            finally:
-                current_ticket.reset(tokens[0])
-                current_options.reset(tokens[1])
-                current_deadline_s.reset(tokens[2])
+        named = key_id(bearer(exchange.headers)) if self._keys.api else ""
+        options = read_options(exchange.headers, data, self._config.degrees, self._contracts, named)
+        if self._config.otlp_endpoint:
+            options = replace(options, traceparent=exchange.headers.get("traceparent", "")[:MAX_TRACEPARENT_CHARS])
+        if (for_vllm := without_own_fields(data)) is not None:
+            replayed = replay(json.dumps(for_vllm).encode(), receive)
+        slo = options.contract.slo
+        kept = KeptAnswer(slo, arrived_s) if slo is not None else None
+        with (
+            self._tenants.place(options.contract.tenant, num_sequences),
+            self._traffic.ticket(num_sequences) as ticket,
+            ExitStack() as context,
+        ):
+            set_for_request: tuple[tuple[ContextVar[Any], Any], ...] = (
+                (current_ticket, ticket),
+                (current_options, options),
+                (current_deadline_s, deadline_s),
+                (current_kept, kept),
+            )
+            for variable, value in set_for_request:
+                context.callback(variable.reset, variable.set(value))
+            await self._app(scope, replayed, send)
 
     def _noting(self, exchange: _Exchange, send: Send) -> Send:
         """`send` that puts the request id on the answer and notes that it has begun."""
@@ -182,29 +208,15 @@ class Guard:
         return noting
 
     def _authenticate(self, path: str, exchange: _Exchange) -> None:
-        bearer = _bearer(exchange.headers)
         if path.startswith(ADMIN_PREFIX):
-            self._authenticate_admin(exchange, exchange.headers.get("x-pengserve-admin-key") or bearer)
+            self._admin.require(exchange.scope["method"], exchange.headers)
             return
-        if path == METRICS_PATH and self._keys.metrics and not self._keys.metrics.accept(bearer):
+        key = bearer(exchange.headers)
+        if path == METRICS_PATH and self._keys.metrics and not self._keys.metrics.accept(key):
             raise RequestRefused(401, "The metrics key or the admin key is needed: send it as `Authorization: Bearer`.")
         is_guarded = path.startswith("/v1") or path in TOKEN_PATHS
-        if is_guarded and self._keys.api and not self._keys.api.accept(bearer):
+        if is_guarded and self._keys.api and not self._keys.api.accept(key):
             raise RequestRefused(401, "An API key is needed: send it as `Authorization: Bearer KEY`.")
-
-    def _authenticate_admin(self, exchange: _Exchange, key: str) -> None:
-        if not self._keys.admin:
-            if not self._config.is_loopback or self._keys.api:
-                raise RequestRefused(403, "Cluster routes are closed until security.admin_key is set.")
-            refuse_foreign(exchange.scope["method"], exchange.headers)
-        elif not self._keys.admin.accept(key):
-            raise RequestRefused(401, "The admin key is needed: send it as `x-pengserve-admin-key` or a bearer key.")
-
-
-def _bearer(headers: Headers) -> str:
-    """The bearer key of a request; "" where it has none."""
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 _REASONS = {401: "auth", 403: "auth", 413: "body_size"}

@@ -29,18 +29,22 @@ class Keys:
     """A set of keys that is compared in constant time."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        self._digests = [_digest(key) for key in keys if key]
+        self.digests = tuple(_digest(key) for key in keys if key)
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self.digests)
 
     def accept(self, key: str) -> bool:
         """Whether `key` is one of them."""
+        return self.find(key) is not None
+
+    def find(self, key: str) -> bytes | None:
+        """The digest of `key` where it is one of them, else None."""
         digest = _digest(key)
         found = False
-        for known in self._digests:
+        for known in self.digests:
             found |= hmac.compare_digest(digest, known)
-        return found
+        return digest if found else None
 
 
 class KeyRing:

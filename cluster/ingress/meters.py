@@ -1,5 +1,11 @@
 """What the ingress counts: PengServe's own metrics, and vLLM's through vLLM's own loggers."""
 
+from collections.abc import Callable, Sequence
+
+from pengserve.cluster.ingress.expected_lengths import LEARNED_ENDS
+from pengserve.cluster.ingress.kept import UNCOUNTED_ENDS
+from pengserve.cluster.ingress.record import RequestRecord, Resumption
+from pengserve.cluster.ingress.slo_meters import SloMeters
 from pengserve.cluster.ingress.vllm_openai_seam import (
     IterationStats,
     PrometheusStatLogger,
@@ -40,11 +46,15 @@ class IngressMeters:
         self._has_engine_info = False
         self._outcomes = {o: metrics.counter(catalog.REQUESTS, outcome=o) for o in ("ok", "aborted", "failed")}
         self._resume_seconds = metrics.histogram(catalog.RESUME_SECONDS)
-        self._resumed = metrics.counter(catalog.RESUMED, reason="lost")
+        self._resumed = {why: metrics.counter(catalog.RESUMED, reason=why) for why in ("lost", "drained")}
         self._resumed_tokens = metrics.counter(catalog.RESUMED_TOKENS)
         self._moved = {kind: metrics.counter(catalog.MOVED, kind=kind) for kind in ("carried", "redirected")}
         self._switch_gaps = metrics.histogram(catalog.SWITCH_GAP_SECONDS)
         self._dispatched: dict[InstanceKey, Counter] = {}
+        self._slo: dict[str, SloMeters] = {}  # by class
+        # While a page is open. Seconds until first tokens; the class of an answer with an SLO, and whether it was kept.
+        self.on_first_tokens: Callable[[Sequence[float]], None] | None = None
+        self.on_slo: Callable[[str, bool], None] | None = None
 
     def link_up(self, link: InstanceLink) -> None:
         """A request channel is open."""
@@ -72,17 +82,17 @@ class IngressMeters:
         """Outputs of an instance counted after the batches they came with."""
         self._record(key, None, iteration_stats)
 
-    def dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
+    def dispatched(self, key: InstanceKey, resumed: Resumption | None) -> None:
         """A request went to an instance."""
         counter = self._dispatched.get(key)
         if counter is None:
             counter = self.metrics.counter(catalog.DISPATCHED, instance_id=str(key.instance_id))
             self._dispatched[key] = counter
         counter.inc()
-        if num_resumed_tokens is not None:
-            self._resumed.inc()
-            if num_resumed_tokens:
-                self._resumed_tokens.inc(num_resumed_tokens)
+        if resumed is not None:
+            self._resumed[resumed.why].inc()
+            if resumed.num_tokens:
+                self._resumed_tokens.inc(resumed.num_tokens)
 
     def resumed(self, gap_s: float) -> None:
         """A lost request went on after `gap_s`."""
@@ -100,6 +110,21 @@ class IngressMeters:
         """A request ended: `ok`, `aborted` or `failed`."""
         self._outcomes[outcome].inc()
 
+    def kept(self, record: RequestRecord, finish: str) -> None:
+        """A request with an SLO ended."""
+        kept, service_class = record.kept, record.options.contract.service_class
+        if kept is None or finish in UNCOUNTED_ENDS:
+            return
+        meters = self._slo.get(service_class)
+        if meters is None:
+            meters = self._slo[service_class] = SloMeters(self.metrics, service_class)
+        outcome = kept.outcome()
+        meters.ended(outcome)
+        if self.on_slo is not None:
+            self.on_slo(service_class, outcome.is_kept)
+        if record.expected is not None and finish in LEARNED_ENDS:
+            meters.length(record.expected, len(record.output_token_ids))
+
     def rejected(self, reason: str) -> None:
         """A request was refused."""
         self.metrics.counter(catalog.REJECTED, reason=reason).inc()
@@ -107,5 +132,7 @@ class IngressMeters:
     def _record(
         self, key: InstanceKey, scheduler_stats: SchedulerStats | None, iteration_stats: IterationStats | None
     ) -> None:
+        if self.on_first_tokens is not None and iteration_stats is not None:
+            self.on_first_tokens(iteration_stats.time_to_first_tokens_iter)
         if key.instance_id < self._num_instances:
             self.vllm.record(scheduler_stats, iteration_stats, engine_idx=key.instance_id)

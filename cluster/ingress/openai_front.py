@@ -12,6 +12,7 @@ from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.engine_client import ClusterEngineClient
 from pengserve.cluster.ingress.errors import RequestRefused, guard_serving
 from pengserve.cluster.ingress.leaving import ends_with_client
+from pengserve.cluster.ingress.usage import tell_what_was_kept
 from pengserve.cluster.ingress.vllm_openai_seam import (
     AsyncEngineArgs,
     BaseModelPath,
@@ -64,6 +65,7 @@ def served_names(config: IngressConfig) -> tuple[str, ...]:
 
 async def attach(app: FastAPI, client: ClusterEngineClient, config: IngressConfig) -> None:
     """Puts the serving objects into `app.state`, where vLLM's routes look for them, and includes those routes."""
+    tell_what_was_kept()
     template = load_chat_template(config.openai.chat_template)
     rendering: dict[str, Any] = {
         "request_logger": None,
@@ -136,6 +138,7 @@ def _refuse_full_prompts(serving: Any, client: ClusterEngineClient, param: str) 
     """Makes one of vLLM's serving objects say what is wrong where a prompt leaves no room for a token of output.
 
     vLLM gives such a request the rest of the context, which is nothing, as `max_tokens`, and then complains about that.
+    The same is where a prompt's tokens are known and nothing of an answer has gone: here an SLO may refuse it.
     """
     extract = serving._extract_prompt_len
 
@@ -148,6 +151,7 @@ def _refuse_full_prompts(serving: Any, client: ClusterEngineClient, param: str) 
                 f" of output: shorten the prompt to at most {most - 1} tokens.",
                 param=param,
             )
+        client.require_slo(prompt)
         return num_tokens
 
     serving._extract_prompt_len = extract_prompt_len

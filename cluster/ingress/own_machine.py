@@ -30,10 +30,24 @@ def refuse_foreign(method: str, headers: Headers) -> None:
     host = headers.get("host")
     if host is not None and not _is_loopback(host):
         raise RequestRefused(403, f"Cluster routes without a key answer to 127.0.0.1 and localhost alone: {_ADVICE}.")
-    origin = headers.get("origin")
-    is_foreign = origin is not None and origin.partition("://")[2].lower() != (host or "").lower()
-    if is_foreign or headers.get("sec-fetch-site", "") in _FOREIGN_SITES:
+    if is_cross_site(headers):
         raise RequestRefused(403, f"Cluster routes without a key take no requests of web pages: {_ADVICE}.")
+    require_json(method, headers)
+
+
+def is_cross_site(headers: Headers) -> bool:
+    """Whether a browser says that a page of another origin than the one it asks has made the request."""
+    origin = headers.get("origin")
+    is_foreign = origin is not None and origin.partition("://")[2].lower() != headers.get("host", "").lower()
+    return is_foreign or headers.get("sec-fetch-site", "") in _FOREIGN_SITES
+
+
+def require_json(method: str, headers: Headers) -> None:
+    """Refuses a body that a form of another page could send.
+
+    Raises:
+        RequestRefused: 415, the request writes and does not say that its body is JSON.
+    """
     if method in _WRITING and headers.get("content-type", "").split(";")[0].strip().lower() != "application/json":
         raise RequestRefused(415, "Content-Type must be application/json.", param="Content-Type")
 

@@ -63,6 +63,15 @@ class Placing:
         """A copy went out over `link`, to where so many tokens of it probably are."""
         self._dispatcher.sent(link, record, hit_tokens)
 
+    def first_token(self, record: RequestRecord, wait_s: float) -> None:
+        """A request's first token came so long after it was sent."""
+        self._dispatcher.first_token(record, wait_s)
+
+    def predict_ttft_s(self, record: RequestRecord) -> float | None:
+        """Seconds until the first token of a request that is sent now; None where that is not known."""
+        link = self.choose(record)
+        return None if link is None else self._dispatcher.predict_ttft_s(link, record)
+
     def ended(self, record: RequestRecord) -> None:
         """A request ended where it is now."""
         self._dispatcher.ended(record)

@@ -102,7 +102,7 @@ class Prefixes:
 
     def _session_of(self, record: RequestRecord) -> int | None:
         """The request's session, which is the tenant's own: another key's session of the same name is another one."""
-        session = record.options.session
+        session = record.options.contract.session
         return _hash(f"{record.options.key_id}/{session}".encode(), self._secret) if session else None
 
 

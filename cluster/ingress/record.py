@@ -3,16 +3,27 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
+from pengserve.cluster.ingress.kept import KeptSequence
 from pengserve.cluster.ingress.moves import Stash
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.ingress.suspicion import PROVEN_TOKENS, Suspicion
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput, EngineCoreRequest
+from pengserve.planners.lengths import LengthRange
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.replicas.engine.link import InstanceLink
+
+MAX_LIFE = 64  # notes of one request
+
+
+class Resumption(NamedTuple):
+    """How a request comes to an instance that had begun elsewhere."""
+
+    num_tokens: int  # output tokens that it brings
+    why: str  # "lost": its instance died; "drained": it was emptied
 
 
 @dataclass(slots=True, eq=False)
@@ -40,14 +51,31 @@ class RequestRecord:
     first_token_s: float | None = None
     last_token_s: float | None = None
     is_unsettled: bool = False  # was moved, redirected or lost, and has had no token since
-    is_resumed: bool = False  # its next copy replaces a lost one
+    resumed_why: str = ""  # its next copy replaces one that was "lost", or whose instance was "drained"
     lost_since_s: float | None = None  # until the first token after a loss
+    kept: KeptSequence | None = None  # what it gets of its SLO; None: it has none
+    expected: LengthRange | None = None  # of its answer, as predicted when it was first sent; None: it has no SLO
+    first_after: tuple[str, int] | None = None  # shape and prompt tokens that its newest copy waits for, as predicted
     chain: tuple[int, ...] | None = None  # hashes of its prompt, for dispatch; None: not made yet
+    priority: int = field(init=False)  # the client's; the request's own may be what the order of shares makes of it
+    life: list[tuple[float, str, str]] = field(default_factory=list)  # seconds after it came, what, instance
+    num_cached_tokens: int = 0  # of its prompt, found in a prefix cache when it was computed first
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
+        self.priority = self.request.priority
         prompt = self.request.prompt_token_ids
         self.num_prompt_tokens = len(prompt) if prompt is not None else len(self.request.prompt_embeds)
+
+    @property
+    def request_id(self) -> str:
+        """The id that its client knows it by."""
+        return str(self.request.external_req_id or self.request.request_id)
+
+    def note(self, now_s: float, what: str, key: InstanceKey) -> None:
+        """Something became of it: "sent", "resumed", "carried", "handed back", "lost", or "shape tp2"."""
+        if len(self.life) < MAX_LIFE:
+            self.life.append((now_s - self.created_s, what, str(key)))
 
     @property
     def num_tokens(self) -> int:
@@ -94,7 +122,7 @@ class RequestRecord:
     @property
     def is_urgent(self) -> bool:
         """Whether it is above normal priority; as in vLLM, a lower number is more urgent."""
-        return self.request.priority < 0
+        return self.priority < 0
 
     def next_copy(self) -> EngineCoreRequest:
         """The request as the next instance must see it, under a new wire id.
@@ -124,8 +152,8 @@ class RecordEvents(Protocol):
     def on_finished(self, output: EngineCoreOutput) -> None:
         """The request turned out to be complete when its instance died; `output` says so."""
 
-    def on_dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
-        """A request went to an instance; with the number of output tokens it brought, where it was resumed."""
+    def on_dispatched(self, key: InstanceKey, resumed: Resumption | None) -> None:
+        """A request went to an instance; `resumed` tells where from, if it had begun elsewhere."""
 
     def on_resumed(self, gap_s: float) -> None:
         """The first token after a loss came, `gap_s` after it."""
@@ -145,6 +173,9 @@ class Links(Protocol):
 
     def find(self, key: InstanceKey) -> InstanceLink | None:
         """The open link to that life of an instance, whether or not it takes new requests."""
+
+    def is_leaving(self, key: InstanceKey) -> bool:
+        """Whether the routing table does not name that life any more, as one that is being drained."""
 
     def discard(self, link: InstanceLink) -> None:
         """A send over `link` failed."""

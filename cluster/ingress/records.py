@@ -34,11 +34,15 @@ from time import monotonic
 import msgspec
 
 from pengserve.cluster.ingress.config import LimitConfig
+from pengserve.cluster.ingress.expected_lengths import ExpectedLengths
+from pengserve.cluster.ingress.fair_queue import FairQueue
+from pengserve.cluster.ingress.kept import KeptSequence
 from pengserve.cluster.ingress.moves import Orphans, RequestMove, Stash
 from pengserve.cluster.ingress.placing import Placing
 from pengserve.cluster.ingress.prefixes import Prefixes
 from pengserve.cluster.ingress.quarantine import PoisonousRequestError, Quarantine
-from pengserve.cluster.ingress.record import Links, RecordEvents, RequestRecord
+from pengserve.cluster.ingress.record import Links, RecordEvents, RequestRecord, Resumption
+from pengserve.cluster.ingress.reject import queue_timeout
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.ingress.told import Told
 from pengserve.cluster.ingress.trials import Trials
@@ -52,7 +56,7 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import Demand
-from pengserve.replicas.engine.link import InstanceLink, Moved, Trial
+from pengserve.replicas.engine.link import InstanceLink, Moved, Paused, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +80,7 @@ class RequestBook:
         *,
         is_only_ingress: bool = True,
         secret: str = "",
+        fair: FairQueue | None = None,
     ) -> None:
         """
         Args:
@@ -83,17 +88,20 @@ class RequestBook:
             is_superseded: whether another configuration has taken over, so that no instance will come any more.
             is_only_ingress: whether no other ingress sends requests to these instances.
             secret: the cluster's own, with which prompts are hashed.
+            fair: orders requests by their tenants' shares; None: they begin as they come.
         """
         self._is_superseded = is_superseded
         self._events, self._limits, self._links, self._max_model_len = Told(events), limits, links, max_model_len
-        self._clock = clock
+        self._clock, self._fair = clock, fair
         self._records: dict[str, RequestRecord] = {}  # by request id
         self._copies: dict[str, RequestRecord] = {}  # by wire id; only those on a link
         self._trials = Trials(limits.max_deaths_alone, is_only_ingress=is_only_ingress)
         prefixes = Prefixes(limits.max_prefix_entries, secret, is_only_ingress=is_only_ingress)
         self._placing = Placing(limits, links, self._trials, max_model_len, clock, prefixes)
         self._quarantine = Quarantine(clock)
+        self._expected = ExpectedLengths()
         self._waiting: deque[RequestRecord] = deque()
+        self._limited: list[RequestRecord] = []  # with a limit to the wait for their first token
         self._orphans = Orphans()
         self._num_losses = 0
         self._lost_at: dict[InstanceKey, int] = {}  # the value of `_num_losses` after that link's last end
@@ -108,13 +116,19 @@ class RequestBook:
         """Requests without an instance."""
         return len(self._waiting)
 
-    def add(self, request: EngineCoreRequest, options: RequestOptions = NO_OPTIONS) -> None:
-        """Takes a request and sends it to an instance, now or as soon as there is one."""
-        record = RequestRecord(request, options, created_s=self._clock())
+    def add(
+        self, request: EngineCoreRequest, options: RequestOptions = NO_OPTIONS, kept: KeptSequence | None = None
+    ) -> None:
+        """Takes a request and sends it to an instance, now or as soon as there is one. Tells `kept` of its tokens."""
+        record = RequestRecord(request, options, created_s=self._clock(), kept=kept)
         self._records[request.request_id] = record
+        if options.contract.queue_limit_s is not None:
+            self._limited.append(record)
         if record.is_urgent:
             self._placing.urgent.add(record)
         self.used.set()
+        if self._fair is not None:
+            self._fair.come(record)
         self._place_or_wait(record, first=False)
 
     def check(self, request: EngineCoreRequest, options: RequestOptions = NO_OPTIONS) -> None:
@@ -124,6 +138,10 @@ class RequestBook:
             PoisonousRequestError, KeyClosedError: for the client; another try is of no use.
         """
         self._quarantine.check(request, options.key_id)
+
+    def predict_ttft_s(self, request: EngineCoreRequest, options: RequestOptions) -> float | None:
+        """Seconds until the first token of a request that is not added yet; None where that is not known."""
+        return self._placing.predict_ttft_s(RequestRecord(request, options, created_s=self._clock()))
 
     def accept(self, link: InstanceLink, outputs: Iterable[EngineCoreOutput]) -> list[EngineCoreOutput]:
         """Notes the new tokens of a batch; returns the outputs that count, in order, under their request ids."""
@@ -141,7 +159,15 @@ class RequestBook:
                     self._acquit(record)
                 if record.last_token_s is None:
                     record.first_token_s = now_s
+                    if output.prefill_stats is not None:
+                        record.num_cached_tokens = output.prefill_stats.num_cached_tokens
+                    if record.num_copies == 1:
+                        self._placing.first_token(record, now_s - record.sent_s)
+                    if self._fair is not None:
+                        self._fair.begun(record)
                 record.last_token_s = now_s
+                if record.kept is not None:
+                    record.kept.add(len(output.new_token_ids), now_s)
             if record.num_copies > 1:
                 output.request_id = record.request.request_id
             if output.finish_reason is not None:
@@ -181,6 +207,12 @@ class RequestBook:
             if not trial.is_alone:
                 self._wake.set()  # the next suspect's turn
 
+    def note_pause(self, link: InstanceLink, paused: Paused) -> None:
+        """A request was parked on its instance for a while."""
+        record = self._copies.get(paused.request_id)
+        if record is not None and record.kept is not None:
+            record.kept.paused_s += paused.seconds
+
     def abort(self, request_ids: Iterable[str], finish: str = "abort") -> None:
         """Forgets requests and tells their instances. `finish` is how they ended for their clients."""
         by_link: dict[InstanceLink, list[str]] = {}
@@ -188,8 +220,7 @@ class RequestBook:
             record = self._records.pop(request_id, None)
             if record is None:
                 continue
-            self._placing.urgent.discard(record)
-            self._events.on_ended(record, finish)
+            self._tell_end(record, finish)
             if record.link is None:
                 continue
             self._placing.ended(record)
@@ -220,8 +251,9 @@ class RequestBook:
                 record.stash.drop(link)
         if is_death:
             self._trials.instance_died(link, lost)
+        why = "drained" if self._links.is_leaving(link.key) else "lost"
         for record in reversed(lost):  # each goes to the head of the queue where none takes it now
-            self._resume(record)
+            self._resume(record, why)
         if lost:
             logger.info("instance %s is gone; %d requests go on elsewhere", link.key, len(lost))
 
@@ -232,9 +264,32 @@ class RequestBook:
             for record in self._records.values()
         )
 
+    def note_shape(self, link: InstanceLink, shape: str) -> None:
+        """`link` runs another shape now, and its requests with it."""
+        for record in self._records.values():
+            if record.link is link:
+                record.note(self._clock(), f"shape {shape}", link.key)
+
     def demand(self) -> Demand:
         """What the requests in flight want, for the planners."""
         return self._placing.demand(self._records.values())
+
+    def records(self) -> list[RequestRecord]:
+        """All requests in flight here."""
+        return list(self._records.values())
+
+    def prioritize(self, record: RequestRecord, priority: int) -> None:
+        """A request has another priority from now on, also on its instance."""
+        record.priority = priority
+        self._placing.urgent.discard(record)
+        if record.is_urgent:
+            self._placing.urgent.add(record)
+        if self._fair is not None:
+            self._fair.prioritize(record, priority)
+            return
+        record.request.priority = priority
+        if record.link is not None:
+            record.link.reorder([(record.wire_id, priority, record.request.arrival_time)])
 
     def wake(self) -> None:
         """An instance may have become ready, or changed its shape."""
@@ -259,8 +314,12 @@ class RequestBook:
             assert record.link is not None
             self._orphans.abort(record.link, [record.wire_id])
             self._resume(record)
+        if self._limited:
+            self._drop_late(now_s)
+        if self._fair is not None:
+            self._fair.tend(num_places=len(self._links.ready()))
         # The more urgent first, then the less suspected; the order stays otherwise.
-        waiting = sorted(self._waiting, key=lambda record: (record.request.priority, record.num_suspected_deaths))
+        waiting = sorted(self._waiting, key=self._place_in_queue)
         self._waiting = deque()
         for record in waiting:
             if self._records.get(record.request.request_id) is not record:
@@ -282,6 +341,25 @@ class RequestBook:
                 self._fail(record, RetryableRequestError("No instance became ready in time. Try again later."))
             else:
                 self._waiting.append(record)
+
+    def _drop_late(self, now_s: float) -> None:
+        """Gives up requests that have waited for their first token for longer than they allow."""
+        waiting = [r for r in self._limited if r.first_token_s is None and r is self._records.get(r.request.request_id)]
+        self._limited = []
+        for record in waiting:
+            limit_s = record.options.contract.queue_limit_s
+            if limit_s is None or now_s - record.created_s <= limit_s:
+                self._limited.append(record)
+                continue
+            if record.link is not None:
+                self._orphans.abort(record.link, [record.wire_id])
+            self._fail(record, queue_timeout(limit_s))
+
+    def _place_in_queue(self, record: RequestRecord) -> tuple[float, ...]:
+        request = record.request
+        if self._fair is None:
+            return request.priority, record.num_suspected_deaths
+        return request.priority, record.num_suspected_deaths, request.arrival_time
 
     # Moves and losses ------------------------------------------------------------------------------------------
 
@@ -312,6 +390,7 @@ class RequestBook:
                 return None
             self._events.on_request_moved(carried=True)
             record.link, record.is_unsettled = link, True
+            record.note(self._clock(), "carried", link.key)
             self._trials.told(record, is_alone=False)
             if record.stash is None:
                 return None
@@ -325,21 +404,27 @@ class RequestBook:
 
     def _send_again(self, record: RequestRecord, *, to: InstanceKey | None, avoid: InstanceLink | None) -> None:
         """A switch left `record` to us: it goes to `to` where that fits, or to any other than `avoid`."""
+        if record.link is not None:
+            record.note(self._clock(), "handed back", record.link.key)
         self._drop_copy(record)
         record.is_unsettled = True
         record.num_redirects_in_place += 1
         self._events.on_request_moved(carried=False)
+        if avoid is not None and record.output_token_ids and self._links.is_leaving(avoid.key):
+            record.resumed_why = "drained"
         if self._finish_if_complete(record):
             return
         is_patient = record.num_redirects_in_place > MAX_REDIRECTS_IN_PLACE
         self._place_or_wait(record, first=bool(record.output_token_ids), to=to, avoid=avoid, is_patient=is_patient)
 
-    def _resume(self, record: RequestRecord) -> None:
+    def _resume(self, record: RequestRecord, why: str = "lost") -> None:
         """The copy of `record` is lost."""
+        if record.link is not None:
+            record.note(self._clock(), "lost", record.link.key)
         self._drop_copy(record)
         record.num_losses += 1
         record.num_losses_in_place += 1
-        record.is_unsettled = record.is_resumed = True
+        record.is_unsettled, record.resumed_why = True, why
         if record.lost_since_s is None:
             record.lost_since_s = self._clock()
         if self._finish_if_complete(record) or self._give_up_if_hopeless(record):
@@ -443,14 +528,16 @@ class RequestBook:
             record.output_token_ids,
             is_tried_alone=self._trials.is_tried_alone(record),
             predicted_hit_tokens=hit_tokens,
+            contract=self._expected.contract_of(record),
         )
         record.wire_id, record.link, record.num_losses_seen = request.request_id, link, self._num_losses
         record.sent_s, record.num_tokens_when_sent = self._clock(), len(record.output_token_ids)
         self._copies[record.wire_id] = record
         self._trials.begin(record)
         self._placing.sent(record, link, hit_tokens)
-        self._events.on_dispatched(link.key, len(record.output_token_ids) if record.is_resumed else None)
-        record.is_resumed = False
+        why, record.resumed_why = record.resumed_why, ""
+        record.note(record.sent_s, "resumed" if why else "sent", link.key)
+        self._events.on_dispatched(link.key, Resumption(len(record.output_token_ids), why) if why else None)
 
     def _finish_if_complete(self, record: RequestRecord) -> bool:
         """A request whose last allowed token has arrived needs no instance any more."""
@@ -491,7 +578,13 @@ class RequestBook:
     def _forget(self, record: RequestRecord, finish: str) -> None:
         """It ended; copies it may have left behind are orphans."""
         if self._records.pop(record.request.request_id, None) is not None:
-            self._events.on_ended(record, finish)
-        self._placing.urgent.discard(record)
+            self._tell_end(record, finish)
         if record.link is not None:
             self._drop_copy(record)
+
+    def _tell_end(self, record: RequestRecord, finish: str) -> None:
+        self._placing.urgent.discard(record)
+        if self._fair is not None:
+            self._fair.ended(record)
+        self._expected.ended(record, finish)
+        self._events.on_ended(record, finish)

@@ -1,11 +1,13 @@
 """The request log: one JSON line for each sequence that ended, for `pengserve replay`. Never a word of its text.
 
     {"at_s":1795263698.21,"prompt_tokens":812,"output_tokens":120,"priority":0,"degree":null,"ttft_s":0.21,
-     "e2e_s":4.02,"finish":"stop","instance":"1.0","losses":0}
+     "e2e_s":4.02,"finish":"stop","instance":"1.0","losses":0,"request_id":"cmpl-3f2a-0",
+     "life":"0.001 sent 0.0; 1.250 carried 1.0"}
 
 `at_s` is when it came, in seconds since the Unix epoch; `degree` is the parallelism it wished; `ttft_s` is null where
 no token came; `finish` is stop, length, abort, error or what else the engine says; `losses` counts instances that died
-under it. The event loop only notes what ended; a thread writes it, once a second.
+under it; `life` says where it ran and what moved it, each with the seconds after it came, for `pengserve why`. The
+event loop only notes what ended; a thread writes it, once a second.
 """
 
 import asyncio
@@ -67,13 +69,15 @@ class RequestLog:
                 "at_s": round(self._wall_clock() - e2e_s, DIGITS),
                 "prompt_tokens": record.num_prompt_tokens,
                 "output_tokens": len(record.output_token_ids),
-                "priority": record.request.priority,
+                "priority": record.priority,
                 "degree": record.options.degree,
                 "ttft_s": None if first_s is None else round(first_s - record.created_s, DIGITS),
                 "e2e_s": round(e2e_s, DIGITS),
                 "finish": finish,
                 "instance": None if record.link is None else str(record.link.key),
                 "losses": record.num_losses,
+                "request_id": record.request_id,
+                "life": "; ".join(f"{offset_s:.3f} {what} {where}" for offset_s, what, where in record.life),
             }
         )
 

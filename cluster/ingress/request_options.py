@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from pengserve.cluster.ingress.body import MAX_ID_CHARS
+from pengserve.cluster.ingress.contract import ContractReader
 from pengserve.cluster.ingress.errors import RequestRefused
 from pengserve.planners.dispatch import DispatchOptions
+from pengserve.planners.types.contract import BUILT_IN_CLASSES, NO_CONTRACT, Contract
 
 PARALLELISM_HEADER = "x-pengserve-parallelism"
 MAX_HEADER_CHARS = 32
@@ -30,7 +32,8 @@ class RequestOptions:
     degree: int | None = None  # 1 is dp, 2 and more tensor-parallel; None: any
     has_length: bool = True
     key_id: str = ""  # names the API key it came with, without telling it; "" where none is needed
-    session: str = ""  # requests of one are best served where its last one was; "": of none
+    contract: Contract = NO_CONTRACT
+    traceparent: str = ""  # W3C's header: the client's span; "" where it sent none, or traces are off
 
 
 NO_OPTIONS = RequestOptions()
@@ -41,16 +44,28 @@ current_deadline_s: ContextVar[float | None] = ContextVar("current_deadline_s", 
 current_options: ContextVar[RequestOptions] = ContextVar("current_wish", default=NO_OPTIONS)
 
 
-def read_options(headers: Mapping[str, str], body: Mapping[str, Any], degrees: Iterable[int]) -> RequestOptions:
+NO_CLASSES = ContractReader(BUILT_IN_CLASSES)
+
+
+def read_options(
+    headers: Mapping[str, str],
+    body: Mapping[str, Any],
+    degrees: Iterable[int],
+    contracts: ContractReader = NO_CLASSES,
+    key_id: str = "",
+) -> RequestOptions:
     """The wishes of a request, in a cluster that can form `degrees`. Names of `headers` are in lower case.
 
     Raises:
-        RequestRefused: 400: no parallelism that this cluster can form, two sessions, or a bad name of one.
-            Names the header or field.
+        RequestRefused: 400: no parallelism that this cluster can form, two sessions, a bad name of one, or a contract
+            that cannot be. Names the header or field.
     """
     has_length = any(body.get(name) is not None for name in LENGTH_FIELDS)
     return RequestOptions(
-        degree=_degree(headers.get(PARALLELISM_HEADER), degrees), has_length=has_length, session=_session(headers, body)
+        degree=_degree(headers.get(PARALLELISM_HEADER), degrees),
+        has_length=has_length,
+        key_id=key_id,
+        contract=contracts.read(headers, body, key_id=key_id, session=_session(headers, body)),
     )
 
 

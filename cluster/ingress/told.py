@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from pengserve.cluster.ingress.record import RecordEvents, RequestRecord
+from pengserve.cluster.ingress.record import RecordEvents, RequestRecord, Resumption
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput
 from pengserve.planners.types.ids import InstanceKey
 
@@ -32,9 +32,9 @@ class Told:
         """The request was complete when its instance died."""
         _tell(self._events.on_finished, output)
 
-    def on_dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
+    def on_dispatched(self, key: InstanceKey, resumed: Resumption | None) -> None:
         """A request went to an instance."""
-        _tell(self._events.on_dispatched, key, num_resumed_tokens)
+        _tell(self._events.on_dispatched, key, resumed)
 
     def on_resumed(self, gap_s: float) -> None:
         """The first token after a loss came."""

@@ -4,6 +4,11 @@ vLLM is pinned to 0.32. `ATTRIBUTES` lists members that are read or called on ob
 `PARAMETERS` the keyword arguments that are passed by name, so that a rename inside a class is seen as well.
 """
 
+from types import ModuleType
+
+import vllm.entrypoints.openai.chat_completion.serving as chat_serving
+import vllm.entrypoints.openai.completion.serving as completion_serving
+import vllm.entrypoints.openai.responses.serving as responses_serving
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.engine.protocol import EngineClient
@@ -35,7 +40,7 @@ from vllm.renderers import renderer_from_config
 from vllm.renderers.chat_utils import load_chat_template
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.renderers.online_renderer import OnlineRenderer
-from vllm.sampling_params import check_json_nesting
+from vllm.sampling_params import RequestOutputKind, check_json_nesting
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.gc_utils import freeze_gc_heap
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
@@ -56,6 +61,7 @@ __all__ = [
     "ATTRIBUTES",
     "PARAMETERS",
     "STREAM_FINISHED",
+    "USAGE_MAKERS",
     "AsyncEngineArgs",
     "BaseModelPath",
     "EngineClient",
@@ -80,6 +86,7 @@ __all__ = [
     "PrometheusStatLogger",
     "RequestOutput",
     "RequestOutputCollector",
+    "RequestOutputKind",
     "RequestState",
     "RetryableRequestError",
     "SchedulerStats",
@@ -135,6 +142,7 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "update_scheduler_stats",
     ),
     RequestOutputCollector: ("put", "get", "get_nowait", "close"),
+    RequestOutput: ("add",),
     ParentRequest: ("get_child_info",),
     StatLoggerManager: ("record", "log_engine_initialized"),
     OpenAIServingModels: ("init_static_loras", "is_base_model", "show_available_models"),
@@ -147,6 +155,13 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
     StructuredOutputOptions: ("JSON", "REGEX", "GRAMMAR", "STRUCTURAL_TAG"),
     XgrammarBackend: ("compile_grammar", "destroy"),
 }
+
+# Where serving modules look up what makes the `usage` of an answer.
+USAGE_MAKERS: tuple[tuple[ModuleType, str], ...] = (
+    (chat_serving, "UsageInfo"),
+    (completion_serving, "UsageInfo"),
+    (responses_serving, "ResponseUsage"),
+)
 
 PARAMETERS: dict[object, tuple[str, ...]] = {
     InputProcessor.process_inputs: (

@@ -97,6 +97,9 @@ _RESUME_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10
 # A part of a switch: milliseconds, or as long as running requests take to end (sequential, soft).
 _SWITCH_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+# Measured over predicted: half, as much, twice.
+_ERROR_BUCKETS = (0.25, 0.5, 0.67, 0.8, 0.9, 1.0, 1.11, 1.25, 1.5, 2.0, 4.0, 8.0)
+
 _TRAFFIC, _INSTANCES = MetricArea.TRAFFIC, MetricArea.INSTANCES
 _MEMORY, _SHAPE, _CLUSTER = MetricArea.MEMORY, MetricArea.SHAPE, MetricArea.CLUSTER
 
@@ -116,14 +119,15 @@ REJECTED = _counter(
     _TRAFFIC,
     "requests",
     "Requests refused before they reached an instance, by reason: `auth`, `body_size`, `invalid`, `overload`, "
-    "`no_instance`, `not_found`.",
+    "`no_instance`, `not_found`, `slo` (its first token was predicted too late), `tenant` (it has come to a limit).",
     "reason",
 )
 RESUMED = _counter(
     "pengserve_requests_resumed_total",
     _TRAFFIC,
     "requests",
-    "Requests taken over by another instance, by reason: `lost` (the instance died).",
+    "Requests taken over by another instance and computed again there, by reason: `lost` (the instance died), `drained`"
+    " (it was emptied, and they could not move with their KV).",
     "reason",
 )
 RESUMED_TOKENS = _counter(
@@ -158,6 +162,37 @@ DISPATCHED = _counter(
     "pengserve_dispatch_total", _TRAFFIC, "requests", "Requests sent to an instance, those sent again included.",
     "instance_id",
 )  # fmt: skip
+
+SLO_REQUESTS = _counter(
+    "pengserve_slo_requests_total",
+    _TRAFFIC,
+    "requests",
+    "Answers of requests with an SLO, by class, latency and outcome (`kept`, `missed`). Latencies: `ttft`, `tpot` "
+    "(mean time between tokens), `tbt` (its 99th percentile). Requests whose client left are not counted.",
+    "service_class",
+    "latency",
+    "outcome",
+)
+SLO_TOKENS = _counter(
+    "pengserve_slo_tokens_total",
+    _TRAFFIC,
+    "tokens",
+    "Tokens after the first of requests with an SLO for the time between tokens, by class and outcome (`kept`, "
+    "`missed`).",
+    "service_class",
+    "outcome",
+)
+
+LENGTH_PREDICTIONS = _counter(
+    "pengserve_length_predictions_total",
+    _TRAFFIC,
+    "answers",
+    "Answers of requests with an SLO, by whether they had at least as many tokens as was predicted (`reached`) or not "
+    "(`below`), for the conservative bound (`low`, 75 % should reach it) and the `median`.",
+    "service_class",
+    "bound",
+    "outcome",
+)
 
 # Instances: one series per slot. A replacement takes over the series of the dead one.
 INSTANCE_UP = _gauge(
@@ -376,6 +411,28 @@ SWITCHED_REQUESTS = _counter(
 )
 CARRIED_BYTES = _counter(
     "pengserve_switch_carried_bytes_total", _SHAPE, "bytes", "KV that switches sent from instance to instance."
+)
+DECISIONS = _counter(
+    "pengserve_decisions_total",
+    _SHAPE,
+    "decisions",
+    "New decisions about the layout, by what was chosen: `merge`, `split`, `drop`, `restore`, `keep`.",
+    "action",
+)
+DECISION_TTFT = _gauge(
+    "pengserve_decision_ttft_seconds",
+    _SHAPE,
+    "seconds",
+    "Mean time to first token within the horizon of the newest decision that came to its end: `predicted`, `measured`.",
+    "figure",
+)
+PREDICTION_ERROR = _histogram(
+    "pengserve_prediction_error_ratio",
+    _SHAPE,
+    "ratio",
+    "What requests waited within a decision's horizon, over what was predicted; 1 is a true prediction. Of layouts "
+    "that were kept, only surprises.",
+    buckets=_ERROR_BUCKETS,
 )
 
 # Cluster: the state of the application, as this ingress knows it.

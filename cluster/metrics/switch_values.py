@@ -1,6 +1,7 @@
-"""Counts the switches of the layout from the controller's event log."""
+"""Counts decisions about the layout, what became of them, and switches, from the controller's event log."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from pengserve.cluster.metrics import catalog
 from pengserve.cluster.metrics.facade import Metrics
@@ -17,6 +18,7 @@ class SwitchValues:
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
+        self._errors = metrics.histogram(catalog.PREDICTION_ERROR)  # from zero on, so that the first one is a rise
         self._after = 0  # number of the newest event seen
         self._time_s = 0.0  # and its time
         self._controller_s = 0.0  # when the controller that numbered it was started
@@ -42,8 +44,12 @@ class SwitchValues:
                 return
 
     def count(self, event: Event) -> None:
-        """Counts one event; those that are no end of a switch say nothing."""
+        """Counts one event; those of other kinds say nothing."""
         outcome, data = _DONE.get(event.kind), event.data
+        if event.kind is EventKind.PLAN_DECIDED:
+            self._metrics.counter(catalog.DECISIONS, action=str(data.get("action", ""))).inc()
+        elif event.kind is EventKind.PLAN_OUTCOME:
+            self._compare(data)
         if outcome is None:
             return
         kind, strategy = str(data.get("switch", "")), str(data.get("strategy", ""))
@@ -59,3 +65,10 @@ class SwitchValues:
                 self._metrics.counter(catalog.SWITCHED_REQUESTS, outcome=name).inc(number)
         if (carried_bytes := int(data.get("carried_bytes", 0))) > 0:
             self._metrics.counter(catalog.CARRIED_BYTES).inc(carried_bytes)
+
+    def _compare(self, data: Mapping[str, Any]) -> None:
+        """What was predicted of a decision, beside what was measured."""
+        for figure in ("predicted", "measured"):
+            seconds = float(data.get(figure, {}).get("ttft_s", 0.0))
+            self._metrics.gauge(catalog.DECISION_TTFT, figure=figure).set(seconds)
+        self._errors.observe(float(data.get("error", 1.0)))

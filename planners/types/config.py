@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from pengserve.planners.types.contract import ServiceClass
+
 
 def check_degrees(degrees: Iterable[Any], also: str = "") -> tuple[int, ...]:
     """Degrees of tensor-parallel groups, in order and each once.
@@ -59,6 +61,7 @@ class InstanceConfig:
     host_bytes: int = 0  # of the host tier of KV; 0: none, -1: a share of the node's free memory
     link_bytes_per_s: float = 0.0  # between device and host, emulated: copies take at least as long; 0: as they are
     host_file: str = ""  # a file that holds the host tier instead of memory
+    session_pin_s: float = 0.0  # for so long after an answer, the KV of its session is kept where there is room
     peer_timeout_s: float = 5.0  # a collective or a peer's answer; then the group counts as broken
     lease_s: float = 30.0  # without a word from a controller for so long, the instance asks whether its app is gone
     drain_timeout_s: float = 60.0
@@ -180,6 +183,7 @@ class ControllerConfig:
     drop: DropConfig = field(default_factory=DropConfig)
     migrate: MigrateConfig = field(default_factory=MigrateConfig)
     judge: JudgeConfig = field(default_factory=JudgeConfig)
+    classes: tuple[ServiceClass, ...] = ()  # beside the built-in ones, or in their place
     prepare_timeout_s: float = 3.0
     commit_timeout_s: float = 20.0  # beyond a plan's own drain_timeout_s
     event_log_path: str = ""  # JSONL; empty keeps events in memory alone

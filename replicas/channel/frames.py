@@ -13,7 +13,7 @@ from enum import IntEnum
 
 from pengserve.planners.types.errors import LinkLostError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 256 << 20
 
 Buffer = bytes | bytearray | memoryview
@@ -23,7 +23,7 @@ _HEADER = struct.Struct("<IBB")
 
 
 class FrameKind(IntEnum):
-    """What a frame says. ADD and ABORT come from the ingress, the others from the instance; WELCOME is its first."""
+    """What a frame says. ADD, ABORT and REORDER come from the ingress, the others from the instance, WELCOME first."""
 
     WELCOME = 2
     ADD = 4
@@ -31,6 +31,8 @@ class FrameKind(IntEnum):
     BATCH = 6
     MOVED = 7
     TRIAL = 8
+    REORDER = 9
+    PAUSED = 10
 
 
 @dataclass(frozen=True, slots=True)

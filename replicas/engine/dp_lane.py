@@ -6,23 +6,26 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import ConfigError, EngineError, UnsupportedShapeError
-from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
+from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.engine.base_memory import OPTIONS, BaseMemory, MemoryOptions
 from pengserve.replicas.engine.grammar_budget import bound_grammars
 from pengserve.replicas.engine.grammars import explaining_rejections, guide_config
 from pengserve.replicas.engine.handoff import Handoff, as_preempted
 from pengserve.replicas.engine.kv_shares import LaneKv, shares_of
-from pengserve.replicas.engine.lane import NOTHING, Lane
+from pengserve.replicas.engine.lane import Lane
+from pengserve.replicas.engine.lane_tiers import LaneTiers
 from pengserve.replicas.engine.residency import ResidentRequests
+from pengserve.replicas.engine.session_pins import SessionPins
 from pengserve.replicas.engine.shared_model import plain_weights
+from pengserve.replicas.engine.slo_gate import Contracts, SloGate
 from pengserve.replicas.engine.tier_memory import OPTIONS as TIER_OPTIONS
-from pengserve.replicas.engine.tier_memory import TierOptions
+from pengserve.replicas.engine.tier_memory import TierOptions, TierSizes
 from pengserve.replicas.engine.vllm_seam import (
     AsyncEngineArgs,
     EngineCore,
@@ -62,11 +65,6 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
         raise ConfigError("memory_bytes already says what KV may have: leave engine.kv_cache_memory_bytes out")
     if config.max_stages > 1 and not config.memory_bytes:
         raise ConfigError("dropping parameters needs a budget of memory: set memory_bytes, or leave max_stages at 1")
-    if config.host_bytes and (config.degrees or config.max_stages > 1):
-        raise ConfigError(
-            "memory.host_bytes gives instances a host tier, which works in dp alone: set shape.degrees to [] and"
-            " shape.drop.max_stages to 1, or leave it out"
-        )
     defaults: dict[str, Any] = {
         "async_scheduling": False,
         "enable_prefix_caching": True,
@@ -126,8 +124,7 @@ class DpLane(Lane):
             # A group may hold longer contexts than one instance: the dp lane takes as much context as fits its memory.
             vllm_config.model_config.original_max_model_len = -1
         self.log_stats = not arguments.disable_log_stats
-        has_arena = config.memory_bytes and not config.host_bytes
-        with plain_weights() if is_elastic or has_arena else contextlib.nullcontext():
+        with plain_weights() if is_elastic or config.memory_bytes else contextlib.nullcontext():
             self.core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=self.log_stats)
         self._step_core = self.core.step_fn
         guides: Any = self.core.structured_output_manager
@@ -137,7 +134,9 @@ class DpLane(Lane):
         kv_config = scheduler.kv_cache_config
         self.num_kv_groups = len(kv_config.kv_cache_groups)
         self._num_lent = 0
-        self.residency: ResidentRequests | None = None  # where KV has a host tier
+        self._slo_gate: SloGate | None = None  # where contracts are known
+        self._pins: SessionPins | None = None  # where sessions may pin their KV
+        self._pin_s = config.session_pin_s
         super().__init__(
             shape="dp",
             scheduler=scheduler,
@@ -153,9 +152,8 @@ class DpLane(Lane):
         )
 
         if (tiers := self.tiers) is not None:
-            # Once the host is full, so many blocks have room on the device alone.
-            num_reserved = max(0, kv_config.num_blocks - 1 - tiers.host.num_rows)
-            self.residency = ResidentRequests(self.scheduler, tiers, num_reserved)
+            tiers.watch_uses(self.scheduler.uses)
+            self.residency = ResidentRequests(self.scheduler, LaneTiers(tiers), self.num_unsaved, self)
 
     @property
     def worker(self) -> Any:
@@ -188,6 +186,18 @@ class DpLane(Lane):
         """Where KV is on the device and on the host; None where there is no host tier."""
         tiers: TieredKv | None = self.worker.tiers if self._has_worker else None
         return tiers
+
+    @property
+    def tier_sizes(self) -> TierSizes | None:
+        """Of both tiers; None where there is no host tier."""
+        sizes: TierSizes | None = self.worker.tier_sizes if self._has_worker else None
+        return sizes
+
+    @property
+    def num_unsaved(self) -> int:
+        """Blocks that have room on the device alone, once the host is full."""
+        assert self.tiers is not None
+        return max(0, self.capacity.num_blocks - self.tiers.host.num_rows)
 
     @property
     def num_held(self) -> int:
@@ -276,37 +286,60 @@ class DpLane(Lane):
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forgets requests; unknown ids are left alone. Their blocks are free at once."""
-        self.core.abort_requests(list(request_ids))
+        ids = list(request_ids)
+        if self._pins is not None:
+            self._pins.forget(ids)
+        self.core.abort_requests(ids)
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        if self.residency is not None and self.residency.has_work():
-            return True
         return super().has_work() or bool(self.core.batch_queue)
-
-    def num_requests(self) -> int:
-        """Running, waiting and parked requests."""
-        num_parked = self.residency.num_parked() if self.residency is not None else 0
-        return super().num_requests() + num_parked
-
-    def stats(self, last_step_s: float = 0.0, idle: Mapping[str, int] = NOTHING, **shown: Any) -> InstanceStats:
-        """As every lane's; with a host tier, parked requests count as waiting."""
-        if self.residency is None:
-            return super().stats(last_step_s, idle, **shown)
-        found = super().stats(last_step_s, idle, **self.residency.figures(), **shown)
-        return replace(found, num_waiting=found.num_waiting + found.num_parked)
 
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Schedules, executes and samples one step; outputs by client index."""
         started_s = time.perf_counter()
-        if self.residency is None or not self.residency.has_to_choose():
+        if self._pins is not None and self._pins.num_sessions:
+            self._pins.make_room(self._most_blocks_of_a_step())
+        with self._gating(), self._choosing():
             outputs, executed = self._step_core()
-        else:
-            with self.residency.step():
-                outputs, executed = self._step_core()
         self.core.post_step(executed)
+        if self._pins is not None:
+            self._pins.ended((outputs or {}).values())
         self._count((outputs or {}).values(), time.perf_counter() - started_s)
         return outputs or {}
+
+    def _gating(self) -> contextlib.AbstractContextManager[None]:
+        """Of the next step, what keeps prompts back that would break another request's SLO."""
+        gate = self._slo_gate
+        return gate.step() if gate is not None and gate.is_on else contextlib.nullcontext()
+
+    def use_contracts(self, contracts: Contracts) -> None:
+        """Begins prompts only where that breaks no SLO of those that decode, from now on."""
+        self._slo_gate = SloGate(self.scheduler, contracts)
+        if self._pin_s:
+            self._pins = SessionPins(self.scheduler, contracts, self._pin_s)
+
+    def add(self, request: Request) -> None:
+        """As of any lane; a request's session may pin its KV when it has ended."""
+        super().add(request)
+        if self._pins is not None:
+            self._pins.began(request)
+
+    def unpin(self) -> None:
+        """Ends all pins of sessions: the blocks are needed elsewhere."""
+        if self._pins is not None:
+            self._pins.end_all()
+
+    def num_used(self) -> int:
+        """Blocks that requests hold. What is pinned can be had."""
+        return super().num_used() - (self._pins.num_blocks() if self._pins is not None else 0)
+
+    def _most_blocks_of_a_step(self) -> int:
+        """Blocks that the next step can take at most: of those that run, and of the first that waits."""
+        scheduler = self.scheduler
+        waiting = next(iter(scheduler.waiting), None)
+        num_tokens = scheduler.max_step_tokens + (waiting.num_tokens if waiting is not None else 0)
+        return self.blocks_for(num_tokens) + len(scheduler.running) + len(scheduler.holding) + 1
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; False while requests hold blocks."""

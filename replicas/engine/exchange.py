@@ -8,11 +8,13 @@
 The members come from instances alone, which have all layers, or from narrower pipelines, whose layers are split on:
 what one member lacks of a request, another one of the request's own part has (`planners/stages.py`).
 
-KV that a request has in layers its member keeps stays in place: the member's table names the same blocks.
+KV that a request has in layers its member keeps stays in place: the member's table names the same blocks. KV that is on
+the member's host is sent from there, and copied from there into the layers that the member keeps.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from pengserve.planners.stages import Parts, stage_of
@@ -23,7 +25,8 @@ from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.reshard import Traveller
 from pengserve.replicas.kv.channel import PeerChannel, SendPiece
 from pengserve.replicas.kv.ledger import Cells
-from pengserve.replicas.kv.rows import CellRows
+from pengserve.replicas.kv.standing import stand_still
+from pengserve.replicas.kv.tiered_rows import BlockPlace, rows_at
 from pengserve.replicas.kv.transfer import Segment, Transfer, TransferPlan
 
 
@@ -38,7 +41,8 @@ class DropExchange:
         self._kept = range(*lane.layers)
         self._goal = self._layers.sizes.num_blocks(lane.layers)
         self._ranges = [lane.stages[stage_of(rank, lane.num_stages)] for rank in range(lane.num_stages)]
-        self._copies: list[tuple[int, int]] = []  # (block, the one whose content it needs)
+        self._copies: list[tuple[int, BlockPlace]] = []  # (block, where the content is that it needs)
+        self._host = lanes.dp.tiers.host if lanes.dp.tiers is not None else None
         self._plan: TransferPlan | None = None
         self._transfer: Transfer | None = None
         self._on_done: Callable[[], None] = lambda: None
@@ -56,7 +60,8 @@ class DropExchange:
         Returns:
             How many of `order` have memory now.
         """
-        self._place(wave, order)
+        mine = [t for t in wave if self._parts.of(t.rank) == self._part]
+        self._place(wave, order, self._before(mine))
         by_part = [
             self._physical(t for t in wave if self._parts.of(t.rank) == i) for i in range(len(self._parts.sizes))
         ]
@@ -81,11 +86,11 @@ class DropExchange:
         here = self._layers.num_blocks(self._kept[0])
         return sum(block_id < here for block_id in self._lane.table.physical(order))
 
-    def _outgoing(self, source: Sequence[int]) -> list[Segment]:
+    def _outgoing(self, source: Sequence[BlockPlace]) -> list[Segment]:
         """Each layer that this member gives up goes to the rank that keeps it; then copies within this member."""
         copies = [origin for _, origin in self._copies]
         segments = [
-            Segment(rank, layer, CellRows(self._tier, layer, source), round=layer - layers[0])
+            Segment(rank, layer, rows_at(self._tier, self._host, layer, source), round=layer - layers[0])
             for rank, layers in enumerate(self._ranges)
             if rank != self._lane.rank and source
             for layer in range(*layers)
@@ -93,60 +98,70 @@ class DropExchange:
         ]
         last = self._layers.sizes.num_layers
         return segments + [
-            Segment(self._lane.rank, layer, CellRows(self._tier, layer, copies), round=last)
+            Segment(self._lane.rank, layer, rows_at(self._tier, self._host, layer, copies), round=last)
             for layer in self._kept
             if copies
         ]
 
-    def _incoming(self, by_part: Sequence[Sequence[int]]) -> list[Segment]:
+    def _incoming(self, by_part: Sequence[Sequence[BlockPlace]]) -> list[Segment]:
         """Each layer that this member keeps comes from the rank of each other part that had it there."""
-        copies = [target for target, _ in self._copies]
+        copies = [BlockPlace(target) for target, _ in self._copies]
         targets = {self._lane.rank: copies} | {
             rank: by_part[self._parts.of(rank)]
             for rank in range(self._lane.num_stages)
             if self._parts.of(rank) != self._part
         }
         return [
-            Segment(rank, layer, CellRows(self._tier, layer, blocks))
+            Segment(rank, layer, rows_at(self._tier, None, layer, blocks))
             for rank, blocks in targets.items()
             for layer in self._kept
             if layer in range(*self._parts.layers(rank))
         ]
 
-    def _place(self, wave: Sequence[Traveller], order: Sequence[int]) -> None:
+    def _place(self, wave: Sequence[Traveller], order: Sequence[int], before: Mapping[str, list[BlockPlace]]) -> None:
         """Backs all logical blocks of the lane.
 
         Own requests keep their physical blocks. A block that two of them share becomes two: the lane's scheduler does
-        not know that it is shared. Of the other physical blocks, `order` gets the lowest; KV that comes later gets the
-        highest.
+        not know that it is shared. What is on the host becomes a block too, and is copied. Of the other physical
+        blocks, `order` gets the lowest; KV that comes later gets the highest.
+
+        Args:
+            before: where the blocks of own requests are now.
         """
         table = self._lane.table
         used: set[int] = set()
-        shared: list[tuple[int, int]] = []
+        copied: list[tuple[int, BlockPlace]] = []
         later: list[int] = []
         for traveller in wave:
             logical_ids = list(traveller.logical_ids)
             if self._parts.of(traveller.rank) == self._part:
                 count = self._count(traveller)
-                in_place = zip(logical_ids[:count], self._before(traveller)[:count], strict=True)
+                in_place = zip(logical_ids[:count], before[traveller.request_id][:count], strict=True)
                 logical_ids = logical_ids[count:]
-                for logical, physical in in_place:
-                    if physical in used:
-                        shared.append((logical, physical))
+                for logical, place in in_place:
+                    if place.is_on_host or place.block in used:
+                        copied.append((logical, place))
                     else:
-                        used.add(physical)
-                        table.lease([logical], [physical])
+                        used.add(place.block)
+                        table.lease([logical], [place.block])
             later += logical_ids
         free = (block_id for block_id in range(1, self._goal) if block_id not in used)
-        for wanted in (order, [logical for logical, _ in shared], later):
+        for wanted in (order, [logical for logical, _ in copied], later):
             table.lease(wanted, [next(free) for _ in wanted])
-        self._copies = [(table.physical([logical])[0], origin) for logical, origin in shared]
+        self._copies = [(table.physical([logical])[0], origin) for logical, origin in copied]
 
-    def _before(self, traveller: Traveller) -> list[int]:
-        """Where the KV of a request of this part is, in the lane that ran until now."""
-        if self._lanes.running is None:
-            return self._lanes.dp.block_ids(traveller.request_id)
-        return self._lanes.running.table.physical(traveller.part_ids)
+    def _before(self, mine: Sequence[Traveller]) -> dict[str, list[BlockPlace]]:
+        """Where the KV of this part's requests is, in the lane that ran until now."""
+        dp, running = self._lanes.dp, self._lanes.running
+        if running is not None:
+            ids = {t.request_id: running.table.physical(t.part_ids) for t in mine}
+        else:
+            ids = {t.request_id: dp.block_ids(t.request_id)[: self._count(t)] for t in mine}
+            if dp.tiers is not None:
+                blocks = [block for blocks in ids.values() for block in blocks]
+                found = stand_still(dp.tiers, np.array(blocks, dtype=np.int64))
+                return {request_id: [found[block] for block in blocks] for request_id, blocks in ids.items()}
+        return {request_id: [BlockPlace(block) for block in blocks] for request_id, blocks in ids.items()}
 
     # While it goes on -------------------------------------------------------------------------------------------------
 
@@ -189,9 +204,9 @@ class DropExchange:
         """Blocks that hold KV of this request."""
         return self._lane.blocks_for(traveller.num_tokens)
 
-    def _physical(self, travellers: Iterable[Traveller]) -> list[int]:
+    def _physical(self, travellers: Iterable[Traveller]) -> list[BlockPlace]:
         """Where the KV of these requests is, or is to be, on this member; of own ones, where it is read."""
         physical = self._lane.table.physical
         ids = [b for t in travellers for b in physical(t.logical_ids[: self._count(t)])]
         origins = dict(self._copies)
-        return [origins.get(block_id, block_id) for block_id in ids]
+        return [origins.get(block_id, BlockPlace(block_id)) for block_id in ids]

@@ -2,6 +2,7 @@
 
 import msgspec
 
+from pengserve.planners.types.contract import Contract
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest, Request, RequestStatus
 
 
@@ -12,6 +13,7 @@ class Handoff(msgspec.Struct, array_like=True):
     client_id: str  # the ingress, by the name it has everywhere
     output_token_ids: list[int]
     num_computed_tokens: int
+    contract: Contract | None = None  # None: `NO_CONTRACT`
 
 
 def revive(handoff: Handoff, client_index: int) -> Request:

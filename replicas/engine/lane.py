@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
@@ -10,6 +11,7 @@ from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 from pengserve.planners.types.step_cost import StepTotals
 from pengserve.replicas.engine.handoff import can_carry
 from pengserve.replicas.engine.kv_shares import LaneKv
+from pengserve.replicas.engine.residency import ResidentRequests
 from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import EngineCoreEventType, EngineCoreOutputs, Request, RequestStatus
 from pengserve.replicas.memory.kv_views import KvView
@@ -37,6 +39,7 @@ class Lane(ABC):
         self._made: dict[str, int] = {}  # tokens that a request has generated here
         self._queued: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
         self._added = 0
+        self.residency: ResidentRequests | None = None  # where KV has a host tier, and this member schedules
 
     @property
     def leads(self) -> bool:
@@ -95,13 +98,32 @@ class Lane(ABC):
         """Forgets requests; unknown ids are left alone. Their blocks are free at once."""
         self.scheduler.end(request_ids)
 
+    def reorder(self, orders: Mapping[str, tuple[int, float]]) -> None:
+        """Gives requests here another `(priority, arrival_time)`; ids of others are left alone."""
+        self.scheduler.reorder(orders)
+        if self.residency is not None:
+            self.residency.unsettle()
+
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_requests
+        return self.scheduler.has_requests or (self.residency is not None and self.residency.has_work())
 
     def num_requests(self) -> int:
-        """Running and waiting requests."""
-        return sum(self.scheduler.counts())
+        """Running, waiting and parked requests."""
+        return sum(self.scheduler.counts()) + self._num_parked()
+
+    def is_parked(self, request: Request) -> bool:
+        """Whether an order has parked it: it goes on when another order says so."""
+        return self.residency is not None and self.residency.is_ordered(request)
+
+    def _num_parked(self) -> int:
+        return self.residency.num_parked() if self.residency is not None else 0
+
+    def _choosing(self) -> AbstractContextManager[None]:
+        """Around a step: with a host tier, only what the device can hold is stepped."""
+        if self.residency is None or not self.residency.has_to_choose():
+            return nullcontext()
+        return self.residency.step()
 
     def is_reading(self) -> bool:
         """Whether a request waits, or has not computed its prompt: in a step of decoding one token is missing."""
@@ -134,7 +156,7 @@ class Lane(ABC):
 
     def num_running(self) -> int:
         """Requests that have begun and hold KV."""
-        return len(self.scheduler.running) + len(self.scheduler.holding)
+        return len(self.scheduler.running) + len(self.scheduler.holding) + self._num_parked()
 
     def pause_new(self, paused: bool) -> None:
         """While paused, no waiting request begins; what runs goes on."""
@@ -187,13 +209,25 @@ class Lane(ABC):
         """Whether no step that has begun and not ended is about this request."""
         return True
 
+    def served(self, *, must_leave: bool) -> list[Request]:
+        """Requests that run or are parked; those that an order has parked only where they must leave."""
+        parked = self.residency.parked if self.residency is not None else []
+        return [*self.scheduler.running, *(request for request in parked if must_leave or not self.is_parked(request))]
+
     def set_aside(self, request: Request) -> None:
-        """No step takes a running request any more, until `go_on`. Its blocks stay its own."""
-        self.scheduler.hold(request)
+        """No step takes a request with KV any more, until `go_on`. Its blocks stay its own."""
+        if request.status is RequestStatus.RUNNING:
+            self.scheduler.hold(request)
+        elif self.residency is None or not self.residency.let_go(request):
+            self.scheduler.withdraw(request)
 
     def go_on(self, request: Request) -> None:
         """A request that was set aside, or whose KV has come, may be scheduled."""
-        self.scheduler.enqueue(request)
+        if self.is_parked(request):
+            assert self.residency is not None
+            self.residency.keep(request)
+        else:
+            self.scheduler.enqueue(request)
 
     def settle(self, request: Request) -> None:
         """The KV has come: its full blocks join the prefix cache."""
@@ -224,20 +258,32 @@ class Lane(ABC):
         """Blocks that are free now, cached prefixes among them."""
         return self.scheduler.num_free()
 
+    def num_used(self) -> int:
+        """Blocks that requests hold."""
+        return self.num_held - self.num_free()
+
+    def num_available(self) -> int:
+        """Blocks that are free, or that the lane can get while it runs."""
+        return self.num_free()
+
     def longest_tokens(self) -> int:
         """Tokens of the running request with the most, where that decides about a shape; else 0."""
         return 0
 
     def stats(self, last_step_s: float = 0.0, idle: Mapping[str, int] = NOTHING, **shown: Any) -> InstanceStats:
-        """Load after the last step. `idle` (totals of lanes that do not run) is added, `shown` replaces fields."""
+        """Load after the last step; parked requests count as waiting.
+
+        `idle` (totals of lanes that do not run) is added, `shown` replaces fields.
+        """
         running, waiting = self.scheduler.counts()
+        num_parked = self._num_parked()
         totals = self.totals()
         for name, value in idle.items():
             totals[name] += value
         fields: dict[str, Any] = {
             "num_running": running,
-            "num_waiting": waiting,
-            "kv_blocks_used": self.num_held - self.num_free(),
+            "num_waiting": waiting + num_parked,
+            "kv_blocks_used": self.num_used(),
             "queued_tokens": self._queued_tokens(waiting),
             "prefilling_tokens": self.scheduler.prefilling_tokens(),
             "last_step_s": last_step_s,
@@ -248,6 +294,8 @@ class Lane(ABC):
             "longest_tokens": self.longest_tokens(),
         }
         fields |= totals
+        if self.residency is not None:
+            fields |= self.residency.figures()
         return InstanceStats(**(fields | shown))
 
     def totals(self) -> dict[str, int]:
@@ -325,7 +373,7 @@ class Lane(ABC):
             if stats is not None and stats.prefix_cache_stats is not None:
                 self._prefix_queries += stats.prefix_cache_stats.queries
                 self._prefix_hits += stats.prefix_cache_stats.hits
-        context = (self.num_held - self.num_free()) * self.capacity.block_size
+        context = self.num_used() * self.capacity.block_size
         num_seqs = self.scheduler.counts()[0] // num_in_flight
         self._work.add(seconds, num_tokens, num_seqs, context // num_in_flight, pairs)
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from pengserve.planners.types.errors import UnsupportedShapeError
+from pengserve.replicas.engine.base_memory import layer_of
 from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.kv_binding import bind_memory
 from pengserve.replicas.engine.shared_model import check_supported
@@ -23,6 +24,7 @@ from pengserve.replicas.engine.vllm_seam import (
 )
 from pengserve.replicas.engine.worker import replayable
 from pengserve.replicas.memory.kv_layout import kv_memory
+from pengserve.replicas.memory.layers import LayerMemory
 
 Share = Callable[[nn.Module, nn.Module], None]
 """Gives a model that was built on `meta` (first) the storage of the base model (second)."""
@@ -67,11 +69,14 @@ def build_scheduler(base: DpLane, config: VllmConfig, kv_config: Any) -> Any:
     )
 
 
-def build_runner(base: DpLane, config: VllmConfig, share: Share, block_bytes: int) -> tuple[Any, Any]:
+def build_runner(
+    base: DpLane, config: VllmConfig, share: Share, block_bytes: int, memory: LayerMemory | None = None
+) -> tuple[Any, Any]:
     """A runner of the base runner's class whose model and KV are views; and its KV cache config.
 
     Args:
         block_bytes: of a block over all layers of this rank.
+        memory: where the KV is; where the base runner has its own if it is None.
 
     Raises:
         UnsupportedShapeError: this model cannot be run so.
@@ -97,7 +102,10 @@ def build_runner(base: DpLane, config: VllmConfig, share: Share, block_bytes: in
     kv_config = get_kv_cache_configs(config, [specs], [page * len(specs) * num_blocks])[0]
     kv_config.kv_cache_layout = config.cache_config.kv_cache_layout
     layers = base_runner.compilation_config.static_forward_context
-    runner.memory = {name: kv_memory(layers[name].kv_cache) for name in specs}
+    if memory is None:
+        runner.memory = {name: kv_memory(layers[name].kv_cache) for name in specs}
+    else:
+        runner.memory = {name: memory.kv(layer_of(name)) for name in specs}
     runner.initialize_kv_cache(kv_config)
     return runner, kv_config
 

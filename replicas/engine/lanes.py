@@ -21,6 +21,7 @@ from pengserve.replicas.engine.idle_profile import IdleProfile
 from pengserve.replicas.engine.lane import Lane
 from pengserve.replicas.engine.lane_registry import LaneRegistry
 from pengserve.replicas.engine.leases import Leases
+from pengserve.replicas.engine.residency import ResidentRequests
 from pengserve.replicas.engine.stepper import Stepper
 from pengserve.replicas.engine.tp_lane import kv_view
 from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs, EngineCoreRequest, Request
@@ -67,7 +68,7 @@ class Lanes:
     def dp_view(self) -> KvView:
         """KV of the `dp` lane, by physical block."""
         if self._dp_view is None:
-            self._dp_view = kv_view(self.dp.worker.model_runner)
+            self._dp_view = kv_view(self.dp.worker.model_runner, self.dp.tiers)
         return self._dp_view
 
     # Which lane runs --------------------------------------------------------------------------------------------------
@@ -95,6 +96,7 @@ class Lanes:
     def leave(self) -> None:
         """From the next step on, `dp` runs. The lane that ran has given up its requests and its blocks."""
         self.stepper.leave()
+        self._show_tiers()
         self._count_idle()
 
     def abandon(self) -> list[str]:
@@ -126,8 +128,17 @@ class Lanes:
         memory = self.dp.memory
         if memory is not None and not memory.layers.is_whole():
             memory.make_whole()
+            if self.dp.tiers is not None:
+                self.dp.tiers.forget_all()
+            self._show_tiers()
             if not self.dp.reset_prefix_cache():
                 raise EngineError("requests held blocks of dp while another lane had its memory")
+
+    def _show_tiers(self) -> None:
+        """The tiers of `dp` see the memory of its KV where it is now; other lanes had it meanwhile."""
+        memory = self.dp.memory
+        if self.dp.tiers is not None and memory is not None and memory.layers.is_whole():
+            memory.layers.mirror()
 
     def check(self) -> tuple[str, ...]:
         """Conservation laws, as sentences where one is broken."""
@@ -157,6 +168,12 @@ class Lanes:
         if self.current is not self.dp:
             self.current.abort(ids)
 
+    def reorder(self, orders: Mapping[str, tuple[int, float]]) -> None:
+        """Gives requests another `(priority, arrival_time)`, whichever lane they are in."""
+        self.dp.reorder(orders)
+        if self.current is not self.dp and self.current.leads:
+            self.current.reorder(orders)
+
     def num_requests(self) -> int:
         """Running and waiting requests of all lanes."""
         return self.dp.num_requests() + (self.current.num_requests() if self.current is not self.dp else 0)
@@ -164,6 +181,29 @@ class Lanes:
     def is_reading(self) -> bool:
         """Whether a request waits, or has not computed its prompt."""
         return self.dp.is_reading() or (self.current is not self.dp and self.current.is_reading())
+
+    # Orders about requests, where there is a host tier: a group's leader carries them out for all members ----------
+
+    def park(self, request_ids: Sequence[str]) -> list[str]:
+        """Parks running requests until `resume`; those that were."""
+        return [found for residency in self._residencies() for found in residency.park(request_ids)]
+
+    def resume(self, request_ids: Sequence[str]) -> list[str]:
+        """Requests that an order parked may go on, as soon as there is room; those that may."""
+        return [found for residency in self._residencies() for found in residency.resume(request_ids)]
+
+    def place(self, request_id: str, layers: Sequence[int]) -> bool:
+        """Full blocks of a request are on the host alone in these layers from now on; whether the request is here."""
+        return any(residency.place(request_id, layers) for residency in self._residencies())
+
+    def take_pauses(self) -> list[tuple[Request, float]]:
+        """Requests that go on since the last call, each with the seconds that it was parked."""
+        return [pause for residency in self._residencies() for pause in residency.take_pauses()]
+
+    def _residencies(self) -> list[ResidentRequests]:
+        """Of the lane that runs, and of `dp`, where requests may wait for it."""
+        lanes = dict.fromkeys((self.current, self.dp))
+        return [lane.residency for lane in lanes if lane.residency is not None]
 
     # Steps ------------------------------------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 
+from pengserve.planners.types.contract import NO_CONTRACT, Contract
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
@@ -14,9 +15,9 @@ from pengserve.replicas.channel.frames import Frame, FrameKind, encode, read
 from pengserve.replicas.channel.server import HEARTBEAT_S, SILENT_BEATS, credentials
 from pengserve.replicas.channel.tcp import notice_silence, send_at_once
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
-from pengserve.replicas.engine.wire import AddRequest, Codec, Moved, StepBatch, Trial, Welcome
+from pengserve.replicas.engine.wire import AddRequest, Codec, Moved, Paused, Reorder, StepBatch, Trial, Welcome
 
-__all__ = ["InstanceLink", "Moved", "StepBatch", "Trial"]
+__all__ = ["InstanceLink", "Moved", "Paused", "StepBatch", "Trial"]
 
 
 class InstanceLink:
@@ -63,16 +64,19 @@ class InstanceLink:
         *,
         is_tried_alone: bool = False,
         predicted_hit_tokens: int = 0,
+        contract: Contract = NO_CONTRACT,
     ) -> None:
         """Sends a request; with output tokens the instance resumes it after them, as if it had made them itself.
 
         One that is to be tried alone starts when all that runs there is proven harmless; a `Trial` tells when.
         `predicted_hit_tokens` of its prompt are expected in the instance's prefix cache: the instance only counts them.
+        `contract` goes along with the request wherever it goes.
 
         Raises:
             LinkLostError: the instance is gone.
         """
-        add = AddRequest(request, list(output_token_ids), is_tried_alone, predicted_hit_tokens)
+        sent = None if contract is NO_CONTRACT else contract
+        add = AddRequest(request, list(output_token_ids), is_tried_alone, predicted_hit_tokens, sent)
         self._send(FrameKind.ADD, self._codec.encode_add(add))
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -80,8 +84,13 @@ class InstanceLink:
         with contextlib.suppress(LinkLostError):
             self._send(FrameKind.ABORT, [msgspec.msgpack.encode(list(request_ids))])
 
-    async def events(self) -> AsyncIterator[StepBatch | Moved | Trial]:
-        """Every token batch, MOVED and TRIAL in order; heartbeats (no outputs) among them. One reader only.
+    def reorder(self, orders: Sequence[tuple[str, int, float]]) -> None:
+        """Gives requests another `(priority, arrival_time)`. Nothing to do where the instance is gone already."""
+        with contextlib.suppress(LinkLostError):
+            self._send(FrameKind.REORDER, [msgspec.msgpack.encode(Reorder(list(orders)))])
+
+    async def events(self) -> AsyncIterator[StepBatch | Moved | Trial | Paused]:
+        """Every token batch, MOVED, TRIAL and PAUSED in order; heartbeats (no outputs) among them. One reader only.
 
         Raises:
             LinkLostError: the instance is gone, always in the end.
@@ -97,6 +106,9 @@ class InstanceLink:
                     continue
                 if frame.kind is FrameKind.TRIAL:
                     yield msgspec.msgpack.decode(frame.parts[0], type=Trial)
+                    continue
+                if frame.kind is FrameKind.PAUSED:
+                    yield msgspec.msgpack.decode(frame.parts[0], type=Paused)
                     continue
                 batch = self._codec.decode_batch(frame.parts)
                 self.stats = batch.stats

@@ -90,12 +90,13 @@ class PpLane(GroupLane):
             partition = layer_partition([stop - first for first, stop in ranges])
             with set_current_vllm_config(config), partition, torch.inference_mode():
                 num_layers = self.layers[1] - self.layers[0]
-                runner, kv_config = build_runner(base, config, share_layers, num_layers * sizes.block_bytes)
+                runner, kv_config = build_runner(base, config, share_layers, num_layers * sizes.block_bytes, memory)
                 scheduler = build_scheduler(base, config, kv_config) if rank == 0 else None
         finally:
             active.activate(before)
         if not hasattr(runner.model, "make_empty_intermediate_tensors"):
             raise UnsupportedShapeError(f"{type(runner.model).__name__} cannot be cut into stages")
+        self._view: KvView | None = None
         self.inbox = HiddenInbox()
         self._hidden = HiddenCodec(runner.model, base.worker.device)
         self.max_in_flight = num_stages  # leader: microbatches, where members share no processors
@@ -265,7 +266,10 @@ class PpLane(GroupLane):
     def kv(self, dp_view: KvView) -> LaneKv:
         """This member's layers; blocks are as large as those of `dp`."""
         share = KvShare(self.layers, (0, dp_view.layout.num_heads))
-        return LaneKv(dp_view.part(*self.layers), share, dp_view.layout.num_tokens, self.table.physical)
+        if self._view is None:
+            kv = [self._memory.kv(layer).view(dp_view.dtype) for layer in range(*self.layers)]
+            self._view = KvView(kv, dp_view.layout)
+        return LaneKv(self._view, share, dp_view.layout.num_tokens, self.table.physical)
 
     def num_written(self, request: Request) -> int:
         """Without the tokens of microbatches in flight: this member's stage has not run them yet."""

@@ -7,39 +7,61 @@ request gives up its KV, as vLLM preempts.
 """
 
 import contextlib
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Protocol
 
-import numpy as np
-
+from pengserve.planners.preemption import QUANTUM_TOKENS, Candidate, plan_places
 from pengserve.planners.residency import Device, Wanting, plan_residency
+from pengserve.replicas.engine.lane_tiers import LaneTiers
 from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import Request
-from pengserve.replicas.kv.tiered import TieredKv
+
+
+class Supply(Protocol):
+    """What a lane has for its scheduler to hand out."""
+
+    def num_used(self) -> int:
+        """Blocks that requests hold."""
+
+    def num_available(self) -> int:
+        """Blocks that are free, or can be leased."""
 
 
 class ResidentRequests:
-    """Belongs to the step thread."""
+    """Belongs to the step thread; of a group, its leader has one."""
 
-    def __init__(self, scheduler: SchedulerHandle, tiers: TieredKv, num_reserved: int) -> None:
+    def __init__(self, scheduler: SchedulerHandle, tiers: LaneTiers, num_reserved: int, supply: Supply) -> None:
         """`num_reserved`: blocks that may be on the device in all layers because the host is full."""
-        self._scheduler, self._tiers, self._block_size = scheduler, tiers, tiers.block_size
-        tiers.watch_uses(scheduler.uses)
-        layers = tiers.pool.num_layers
-        self._num_whole = tiers.pool.num_blocks - 1  # blocks that the device holds in all layers
+        self._scheduler, self._tiers, self._block_size, self._supply = scheduler, tiers, tiers.block_size, supply
+        layers = tiers.num_layers
+        self.device_blocks = tiers.device_blocks  # of this member, vLLM's null block among them
+        self._num_whole = 0  # blocks that the smallest device of the members holds in all layers
         self._device = Device(
-            num_cells=self._num_whole * layers,
+            num_cells=0,
             num_reserved=num_reserved,
             num_layers=layers,
             block_size=self._block_size,
             max_tokens=scheduler.max_step_tokens,
         )
+        self.limit(tiers.device_blocks)
         self._parked: dict[str, Request] = {}
         self._ordered: set[str] = set()  # parked by an order: they wait for one that resumes them
+        self._without_place: set[str] = set()  # in the next step, as more urgent requests have their places,
+        self._begins: Sequence[Request] | None = None  # ... and those that begin; None: as many as there are places
         self._placed: dict[str, list[int]] = {}  # layers of requests that an order keeps on the host
         self._settled: tuple[int, int, int] | None = None  # the state for which the newest choice stands
+        self._since_s: dict[str, float] = {}  # when requests were parked that have not gone on
+        self._pauses: list[tuple[Request, float]] = []  # requests that go on, and the seconds that they were parked
         self._prompts: list[Request] = []  # whose blocks are written behind after this step
-        self.num_parks = self.num_given_up = 0
+        self._came_back: dict[str, int] = {}  # tokens that a request had when it last came back
+        self.num_given_up = self.num_preempted = 0
+
+    def limit(self, device_blocks: int) -> None:
+        """The smallest device of the members holds so many blocks in all layers, vLLM's null block among them."""
+        self._num_whole = device_blocks - 1
+        self._device = replace(self._device, num_cells=self._num_whole * self._device.num_layers)
 
     # Orders -----------------------------------------------------------------------------------------------------------
 
@@ -74,6 +96,24 @@ class ResidentRequests:
             full = self._scheduler.request(request_id).num_computed_tokens // self._block_size
             self._tiers.place(self._blocks_of([self._scheduler.request(request_id)])[:full], layers)
 
+    def unsettle(self) -> None:
+        """Requests have another urgency: who is stepped is chosen anew."""
+        self._settled = None
+
+    def is_ordered(self, request: Request) -> bool:
+        """Whether an order has parked it."""
+        return request.request_id in self._ordered
+
+    def let_go(self, request: Request) -> bool:
+        """The caller decides about a parked request from now on; whether it is one."""
+        self._goes_on(request)
+        return self._parked.pop(request.request_id, None) is not None
+
+    def keep(self, request: Request) -> None:
+        """Inverse of `let_go`."""
+        self._since_s.setdefault(request.request_id, time.monotonic())
+        self._parked[request.request_id] = request
+
     # Figures ----------------------------------------------------------------------------------------------------------
 
     @property
@@ -89,7 +129,7 @@ class ResidentRequests:
 
     def figures(self) -> dict[str, int | float]:
         """Figures and totals, by their names in `InstanceStats`."""
-        return {**self._tiers.figures(), "num_parked": self.num_parked(), "total_parked": self.num_parks}
+        return {**self._tiers.figures(), "num_parked": self.num_parked()}
 
     def has_work(self) -> bool:
         """Whether a parked request may come back without an order."""
@@ -102,7 +142,7 @@ class ResidentRequests:
         if self._placed:
             self._place_all()
         if not self._parked:
-            return self._is_short()
+            return self._is_outranked() or self._is_short()
         return self._settled is None or self._state() != self._settled or self._is_changing()
 
     def _state(self) -> tuple[int, int, int]:
@@ -124,8 +164,10 @@ class ResidentRequests:
         """Within it, vLLM schedules one step of what the device can hold. Only where `has_to_choose`."""
         self._prompts.clear()
         self._forget_gone()
+        if self._scheduler.goes_by_priority:
+            self._give_places()
         wanting = self._wanting()
-        device = replace(self._device, num_free=self._scheduler.num_free())
+        device = replace(self._device, num_free=self._supply.num_available())
         plan = plan_residency([wanted for _, wanted in wanting], device)
         stepped = [request for request, wanted in wanting if wanted.request_id in plan.stepped]
         self._park_others(plan.stepped)
@@ -140,8 +182,7 @@ class ResidentRequests:
 
     def _is_short(self) -> bool:
         """Whether the requests that the next step may take could need more than the device holds in all layers."""
-        scheduler = self._scheduler
-        held = scheduler.num_blocks - 1 - scheduler.num_free()
+        scheduler, held = self._scheduler, self._supply.num_used()
         coming = len(scheduler.running) + len(scheduler.holding)
         if not scheduler.waiting and held + coming + self._blocks(self._device.max_tokens) <= self._num_whole:
             return False
@@ -150,23 +191,71 @@ class ResidentRequests:
         more = sum(self._growth(r) for r in scheduler.running if r.num_tokens - r.num_computed_tokens > 1)
         return held + coming + more > self._num_whole
 
+    def _is_outranked(self) -> bool:
+        """Whether a request waits for a place that is more urgent than one that has one."""
+        scheduler = self._scheduler
+        if not scheduler.goes_by_priority or not scheduler.waiting or scheduler.new_slots or not scheduler.takes_new:
+            return False
+        first = scheduler.waiting.peek_request()
+        return any(request.priority > first.priority for request in scheduler.running)
+
+    def _give_places(self) -> None:
+        """Parks those whose place in the batch a more urgent request takes."""
+        scheduler = self._scheduler
+        here = [*scheduler.running, *scheduler.holding]
+        parked = [r for request_id, r in self._parked.items() if request_id not in self._ordered]
+        waiting = self._with_room() if scheduler.takes_new else []
+        found = [self._candidate(r, is_running=True) for r in here]
+        found += [self._candidate(r, is_parked=True) for r in parked]
+        found += [self._candidate(r) for r in waiting]
+        places = plan_places(found, scheduler.max_running)
+        self._without_place = {r.request_id for r in parked} - places.placed
+        self._without_place |= set(places.victims)
+        self.num_preempted += len(places.victims)
+        self._begins = waiting[: places.num_new]
+
+    def _with_room(self) -> list[Request]:
+        """The most urgent requests that wait and could begin: a place is of use only where there are blocks too."""
+        found, left = [], self._supply.num_available()
+        for request, _ in zip(self._scheduler.waiting, range(self._scheduler.max_running), strict=False):
+            left -= self._blocks(request.num_tokens) + 1
+            if left < 0:
+                break
+            found.append(request)
+        return found
+
+    def _candidate(self, request: Request, *, is_running: bool = False, is_parked: bool = False) -> Candidate:
+        since = self._came_back.get(request.request_id)
+        return Candidate(
+            request_id=request.request_id,
+            band=request.priority,
+            tag=request.arrival_time,
+            num_blocks=self._blocks(request.num_computed_tokens),
+            is_running=is_running,
+            is_parked=is_parked,
+            is_protected=is_running and since is not None and request.num_tokens < since + QUANTUM_TOKENS,
+        )
+
     def _waiting(self) -> Sequence[Request]:
         scheduler = self._scheduler
-        slots = scheduler.max_running - len(scheduler.running)
-        return [request for request, _ in zip(scheduler.waiting, range(max(0, slots)), strict=False)]
+        slots = scheduler.new_slots if scheduler.takes_new else 0
+        return [request for request, _ in zip(scheduler.waiting, range(slots), strict=False)]
 
     def _wanting(self) -> list[tuple[Request, Wanting]]:
         scheduler = self._scheduler
         here = [*scheduler.running, *scheduler.holding]
         parked = [r for request_id, r in self._parked.items() if request_id not in self._ordered]
-        old = sorted([*here, *parked], key=lambda r: (r.priority, r.arrival_time, r.request_id))
+        placed = [r for r in (*here, *parked) if r.request_id not in self._without_place]
+        old = sorted(placed, key=lambda r: (r.priority, r.arrival_time, r.request_id))
         found = [(request, self._wanted(request, is_new=False)) for request in old]
-        return found + [(request, self._wanted(request, is_new=True)) for request in self._waiting()]
+        new = self._waiting() if self._begins is None else self._begins
+        return found + [(request, self._wanted(request, is_new=True)) for request in new]
 
     def _wanted(self, request: Request, *, is_new: bool) -> Wanting:
-        num_computed = request.num_computed_tokens
         if is_new:
-            num_computed = self._scheduler.cached_tokens(request)
+            num_computed, shared = self._scheduler.cached_prefix(request)
+        else:
+            num_computed, shared = request.num_computed_tokens, self._scheduler.shared_blocks(request.request_id)
         num_tokens = max(1, request.num_tokens - num_computed)
         return Wanting(
             request_id=request.request_id,
@@ -174,6 +263,7 @@ class ResidentRequests:
             num_tokens=num_tokens,
             is_parked=request.request_id in self._parked,
             is_new=is_new,
+            shared=tuple(shared),
         )
 
     def _blocks(self, num_tokens: int) -> int:
@@ -196,10 +286,21 @@ class ResidentRequests:
                 self._scheduler.withdraw(request)
                 self._parked[request.request_id] = request
 
+    def take_pauses(self) -> list[tuple[Request, float]]:
+        """Requests that go on since the last call, each with the seconds that it was parked."""
+        found, self._pauses = self._pauses, []
+        return found
+
+    def _goes_on(self, request: Request) -> None:
+        since_s = self._since_s.pop(request.request_id, None)
+        if since_s is not None:
+            self._pauses.append((request, time.monotonic() - since_s))
+
     def _hold(self, request: Request) -> None:
+        self._since_s.setdefault(request.request_id, time.monotonic())
         self._scheduler.hold(request)
         self._parked[request.request_id] = request
-        self.num_parks += 1
+        self._tiers.count_park()
         self._save(request)
 
     def _free_blocks_for(self, stepped: Sequence[Request]) -> None:
@@ -210,11 +311,12 @@ class ResidentRequests:
             (r for request_id, r in self._parked.items() if request_id not in chosen),
             key=lambda r: (r.priority, r.arrival_time, r.request_id),
         )
-        while victims and self._scheduler.num_free() < needed:
+        while victims and self._supply.num_available() < needed:
             victim = victims.pop()
             del self._parked[victim.request_id]
             self._ordered.discard(victim.request_id)
             self._scheduler.preempt(victim)
+            self._goes_on(victim)  # from here on it waits as others do
             self.num_given_up += 1
 
     def _bring_back(self, chosen: Sequence[Request]) -> None:
@@ -232,11 +334,16 @@ class ResidentRequests:
             if others and (self._tiers.is_moving(blocks) or self._tiers.bring(blocks, running)):
                 continue
             del self._parked[request.request_id]
+            self._came_back[request.request_id] = request.num_tokens
             self._scheduler.enqueue(request)
+            self._goes_on(request)
 
-    def _blocks_of(self, requests: Iterable[Request]) -> np.ndarray:
-        ids = [block for request in requests for block in self._scheduler.block_ids(request.request_id)]
-        return np.array(ids, dtype=np.int64)
+    def _blocks_of(self, requests: Iterable[Request]) -> list[int]:
+        """Blocks that hold KV; what came from elsewhere may have others, for tokens to come."""
+        found: list[int] = []
+        for request in requests:
+            found += self._scheduler.block_ids(request.request_id)[: self._blocks(request.num_computed_tokens)]
+        return found
 
     def _write_behind(self) -> None:
         """Full blocks of prompts go to the host beside the next step: there is not room for all of them here."""
@@ -252,6 +359,9 @@ class ResidentRequests:
         for request_id in [i for i, r in self._parked.items() if not self._is_here(r)]:
             del self._parked[request_id]
             self._ordered.discard(request_id)
+            self._since_s.pop(request_id, None)
+        if len(self._came_back) > 2 * self._scheduler.max_running:
+            self._came_back = {i: n for i, n in self._came_back.items() if self._scheduler.knows(i)}
 
     def _is_here(self, request: Request) -> bool:
         return self._scheduler.knows(request.request_id) and self._scheduler.request(request.request_id) is request

@@ -8,6 +8,7 @@ room for what the others send.
 
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 
 from pengserve.planners.stages import Parts, stage_of
@@ -17,6 +18,8 @@ from pengserve.replicas.engine.pp_lane import PpLane
 from pengserve.replicas.engine.reshard import Traveller
 from pengserve.replicas.kv.channel import CommunicatorChannel
 from pengserve.replicas.kv.rows import CellRows
+from pengserve.replicas.kv.standing import places
+from pengserve.replicas.kv.tiered_rows import BlockPlace, rows_at
 from pengserve.replicas.kv.transfer import Segment, Transfer, TransferPlan
 
 
@@ -28,6 +31,7 @@ class LayerRestore:
         self._transfers, self._lane, self._parts = lanes.transfers, lane, parts
         self._channel = CommunicatorChannel(communicator, lane.rank)
         self._layers, self._tier = lanes.dp.memory.layers, lanes.tier
+        self._tiers = lanes.dp.tiers
         self._rank, size = lane.rank, lane.num_stages
         self._ranges = [range(*lane.stages[stage_of(rank, size)]) for rank in range(size)]
         self._part, self._goal = parts.of(lane.rank), range(*parts.layers(lane.rank))
@@ -49,7 +53,9 @@ class LayerRestore:
             what="KV",
             rank=self._rank,
             outgoing=self._outgoing([self._physical(travellers) for travellers in by_part]),
-            incoming=self._incoming([b for t in by_part[self._part] for b in t.part_ids[: self._count(t)]]),
+            incoming=self._incoming(
+                self._places([b for t in by_part[self._part] for b in t.part_ids[: self._count(t)]])
+            ),
             on_sent=self._resize,
         )
         self._transfer = self._transfers.submit(plan, self._channel)
@@ -69,10 +75,20 @@ class LayerRestore:
             if layer in range(*self._parts.layers(rank))
         ]
 
-    def _incoming(self, targets: Sequence[int]) -> list[Segment]:
+    def _places(self, part_ids: Sequence[int]) -> list[BlockPlace]:
+        """Where these blocks of this member's part are to be: in `dp` with a host tier, some of them on the host."""
+        if self._tiers is None or len(self._goal) < self._layers.sizes.num_layers:
+            return [BlockPlace(block) for block in part_ids]
+        blocks = np.array(part_ids, dtype=np.int64)
+        self._tiers.claim(np.unique(blocks))
+        found = places(self._tiers, np.unique(blocks))
+        return [found[block] for block in part_ids]
+
+    def _incoming(self, targets: Sequence[BlockPlace]) -> list[Segment]:
         """By layer that this member has in its part: KV of the part's requests, from the rank that kept it."""
+        host = self._tiers.host if self._tiers is not None else None
         return [
-            Segment(rank, layer, CellRows(self._tier, layer, targets), round=number)
+            Segment(rank, layer, rows_at(self._tier, host, layer, targets), round=number)
             for rank, layers in enumerate(self._ranges)
             for number, layer in enumerate(layers)
             if layer in self._goal

@@ -29,6 +29,7 @@ from pengserve.replicas.engine.vllm_seam import (
     Request,
     RequestStatus,
     SchedulerOutput,
+    SchedulingPolicy,
 )
 from pengserve.replicas.kv.placement import Use
 
@@ -40,6 +41,7 @@ class SchedulerHandle:
         self._scheduler = scheduler
         self._manager: Any = scheduler.kv_cache_manager
         self._pool: Any = scheduler.kv_cache_manager.block_pool
+        self._max_new: int | None = None  # while a step is limited to so many
 
     # Requests --------------------------------------------------------------------------------------------------------
 
@@ -49,6 +51,22 @@ class SchedulerHandle:
         if first:
             self._scheduler.waiting.remove_request(request)
             self._scheduler.waiting.prepend_request(request)
+
+    def reorder(self, orders: Mapping[str, tuple[int, float]]) -> None:
+        """Gives requests here another `(priority, arrival_time)`; ids of others are left alone.
+
+        Queues by priority are sorted anew. A queue by arrival stays as it is.
+        """
+        found = [(self._scheduler.requests[i], order) for i, order in orders.items() if i in self._scheduler.requests]
+        for request, (priority, arrival_time) in found:
+            request.priority, request.arrival_time = priority, arrival_time
+        if not found or not self.goes_by_priority:
+            return
+        for queue in (self._scheduler.waiting, self._scheduler.kv_holding_waiting):
+            requests = list(queue)  # a heap whose keys have changed still has them all
+            queue.remove_requests(requests)
+            for request in requests:
+                queue.add_request(request)
 
     def end(self, request_ids: Iterable[str]) -> None:
         """Ends requests as aborted; unknown ids are left alone. Their blocks are free at once."""
@@ -106,8 +124,19 @@ class SchedulerHandle:
 
     def cached_tokens(self, request: Request) -> int:
         """Tokens of a request that is not here whose KV is in the prefix cache now; none of it is touched."""
-        _, num_tokens = self._manager.get_computed_blocks(request)[:2]
-        return int(num_tokens)
+        return self.cached_prefix(request)[0]
+
+    def cached_prefix(self, request: Request) -> tuple[int, list[int]]:
+        """Of a request that holds no KV: tokens that are in the prefix cache now, and those of their blocks that other
+        requests hold. Nothing is touched.
+        """
+        found, num_tokens = self._manager.get_computed_blocks(request)[:2]
+        return int(num_tokens), [block.block_id for block in blocks_of(found.blocks) if block.ref_cnt]
+
+    def shared_blocks(self, request_id: str) -> list[int]:
+        """Blocks of a request that other requests hold too."""
+        held = blocks_of(self._manager.get_blocks(request_id).blocks)
+        return [block.block_id for block in held if block.ref_cnt > 1]
 
     def prefilling_tokens(self) -> int:
         """Tokens of running requests that no step has taken yet. The one token of a decode does not count."""
@@ -127,6 +156,11 @@ class SchedulerHandle:
     def pause_new(self, paused: bool) -> None:
         """While paused, no waiting request begins; what runs goes on."""
         self._scheduler.set_pause_state(PauseState.PAUSED_NEW if paused else PauseState.UNPAUSED)
+
+    @property
+    def takes_new(self) -> bool:
+        """Whether waiting requests may begin; see `pause_new`."""
+        return bool(self._scheduler.pause_state is PauseState.UNPAUSED)
 
     # Requests that come with their KV --------------------------------------------------------------------------------
 
@@ -230,6 +264,24 @@ class SchedulerHandle:
         """Gives blocks back that were withheld, as free ones without content."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in block_ids])
 
+    def pin(self, hashes: Iterable[Any]) -> list[int]:
+        """Holds the cached blocks of a prefix, given by the hashes of its blocks, as a request would; their ids."""
+        held: list[KVCacheBlock] = []
+        for block_hash in hashes:
+            if (found := self._pool.get_cached_block(block_hash, [0])) is None:
+                break
+            held += found
+        self._pool.touch(held)
+        return [block.block_id for block in held]
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Inverse of `pin`. Blocks stay cached; the end of the prefix is handed out first."""
+        self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
+
+    def num_held_alone(self, holds: Mapping[int, int]) -> int:
+        """Of these blocks, those that are held only as often as given."""
+        return sum(self._pool.blocks[block_id].ref_cnt == count for block_id, count in holds.items())
+
     @property
     def num_blocks(self) -> int:
         """All blocks of the pool, vLLM's null block among them."""
@@ -284,6 +336,11 @@ class SchedulerHandle:
         return int(self._scheduler.max_num_scheduled_tokens)
 
     @property
+    def goes_by_priority(self) -> bool:
+        """Whether requests begin by their priority, and not as they come."""
+        return bool(self._scheduler.policy is SchedulingPolicy.PRIORITY)
+
+    @property
     def max_running(self) -> int:
         """Requests that may be in the batch at once."""
         return int(self._scheduler.max_num_running_reqs)
@@ -318,19 +375,27 @@ class SchedulerHandle:
             scheduler.running.sort(key=lambda request: order.get(request.request_id, len(order)))
 
     @contextlib.contextmanager
-    def limited(self, *, num_new: int, max_tokens: int) -> Iterator[None]:
+    def limited(self, *, num_new: int, max_tokens: int | None = None) -> Iterator[None]:
         """Within it, a step takes so many tokens at most, and so many of the requests that hold no KV.
 
-        Requests that hold KV and wait for a slot ("holding") are not counted.
+        Requests that hold KV and wait for a slot ("holding") are not counted. One within another limits further.
         """
-        scheduler = self._scheduler
+        scheduler, outer = self._scheduler, self._max_new
         active, tokens = scheduler.max_num_active_reqs, scheduler.max_num_scheduled_tokens
         scheduler.max_num_active_reqs = min(active, len(scheduler.running) + len(self.holding) + num_new)
-        scheduler.max_num_scheduled_tokens = min(tokens, max_tokens)
+        scheduler.max_num_scheduled_tokens = tokens if max_tokens is None else min(tokens, max_tokens)
+        self._max_new = num_new if outer is None else min(outer, num_new)
         try:
             yield
         finally:
             scheduler.max_num_active_reqs, scheduler.max_num_scheduled_tokens = active, tokens
+            self._max_new = outer
+
+    @property
+    def new_slots(self) -> int:
+        """Requests without KV that the next step may take."""
+        slots = max(0, self.max_running - len(self._scheduler.running))
+        return slots if self._max_new is None else min(slots, self._max_new)
 
     def grammar_bitmask(self, output: SchedulerOutput) -> GrammarOutput | None:
         """Which tokens the grammars of a step's requests allow; None where no request has one."""

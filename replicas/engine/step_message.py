@@ -9,6 +9,7 @@ from vllm import SamplingParams
 
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.block_groups import blocks_of, grouped
+from pengserve.replicas.engine.lane_tiers import Hint
 from pengserve.replicas.engine.vllm_seam import (
     CachedRequestData,
     GrammarOutput,
@@ -57,6 +58,7 @@ class StepMessage(msgspec.Struct, array_like=True):
     grammar_shape: tuple[int, int]
     grammar_bits: bytes
     is_first: bool  # a pipeline had no work before this step
+    hints: list[Hint]  # where KV is to be, where there are host tiers
 
 
 class Step(NamedTuple):
@@ -68,6 +70,7 @@ class Step(NamedTuple):
     forgotten: list[str]
     known: list[ResumedRequest]
     is_first: bool
+    hints: list[Hint]
 
 
 class StepCodec:
@@ -86,6 +89,7 @@ class StepCodec:
         known: Sequence[ResumedRequest],
         *,
         is_first: bool = False,
+        hints: Sequence[Hint] = (),
     ) -> Sequence[Buffer]:
         """Parts of a step message; the buffers may be reused once they are sent."""
         cached = output.scheduled_cached_reqs
@@ -117,6 +121,7 @@ class StepCodec:
                 grammar_shape=(0, 0) if mask is None else mask.shape,
                 grammar_bits=b"" if mask is None else mask.tobytes(),
                 is_first=is_first,
+                hints=list(hints),
             )
         )
 
@@ -153,4 +158,5 @@ class StepCodec:
         if message.grammar_ids:
             bits = np.frombuffer(message.grammar_bits, dtype=np.int32).reshape(message.grammar_shape)
             grammar = GrammarOutput(message.grammar_ids, bits)
-        return Step(output, grammar, message.lease, message.forgotten, message.known, message.is_first)
+        rest = message.lease, message.forgotten, message.known, message.is_first, message.hints
+        return Step(output, grammar, *rest)

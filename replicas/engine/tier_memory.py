@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from math import lcm
 from typing import Any
 
 import torch
@@ -9,10 +10,10 @@ import torch
 from pengserve.planners.types.errors import ConfigError, UnsupportedShapeError
 from pengserve.planners.types.units import format_bytes
 from pengserve.replicas.kv.host_tier import HostTier
-from pengserve.replicas.kv.pool import DevicePool, whole_blocks
+from pengserve.replicas.kv.pool import DevicePool, seen_twice, whole_blocks
 from pengserve.replicas.kv.tiered import TieredKv
-from pengserve.replicas.memory.arena.backend import Backend
 from pengserve.replicas.memory.arena.cpu import CpuBackend, available_bytes
+from pengserve.replicas.memory.layers import LayerMemory
 
 OPTIONS = "pengserve_tiers"
 """Key of vLLM's `additional_config` under which `TierOptions` travel to the worker."""
@@ -41,6 +42,12 @@ class TierSizes:
     device_blocks: int  # in each layer, vLLM's null block among them
     host_blocks: int
     reserved_blocks: int  # of the device, which no logical block stands for: the room for a step when the host is full
+    max_model_len: int
+
+    @property
+    def longest_blocks(self) -> int:
+        """Blocks of the longest request that can be stepped with its layers staged, in any lane."""
+        return self.num_layers * min(self.reserved_blocks - 1, self.device_blocks - 1 - LEAST_WRITTEN)
 
     @property
     def num_blocks(self) -> int:
@@ -54,12 +61,22 @@ class TierSizes:
 
 
 def tier_sizes(
-    *, num_layers: int, block_size: int, block_bytes: int, device_bytes: int, host_bytes: int, max_model_len: int
+    *,
+    num_layers: int,
+    block_size: int,
+    block_bytes: int,
+    device_bytes: int,
+    host_bytes: int,
+    max_model_len: int,
+    fits_itself: bool = False,
 ) -> TierSizes:
     """How many blocks there are.
 
     When the host is full, every logical block beyond it is on the device in all layers, and one request of
     `max_model_len` tokens must still be stepped with its layers staged.
+
+    Args:
+        fits_itself: `max_model_len` may become smaller, so that the device is large enough.
 
     Raises:
         ConfigError: the device is too small for one such request, or the host tier for one block.
@@ -72,9 +89,11 @@ def tier_sizes(
         raise ConfigError(
             f"memory.host_bytes of {host_bytes} does not hold one block of {num_layers * block_bytes} bytes; raise it"
         )
+    most = (num_layers * (device_blocks - 1 - LEAST_WRITTEN)) * block_size
+    if fits_itself and most > 0:
+        max_model_len = min(max_model_len, most)
     longest = -(-max_model_len // block_size)
     if longest + num_layers * LEAST_WRITTEN > num_layers * (device_blocks - 1):
-        most = (num_layers * (device_blocks - 1 - LEAST_WRITTEN)) * block_size
         raise ConfigError(
             f"engine.max_model_len of {max_model_len} tokens needs a device that holds one layer of them beside what is"
             f" written: lower it to {max(0, most)}, or give KV more of the device"
@@ -87,6 +106,7 @@ def tier_sizes(
         device_blocks=device_blocks,
         host_blocks=host_blocks,
         reserved_blocks=min(reserved, device_blocks - 1),
+        max_model_len=max_model_len,
     )
 
 
@@ -105,6 +125,12 @@ def host_bytes_of(options: TierOptions, device_bytes: int) -> int:
             f" {format_bytes(max(0, free))} that the node has free; lower it, or say auto"
         )
     return options.host_bytes
+
+
+def chunks_of_blocks(chunk_bytes: int, block_bytes: int) -> int:
+    """The smallest size of chunks, from `chunk_bytes` on, that is whole blocks and whole pages."""
+    unit = lcm(block_bytes, CpuBackend.granularity)
+    return -(-chunk_bytes // unit) * unit
 
 
 def check_engine(vllm_config: Any) -> None:
@@ -134,8 +160,10 @@ def check_one_kind(runner: Any) -> tuple[int, int, int]:
     return len(specs), specs[0].block_size, specs[0].page_size_bytes
 
 
-def open_tiers(sizes: TierSizes, options: TierOptions, device: torch.device) -> TieredKv:
-    """Takes the memory of both tiers.
+def open_tiers(
+    sizes: TierSizes, options: TierOptions, device: torch.device, layers: LayerMemory | None = None
+) -> TieredKv:
+    """Takes the memory of both tiers; that of the device is `layers`', where weights and KV share memory.
 
     Raises:
         UnsupportedShapeError: the device cannot.
@@ -143,8 +171,9 @@ def open_tiers(sizes: TierSizes, options: TierOptions, device: torch.device) -> 
     """
     if device.type != "cpu":
         raise UnsupportedShapeError("host tiers have run on CPUs alone so far")
-    backend: Backend = CpuBackend()
-    pool = DevicePool(backend, sizes.num_layers, sizes.device_blocks, sizes.block_bytes)
+    num_bytes = sizes.num_layers * sizes.device_blocks * sizes.block_bytes
+    memory = layers.side_by_side() if layers is not None else seen_twice(CpuBackend(), num_bytes)
+    pool = DevicePool(memory, sizes.num_layers, sizes.device_blocks, sizes.block_bytes)
     host = HostTier(
         sizes.num_layers,
         sizes.host_blocks,

@@ -60,9 +60,13 @@ class LayerWaits(KVConnectorBase_V1):
 class TierRunner:
     """Wraps `_model_forward` and `execute_model` of one runner."""
 
-    def __init__(self, runner: Any, tiers: TieredKv, names: list[str]) -> None:
-        """`names`: of the attention layers, in order."""
-        self._runner, self._tiers, self._names = runner, tiers, names
+    def __init__(self, runner: Any, tiers: TieredKv, names: list[str], block_size: int) -> None:
+        """
+        Args:
+            names: of the attention layers, in order.
+            block_size: tokens of the runner's blocks.
+        """
+        self._runner, self._tiers, self._names, self._block_size = runner, tiers, names, block_size
         self._waits = LayerWaits(tiers, names)
         self._scheduled: dict[str, int] = {}
         self._num_tokens = 0
@@ -75,8 +79,8 @@ class TierRunner:
         self._scheduled = scheduler_output.num_scheduled_tokens
         self._num_tokens = scheduler_output.total_num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
-            if num_hit := new.num_computed_tokens // self._tiers.block_size:
-                self._tiers.note_hits(np.array(blocks_of(new.block_ids)[:num_hit]))
+            if num_hit := new.num_computed_tokens // self._block_size:
+                self._tiers.note_hits(np.array(blocks_of(new.block_ids)[:num_hit]), self._block_size)
         return self._execute(scheduler_output, *args, **kwargs)
 
     def model_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -92,21 +96,24 @@ class TierRunner:
             return self._forward(*args, **kwargs)
         kv_transfer_state._KV_CONNECTOR_AGENT = self._waits
         try:
-            return self._forward(*args, **kwargs)
+            result = self._forward(*args, **kwargs)
+        except BaseException:  # another member is gone: this one goes on in `dp`
+            self._tiers.end_step(has_failed=True)
+            raise
         finally:
             kv_transfer_state._KV_CONNECTOR_AGENT = None
-            self._tiers.end_step()
+        self._tiers.end_step()
+        return result
 
     def _begin(self) -> StepTables | None:
-        batch, tiers = self._runner.input_batch, self._tiers
+        batch, tiers, size = self._runner.input_batch, self._tiers, self._block_size
         count = batch.num_reqs
         starts = batch.num_computed_tokens_cpu[:count]
-        if self._num_tokens == count and tiers.placement.is_plain and (starts % tiers.block_size).all():
+        if self._num_tokens == count and tiers.placement.is_plain and (starts % size).all():
             return None  # each request writes one token into a block that it has: nothing to look at, a few us a step
         tokens = np.array([self._scheduled[request_id] for request_id in batch.req_ids[:count]])
-        return tiers.begin_step(
-            batch.block_table[0].get_numpy_array()[:count], -(-(starts + tokens) // tiers.block_size), starts
-        )
+        tables = batch.block_table[0].get_numpy_array()[:count]
+        return tiers.begin_step(tables, -(-(starts + tokens) // size), starts, size)
 
     def _map(self, context: Any, step: StepTables) -> None:
         """Gives each layer its block table and slot mapping: the ordinary ones, gathered through the step's tables.
@@ -114,7 +121,7 @@ class TierRunner:
         In numpy, which takes a third of torch's time for tables as small as these. Rows that `take` returns are
         contiguous, as vLLM's kernels read them; those of an index are not.
         """
-        metadata, size = context.attn_metadata, self._tiers.block_size
+        metadata, size = context.attn_metadata, self._block_size
         first, slots = metadata[self._names[0]], context.slot_mapping[self._names[0]].numpy()
         # A padded entry of the block table is an older block of its row, or 0.
         tables = np.take(step.index, first.block_table.numpy(), axis=1)

@@ -12,15 +12,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.group_lane import GroupLane
+from pengserve.replicas.engine.group_run import GroupRun
 from pengserve.replicas.engine.kv_shares import LaneKv, shares_of
 from pengserve.replicas.engine.lane_build import build_runner, build_scheduler, group_config
 from pengserve.replicas.engine.lane_groups import ActiveGroup, LaneGroup
+from pengserve.replicas.engine.lane_tiers import LaneTiers, uses_of
+from pengserve.replicas.engine.residency import ResidentRequests
 from pengserve.replicas.engine.shared_model import share_weights
+from pengserve.replicas.engine.tier_runner import TierRunner
 from pengserve.replicas.engine.vllm_seam import (
     EngineCoreOutputs,
     GrammarOutput,
@@ -28,6 +33,8 @@ from pengserve.replicas.engine.vllm_seam import (
     SchedulerOutput,
     set_current_vllm_config,
 )
+from pengserve.replicas.kv.tiered import TieredKv
+from pengserve.replicas.kv.tiered_view import TieredKvView
 from pengserve.replicas.memory.kv_layout import kv_blocks, kv_memory
 from pengserve.replicas.memory.kv_views import KvView, block_layout
 from pengserve.replicas.memory.weight_views import Shard
@@ -37,6 +44,8 @@ LEASE_CHUNK = 16  # blocks; fewer, larger leases keep step messages small
 
 class TpLane(GroupLane):
     """One rank of a tensor-parallel group. Blocks are leased from the `dp` lane as they are needed."""
+
+    _tiers: LaneTiers | None = None  # where KV is on the device and on the host
 
     def __init__(
         self,
@@ -61,6 +70,9 @@ class TpLane(GroupLane):
         config = group_config(
             base, tp=shard.degree, rank=shard.rank, block_size=block_size, num_blocks=num_blocks
         )  # bytes per block stay constant
+        if (sizes := base.tier_sizes) is not None:
+            model = config.model_config
+            model.max_model_len = min(model.max_model_len, sizes.longest_blocks * block_size)
         before = active.activate(group)
         try:
             with set_current_vllm_config(config), torch.inference_mode():
@@ -69,7 +81,7 @@ class TpLane(GroupLane):
                 scheduler = build_scheduler(base, config, kv_config) if shard.rank == 0 else None
         finally:
             active.activate(before)
-        self.kv_view = kv_view(runner)
+        self.kv_view = kv_view(runner, base.tiers)
         self.num_lendable = 0  # blocks that every member could still lend; the leader's knowledge
         self._lease: list[int] = []
         super().__init__(
@@ -89,6 +101,12 @@ class TpLane(GroupLane):
         )
         # All logical blocks exist from the start; those without a lease are withheld from the scheduler.
         self._withheld = self.scheduler.withhold(num_blocks) if self.leads else []
+        if base.tiers is not None:
+            TierRunner(runner, base.tiers, list(runner.get_kv_cache_spec()), block_size)
+            self._tiers = LaneTiers(base.tiers, block_size, self.table.physical)
+            if self.leads:
+                self._tiers.tell_others()
+                self.residency = ResidentRequests(self.scheduler, self._tiers, base.num_unsaved, self)
 
     # Blocks -----------------------------------------------------------------------------------------------------------
 
@@ -96,6 +114,10 @@ class TpLane(GroupLane):
     def num_held(self) -> int:
         """Blocks that the lane has leased."""
         return self.capacity.num_blocks - len(self._withheld)
+
+    def num_available(self) -> int:
+        """Leader: free blocks, and those that every member could still lend."""
+        return self.num_free() + min(self.num_lendable, len(self._withheld))
 
     def back(self, logical_ids: Sequence[int], physical_ids: Sequence[int]) -> None:
         """Any member: `logical_ids` stand for these physical blocks from now on."""
@@ -150,26 +172,48 @@ class TpLane(GroupLane):
         found = len(self.table.leased())
         return () if found == num_leased else (f"{self.name} has {found} blocks, the ledger says {num_leased}",)
 
+    def enter(self, run: GroupRun) -> None:
+        """Makes this the lane that vLLM's code sees. Its scheduler says from now on what the leased blocks are for."""
+        super().enter(run)
+        if self._tiers is not None and self.leads:
+            self._tiers.tiers.watch_uses(self._uses)
+
+    def leave(self) -> None:
+        """Gives vLLM's code back to the `dp` lane."""
+        super().leave()
+        if self._tiers is not None:
+            self._tiers.tiers.watch_uses(self.base.scheduler.uses)
+
+    def _uses(self) -> np.ndarray:
+        return uses_of(self.base.scheduler.uses(), self.table.backing(), self.scheduler.uses())
+
     # Steps ------------------------------------------------------------------------------------------------------------
 
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Leader: one step of the group."""
         started_s = time.perf_counter()
+        with self._choosing():
+            outputs = self._step()
+        self._count(outputs.values(), time.perf_counter() - started_s)
+        return outputs
+
+    def _step(self) -> Mapping[int, EngineCoreOutputs]:
         self._lease_ahead()
         output = self.scheduler.schedule()
         self._recompute_if_stuck(output)
         grammar = self.scheduler.grammar_bitmask(output)
-        self.run.send_step(self._codec.encode(output, grammar, self._lease, self._forgotten, self._known))
+        hints = self._tiers.take_hints() if self._tiers is not None else ()
+        parts = self._codec.encode(output, grammar, self._lease, self._forgotten, self._known, hints=hints)
+        self.run.send_step(parts)
         self._lease, self._forgotten, self._known = [], [], []
-        result = self._execute(output, grammar)
-        outputs = self.scheduler.update(output, result)
-        self._count(outputs.values(), time.perf_counter() - started_s)
-        return outputs
+        return self.scheduler.update(output, self._execute(output, grammar))
 
     def follow(self, parts: Sequence[Buffer]) -> None:
         """Follower: executes a step of the leader's."""
         step = self._codec.decode(parts)
         self.on_lease(self, step.lease)
+        if self._tiers is not None:
+            self._tiers.hear(step.hints)
         self._learn(step.forgotten, step.known)
         self._steps += 1
         self._execute(step.output, step.grammar)
@@ -207,8 +251,8 @@ def kv_factor(base: DpLane, degree: int) -> int:
     return min(degree, heads)
 
 
-def kv_view(runner: Any) -> KvView:
-    """The runner's KV of all layers; measures how its attention backend keeps a block."""
+def kv_view(runner: Any, tiers: TieredKv | None = None) -> KvView:
+    """The runner's KV of all layers, also what is on the host; measures how its attention backend keeps a block."""
     layers = runner.compilation_config.static_forward_context
     names = [name for group in runner.kv_cache_config.kv_cache_groups for name in group.layer_names]
     spec = runner.kv_cache_config.kv_cache_groups[0].kv_cache_spec
@@ -227,4 +271,7 @@ def kv_view(runner: Any) -> KvView:
         dtype=spec.dtype,
         device=runner.device,
     )
-    return KvView([kv_memory(layers[name].kv_cache) for name in names], layout)
+    device = [kv_memory(layers[name].kv_cache) for name in names]
+    if tiers is None:
+        return KvView(device, layout)
+    return TieredKvView(device, [memory.view(spec.dtype) for memory in tiers.host.memory], layout, tiers)

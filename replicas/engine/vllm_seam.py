@@ -55,6 +55,7 @@ from vllm.v1.core.kv_cache_utils import (
 )
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
+from vllm.v1.core.sched.request_queue import RequestQueue, SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import (
     EngineCoreEventType,
@@ -121,6 +122,7 @@ __all__ = [
     "Scheduler",
     "SchedulerConfig",
     "SchedulerOutput",
+    "SchedulingPolicy",
     "StructuredOutputsConfig",
     "UnquantizedEmbeddingMethod",
     "UnquantizedLinearMethod",
@@ -171,6 +173,8 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "_free_request",
         "_enqueue_waiting_request",  # puts a request that holds KV where it is scheduled first
     ),
+    RequestQueue: ("add_request", "remove_requests"),
+    SchedulingPolicy: ("PRIORITY",),
     SchedulerOutput: ("make_empty",),
     Request: ("update_block_hashes", "append_output_token_ids", "from_engine_core_request", "record_event"),
     RequestStatus: ("PREEMPTED", "WAITING", "FINISHED_ABORTED"),

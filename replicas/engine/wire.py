@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from pengserve.planners.types.contract import Contract
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 from pengserve.replicas.channel.frames import Buffer
@@ -17,6 +18,7 @@ class AddRequest(msgspec.Struct, array_like=True):
     output_token_ids: list[int]
     is_tried_alone: bool = False  # it may kill instances: see `replicas.trial_gate`
     predicted_hit_tokens: int = 0  # of its prompt, that the ingress expects in the instance's prefix cache
+    contract: Contract | None = None  # None: `NO_CONTRACT`
 
 
 class Welcome(msgspec.Struct):
@@ -39,6 +41,15 @@ class Moved(msgspec.Struct, array_like=True):
     carried: bool
 
 
+class Reorder(msgspec.Struct, array_like=True):
+    """Requests have another place in the scheduler's order by priority: the least priority first, then arrival.
+
+    A REORDER frame's only part. Requests that are not here are left alone.
+    """
+
+    orders: list[tuple[str, int, float]]  # (request id, priority, arrival_time)
+
+
 class Trial(msgspec.Struct, array_like=True):
     """A request that is to be tried alone was let in. A TRIAL frame's only part, sent before its first step.
 
@@ -47,6 +58,13 @@ class Trial(msgspec.Struct, array_like=True):
 
     request_id: str
     is_alone: bool
+
+
+class Paused(msgspec.Struct, array_like=True):
+    """A request with an SLO was parked for so long, and goes on. A PAUSED frame's only part."""
+
+    request_id: str
+    seconds: float
 
 
 class StepBatch(msgspec.Struct):

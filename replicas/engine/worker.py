@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from pengserve.replicas.engine.tier_memory import (
     TierSizes,
     check_engine,
     check_one_kind,
+    chunks_of_blocks,
     host_bytes_of,
     open_tiers,
     tier_sizes,
@@ -82,6 +84,7 @@ class LaneWorkerMixin:
     model_runner: Any
     vllm_config: Any
     device: torch.device
+    update_max_model_len: Callable[[int], None]  # vLLM's
     memory: BaseMemory | None = None  # where weights and KV share memory
     memory_failure = ""  # why they do not, though they were to
     tiers: TieredKv | None = None  # where KV is on the device and on the host
@@ -101,7 +104,7 @@ class LaneWorkerMixin:
             torch.compiler.set_stance("force_eager")
         super().load_model(*args, **kwargs)  # type: ignore[misc]
         options = self.vllm_config.additional_config.get(OPTIONS)
-        if options is not None and TIER_OPTIONS not in self.vllm_config.additional_config:
+        if options is not None:
             self._share_memory(MemoryOptions(**options))
 
     def _share_memory(self, options: MemoryOptions) -> None:
@@ -112,7 +115,10 @@ class LaneWorkerMixin:
         """
         runner = self.model_runner
         try:
-            memory = BaseMemory(runner.get_model(), self.device, options, block_bytes_of(runner))
+            block_bytes = block_bytes_of(runner)
+            if TIER_OPTIONS in self.vllm_config.additional_config:
+                options = replace(options, chunk_bytes=chunks_of_blocks(options.chunk_bytes, block_bytes))
+            memory = BaseMemory(runner.get_model(), self.device, options, block_bytes)
         except ConfigError:
             raise
         except Exception as error:
@@ -128,9 +134,9 @@ class LaneWorkerMixin:
         """Bytes of KV: what the weights leave of the memory that they share, or were to share, with it."""
         if self.memory is not None:
             layers = self.memory.layers
-            return layers.base_blocks * layers.sizes.block_bytes * layers.sizes.num_layers
-        available = int(super().determine_available_memory())  # type: ignore[misc]
-        device_bytes = self._kv_bytes(available)
+            device_bytes = layers.base_blocks * layers.sizes.block_bytes * layers.sizes.num_layers
+        else:
+            device_bytes = self._kv_bytes(int(super().determine_available_memory()))  # type: ignore[misc]
         options = self.vllm_config.additional_config.get(TIER_OPTIONS)
         if options is not None:
             self._open_tiers(TierOptions(**options), device_bytes)
@@ -138,7 +144,7 @@ class LaneWorkerMixin:
 
     def _kv_bytes(self, available: int) -> int:
         """Of the device: `available`, less the weights where these are counted in it."""
-        if self.memory is not None or OPTIONS not in self.vllm_config.additional_config:
+        if OPTIONS not in self.vllm_config.additional_config:
             return available
         left = available - self.weight_bytes()
         if left <= 0:
@@ -154,22 +160,26 @@ class LaneWorkerMixin:
         try:
             check_engine(self.vllm_config)
             num_layers, block_size, block_bytes = check_one_kind(runner)
+            model = self.vllm_config.model_config
             sizes = tier_sizes(
                 num_layers=num_layers,
                 block_size=block_size,
                 block_bytes=block_bytes,
                 device_bytes=device_bytes,
                 host_bytes=host_bytes_of(options, device_bytes),
-                max_model_len=self.vllm_config.model_config.max_model_len,
+                max_model_len=model.max_model_len,
+                fits_itself=model.original_max_model_len == -1,
             )
-            tiers = open_tiers(sizes, options, self.device)
+            tiers = open_tiers(sizes, options, self.device, self.memory.layers if self.memory is not None else None)
+            if sizes.max_model_len != model.max_model_len:
+                self.update_max_model_len(sizes.max_model_len)
         except Exception as error:
             self.tier_failure = f"no host tier here: {one_line(error)}"
             logger.warning("%s", self.tier_failure, exc_info=not isinstance(error, PengServeError))
             return
         self.tiers, self.tier_sizes = tiers, sizes
         runner.initialize_kv_cache_tensors = partial(bind_memory, runner, lambda layer, _: tiers.pool.layer(layer))
-        TierRunner(runner, tiers, list(runner.get_kv_cache_spec()))
+        TierRunner(runner, tiers, list(runner.get_kv_cache_spec()), block_size)
 
     def adopt_request(self, state: CachedRequestState) -> str:
         """Makes the runner know a half-decoded request as one that it had preempted itself; why not, where it cannot.

@@ -25,26 +25,32 @@ def whole_blocks(num_blocks: int, num_layers: int, block_bytes: int, granularity
     return num_blocks // unit * unit
 
 
+def seen_twice(backend: Backend, num_bytes: int) -> torch.Tensor:
+    """New memory that is mapped twice in a row: uint8 `[2 * num_bytes]`, whose halves are the same.
+
+    Raises:
+        ConfigError: the device does not have the memory.
+    """
+    backend.create(1, num_bytes)
+    address = backend.reserve(2 * num_bytes)
+    for copy in range(2):
+        backend.map(address + copy * num_bytes, [0])
+    return backend.tensor(address, 2 * num_bytes, backend)
+
+
 class DevicePool:
-    """The memory of the cells. It knows no request and no table."""
+    """The cells, as layers address them. It knows no request and no table."""
 
-    def __init__(self, backend: Backend, num_layers: int, num_blocks: int, block_bytes: int) -> None:
-        """Takes all memory.
-
+    def __init__(self, memory: torch.Tensor, num_layers: int, num_blocks: int, block_bytes: int) -> None:
+        """
         Args:
+            memory: as `seen_twice` makes it, of `num_layers * num_blocks` cells.
             num_blocks: of each layer; see `whole_blocks`.
             block_bytes: of one block in one layer.
-
-        Raises:
-            ConfigError: the device does not have the memory.
         """
         self.num_layers, self.num_blocks, self.block_bytes = num_layers, num_blocks, block_bytes
         self.num_cells = num_layers * num_blocks
-        self._backend, self._num_bytes = backend, self.num_cells * block_bytes
-        backend.create(1, self._num_bytes)
-        self._address = backend.reserve(2 * self._num_bytes)
-        for copy in range(2):
-            backend.map(self._address + copy * self._num_bytes, [0])
+        self._memory = memory
         self.cells = self._tensor(0)
         """uint8 `[num_cells, block_bytes]`."""
         self._bases = (np.arange(num_layers, dtype=np.int64) * num_blocks)[:, None]
@@ -54,8 +60,8 @@ class DevicePool:
         return self._tensor(layer * self.num_blocks)
 
     def _tensor(self, first: int) -> torch.Tensor:
-        flat = self._backend.tensor(self._address + first * self.block_bytes, self._num_bytes, self)
-        return flat.view(self.num_cells, self.block_bytes)
+        start, stop = (first + count for count in (0, self.num_cells))
+        return self._memory[start * self.block_bytes : stop * self.block_bytes].view(-1, self.block_bytes)
 
     def cells_of(self, indices: np.ndarray) -> np.ndarray:
         """The cells of indices `[num_layers, n]`, a row for each layer."""
@@ -66,11 +72,3 @@ class DevicePool:
         """Indices in `layer` of cells `[n]`: the inverse of `cells_of`."""
         found: np.ndarray = (cells - layer * self.num_blocks) % self.num_cells
         return found
-
-    def close(self) -> None:
-        """Gives the memory back. No tensor may be touched any more."""
-        self._backend.wait()
-        for copy in range(2):
-            self._backend.unmap(self._address + copy * self._num_bytes, 1)
-        self._backend.free(self._address, 2 * self._num_bytes)
-        self._backend.release()

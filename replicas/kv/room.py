@@ -29,7 +29,8 @@ class TierCounts:
     staged_steps: int = 0  # steps with a staged layer
     mapped_steps: int = 0  # steps with tables of their own
     stall_s: float = 0.0  # that layers waited for their copies
-    hit_blocks: int = 0  # blocks of cached prefixes that a request found on the host
+    hit_tokens: int = 0  # of cached prefixes that a request found on the host
+    parks: int = 0  # times that a request left the batch with its KV
 
 
 class Room:
@@ -54,6 +55,16 @@ class Room:
             self._take_from_others(needed, keep)
 
     def _take_from_others(self, needed: int, keep: np.ndarray) -> None:
+        placement, candidates = self.placement, self._drop_dead(keep)
+        candidates = candidates[np.argsort(placement.used[candidates], kind="stable")]
+        while len(candidates) and placement.num_free < needed:
+            sizes = (placement.index[:, candidates] != 0).sum(axis=0)
+            count = int(np.searchsorted(np.cumsum(sizes), needed - placement.num_free)) + 1
+            self._evict(candidates[:count])
+            candidates = candidates[count:]
+
+    def _drop_dead(self, keep: np.ndarray) -> np.ndarray:
+        """Frees the cells of blocks that are of no use, but not of `keep`; the others that may leave the device."""
         placement, uses = self.placement, self.uses()
         self._keep[:] = False
         self._keep[keep] = True
@@ -62,13 +73,43 @@ class Room:
         dead = np.flatnonzero(movable & (uses == Use.DEAD))
         placement.drop_all(dead)
         placement.free_rows(dead)
-        candidates = np.flatnonzero(movable & (uses != Use.DEAD))
-        candidates = candidates[np.argsort(placement.used[candidates], kind="stable")]
-        while len(candidates) and placement.num_free < needed:
-            sizes = (placement.index[:, candidates] != 0).sum(axis=0)
-            count = int(np.searchsorted(np.cumsum(sizes), needed - placement.num_free)) + 1
-            self._evict(candidates[:count])
-            candidates = candidates[count:]
+        return np.flatnonzero(movable & (uses != Use.DEAD))
+
+    def claim(self, blocks: np.ndarray) -> None:
+        """Gives blocks a place in each layer, where they have none: on the device as far as there is room, else on the
+        host. Where the host is full too, others leave the device.
+
+        Raises:
+            EngineError: there is no place.
+        """
+        placement = self.placement
+        self.traffic.wait_for(blocks)
+        placement.is_away[:, blocks] = False
+        is_lost = ((placement.index[:, blocks] == 0) & ~placement.on_host[:, blocks]).any(axis=0)
+        new = blocks[is_lost]  # what they hold is of an earlier use
+        if not len(new):
+            return
+        placement.drop_all(new)
+        placement.free_rows(new)
+        if placement.num_free < len(new) * self.pool.num_layers:
+            self._drop_dead(blocks)
+        new = self._claim_cells(new)
+        if len(new):
+            on_host = self._rows_for(new, blocks)
+            placement.on_host[:, on_host] = True
+            new = new[~np.isin(new, on_host)]
+        if len(new):
+            self.make_room(len(new) * self.pool.num_layers, blocks)
+            if len(self._claim_cells(new)):
+                raise EngineError(f"there is no place for KV of {len(new)} blocks, on neither device nor host")
+
+    def _claim_cells(self, blocks: np.ndarray) -> np.ndarray:
+        """Gives as many of these blocks as there are cells for one in each layer; the others."""
+        placement, fitting = self.placement, self.placement.num_free // self.pool.num_layers
+        absent = placement.settle_at_home(blocks[:fitting])
+        for layer in range(self.pool.num_layers):
+            placement.put(layer, absent, placement.take(len(absent)))
+        return blocks[fitting:]
 
     def _evict(self, blocks: np.ndarray) -> None:
         """Takes blocks off the device in all layers; those for which the host has no row stay."""

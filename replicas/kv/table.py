@@ -65,6 +65,10 @@ class CellTable:
         row = self._rows[0 if self.is_uniform else layer]
         return Cells((layer, layer + 1), row[list(logical_ids)].tolist() if len(logical_ids) else [])
 
+    def backing(self) -> np.ndarray:
+        """The block behind each logical id where all layers have the same, 0 where it is not leased: `[num_blocks]`."""
+        return self._rows[0]
+
     def leased(self) -> list[int]:
         """All logical ids that are backed, ascending."""
         ids: list[int] = np.flatnonzero(self._rows[0]).tolist()

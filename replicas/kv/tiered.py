@@ -70,37 +70,41 @@ class TieredKv:
         self.traffic = Traffic(self.engine, pool, host, num_blocks)
         self.counts = TierCounts()
         self.step = 0
-        self._room = Room(pool, self.placement, self.traffic, self.counts)
+        self.room = Room(pool, self.placement, self.traffic, self.counts)
         self._current: StepTables | None = None
 
     def watch_uses(self, uses: Uses) -> None:
         """Asks `uses` what the scheduler's pool says of each block; without it, all are held."""
-        self._room.uses = uses
+        self.room.uses = uses
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
-    def begin_step(self, tables: np.ndarray, counts: np.ndarray, starts: np.ndarray) -> StepTables | None:
+    def begin_step(
+        self, tables: np.ndarray, counts: np.ndarray, starts: np.ndarray, block_size: int = 0
+    ) -> StepTables | None:
         """Makes all that a step needs be on the device, or on its way there; None where vLLM's own tables are right.
 
         Args:
             tables: logical blocks of each request in order, int `[requests, at least counts.max()]`.
             counts: blocks of each request that the step reads or writes, `[requests]`.
             starts: tokens of each request that were computed before, `[requests]`.
+            block_size: tokens of a block where these are not as many as in `dp`.
 
         Raises:
             EngineError: a copy failed, or the device does not hold what the step needs at once.
         """
         self.step += 1
-        if self.placement.is_plain and not (counts > -(-starts // self.block_size)).any():
+        size = block_size or self.block_size
+        if self.placement.is_plain and not (counts > -(-starts // size)).any():
             return None  # no block begins, and all that there are are at home
         tables = tables[:, : int(counts.max())]
         places = np.arange(tables.shape[1])
         reads = tables[places < counts[:, None]]
-        first_new = -(-starts // self.block_size)
+        first_new = -(-starts // size)
         is_new = (places >= first_new[:, None]) & (places < counts[:, None])
         fresh = tables[is_new]
-        is_open = starts % self.block_size != 0
-        tails = tables[is_open, starts[is_open] // self.block_size]
+        is_open = starts % size != 0
+        tails = tables[is_open, starts[is_open] // size]
         placement = self.placement
         placement.used[reads] = self.step
         if len(fresh):
@@ -130,10 +134,18 @@ class TieredKv:
         if not self._current.keeps:
             self.engine.poke()
 
-    def end_step(self) -> None:
-        """What was staged stays on the device where its cells were not used again."""
+    def end_step(self, *, has_failed: bool = False) -> None:
+        """What was staged stays on the device where its cells were not used again.
+
+        Args:
+            has_failed: the step has ended before all layers were read. What was staged for it is given up.
+        """
         step, self._current = self._current, None
         if step is None or not len(step.ring):
+            return
+        if has_failed:
+            self.traffic.cancel(step.waits.values())
+            self.placement.give(step.ring)
             return
         self.traffic.wait(step.waits.values())
         if step.keeps:
@@ -171,19 +183,19 @@ class TieredKv:
         for index in range(len(saved)):  # the row of each makes room for what has to leave for the next
             block = saved[index : index + 1]
             if not self._room_for(block, reads):
-                self._room.thin(self.placement.num_away(block), reads, fixed, areas=(0,))
+                self.room.thin(self.placement.num_away(block), reads, fixed, areas=(0,))
             self._come_back(block)
 
     def _room_for(self, blocks: np.ndarray, keep: np.ndarray) -> bool:
         """Frees cells for what is away of `blocks`; whether there are so many now."""
         needed = self.placement.num_away(blocks)
         if self.placement.num_free < needed:
-            self._room.make_room(needed, keep)
+            self.room.make_room(needed, keep)
         return self.placement.num_free >= needed
 
     def _come_back(self, blocks: np.ndarray) -> None:
         """Brings blocks that are written on back to the device, and gives up their rows."""
-        self.traffic.wait(self._room.bring(blocks, Priority.STAGE))
+        self.traffic.wait(self.room.bring(blocks, Priority.STAGE))
         self.placement.free_rows(blocks)
 
     # Before a step: where everything is -------------------------------------------------------------------------------
@@ -195,7 +207,7 @@ class TieredKv:
         absent = fixed[(placement.index[:, fixed] == 0).any(axis=0)]  # begun in this step: they hold nothing yet
         missing = placement.index[:, reads] == 0
         if missing.any() and int(missing.sum()) > placement.num_free:
-            self._room.make_room(int(missing.sum()), reads)
+            self.room.make_room(int(missing.sum()), reads)
         if len(absent):
             absent = placement.settle_at_home(absent)
             self._scatter(absent, reads, fixed)
@@ -205,7 +217,7 @@ class TieredKv:
             self._current = StepTables(placement.index[:1] if is_uniform else placement.index)
             return self._current
         if int(missing.sum()) > placement.num_free:
-            self._room.thin(0, reads, fixed)
+            self.room.thin(0, reads, fixed)
         return self._stage(reads)
 
     def _scatter(self, absent: np.ndarray, reads: np.ndarray, fixed: np.ndarray) -> None:
@@ -214,7 +226,7 @@ class TieredKv:
         if not needed:
             return
         if placement.num_free < needed:
-            self._room.thin(needed, reads, fixed)
+            self.room.thin(needed, reads, fixed)
         for layer in range(self.pool.num_layers):
             placement.put(layer, absent, placement.take(len(absent)))
 
@@ -243,11 +255,20 @@ class TieredKv:
         self.counts.staged_steps += 1
         return step
 
-    def note_hits(self, blocks: np.ndarray) -> None:
-        """A request begins with these blocks, which are cached prefixes."""
-        self.counts.hit_blocks += int((self.placement.index[:, blocks] == 0).any(axis=0).sum())
+    def note_hits(self, blocks: np.ndarray, block_size: int) -> None:
+        """A request begins with these blocks of so many tokens, which are cached prefixes."""
+        self.counts.hit_tokens += block_size * int((self.placement.index[:, blocks] == 0).any(axis=0).sum())
 
     # Between steps ----------------------------------------------------------------------------------------------------
+
+    def claim(self, blocks: np.ndarray) -> None:
+        """Blocks are about to be written from outside of a step: each has a place in every layer from now on.
+
+        Raises:
+            EngineError: there is none, on neither side.
+        """
+        self.placement.used[blocks] = self.step
+        self.room.claim(blocks)
 
     def num_away(self, blocks: np.ndarray) -> int:
         """Cells of blocks that are not on the device."""
@@ -266,10 +287,10 @@ class TieredKv:
         if not num_away:
             return False
         self.placement.used[blocks] = self.step  # else they would be the first to leave again
-        self._room.make_room(num_away, np.concatenate([still, keep]))
+        self.room.make_room(num_away, np.concatenate([still, keep]))
         if num_away > self.placement.num_free:
             return False
-        self._room.bring(still, Priority.BRING)
+        self.room.bring(still, Priority.BRING)
         return True
 
     def is_moving(self, blocks: np.ndarray) -> bool:
@@ -286,7 +307,7 @@ class TieredKv:
         blocks = blocks[~placement.on_host[:, blocks].all(axis=0)]
         blocks = placement.take_rows(blocks)
         if len(blocks):
-            self._room.save([blocks] * self.pool.num_layers, Priority.BEHIND, wait=False)
+            self.room.save([blocks] * self.pool.num_layers, Priority.BEHIND, wait=False)
 
     def place(self, blocks: np.ndarray, layers: Sequence[int]) -> None:
         """Says that full blocks are to be on the host alone in these layers, and on the device in all others.
@@ -316,7 +337,8 @@ class TieredKv:
             "device_blocks_used": -(-cells // self.pool.num_layers),
             "host_blocks": self.host.num_rows,
             "host_blocks_used": self.host.num_rows - placement.num_free_rows,
-            "total_host_hits": counts.hit_blocks * self.block_size,
+            "total_host_hits": counts.hit_tokens,
+            "total_parked": counts.parks,
             "total_staged_bytes": moved[False, Priority.STAGE],
             "total_brought_bytes": moved[False, Priority.BRING],
             "total_evicted_bytes": moved[True, Priority.EVICT],
@@ -328,9 +350,12 @@ class TieredKv:
     def forget_all(self) -> None:
         """No block holds anything any more: neither a request nor a cached prefix is left."""
         self.traffic.cancel(self.traffic.copies())
-        everything = np.arange(1, self.placement.num_blocks)
-        self.placement.drop_all(everything)
-        self.placement.free_rows(everything)
+        self.forget(np.arange(1, self.placement.num_blocks))
+
+    def forget(self, blocks: np.ndarray) -> None:
+        """These blocks hold nothing any more. No copy of them is under way."""
+        self.placement.drop_all(blocks)
+        self.placement.free_rows(blocks)
 
     def check(self) -> tuple[str, ...]:
         """Laws that are broken, in sentences; between two steps."""

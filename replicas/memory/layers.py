@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pengserve.planners.layer_sizes import LayerRange, LayerSizes
-from pengserve.planners.types.errors import ConfigError
+from pengserve.planners.types.errors import ConfigError, UnsupportedShapeError
 from pengserve.planners.types.units import format_bytes
-from pengserve.replicas.memory.arena.arena import Arena
+from pengserve.replicas.memory.arena.arena import Arena, Region
 
 
 class LayerMemory:
@@ -49,6 +49,8 @@ class LayerMemory:
         self._kv = [arena.reserve(kv_bytes, f"kv {i}") for i in layers]
         self.before_shrink: Callable[[int, int], None] = lambda layer, num_blocks: None  # may refuse; see `resize_kv`
         self._blocks = [0] * sizes.num_layers
+        self._mirror: Region | None = None
+        self._is_mirrored = False  # whether the mirror shows what is behind the layers now
         for layer in layers:
             self.bring_weights(layer)
             self.resize_kv(layer, self.base_blocks)
@@ -131,11 +133,43 @@ class LayerMemory:
         if num_blocks < self._blocks[layer]:
             self.before_shrink(layer, num_blocks)
         before, after = self.sizes.kv_chunks(self._blocks[layer]), self.sizes.kv_chunks(num_blocks)
+        self._is_mirrored = self._is_mirrored and before == after
         if after > before:
             self._arena.map(self._kv[layer], before, after)
         elif after < before:
             self._arena.unmap(self._kv[layer], after, before)
         self._blocks[layer] = num_blocks
+
+    # All layers side by side ------------------------------------------------------------------------------------------
+
+    def side_by_side(self) -> torch.Tensor:
+        """KV of `dp`, layer after layer, and all of it once more: uint8 `[2 * L * base_blocks * block_bytes]`.
+
+        It shows the same memory as `kv`. Only to be touched while everything `is_whole`, after `mirror`.
+
+        Raises:
+            UnsupportedShapeError: between two layers there would be bytes of no block.
+        """
+        sizes = self.sizes
+        if sizes.chunk_bytes % sizes.block_bytes:
+            raise UnsupportedShapeError(f"chunks of {sizes.chunk_bytes} bytes are no whole blocks")
+        num_chunks = 2 * sizes.num_layers * sizes.kv_chunks(self.base_blocks)
+        self._mirror = self._arena.mirror(num_chunks, "KV of all layers")
+        self.mirror()
+        return self._mirror.tensor(torch.uint8)
+
+    def mirror(self) -> None:
+        """Makes `side_by_side` show the memory of the layers as it is now. Everything `is_whole`.
+
+        Raises:
+            StepError: the system refused.
+        """
+        if self._mirror is None or self._is_mirrored:
+            return
+        count = self.sizes.kv_chunks(self.base_blocks)
+        for place in range(2 * self.sizes.num_layers):
+            self._arena.show(self._mirror, place * count, self._kv[place % self.sizes.num_layers], count)
+        self._is_mirrored = True
 
     def check_chunks(self) -> tuple[str, ...]:
         """Laws that hold at any time, as sentences where one is broken: each chunk is owned once."""

@@ -299,13 +299,13 @@ class Departures:
             work(leaving)
 
     def _is_here(self, leaving: Leaving) -> bool:
-        """Whether the request runs, with the very blocks that have been sent."""
+        """Whether the request runs or is parked, with the very blocks that have been sent."""
         request, lane = leaving.request, leaving.lane
         return (
             lane is self._member.lanes.current
             and lane.knows(request.request_id)
             and lane.request(request.request_id) is request
-            and request.status is RequestStatus.RUNNING
+            and request.status in (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
             and request.num_preemptions == leaving.num_preemptions
             and can_migrate(request)
         )

@@ -165,10 +165,10 @@ class Migrations:
         return min(able, key=lambda r: (r.num_computed_tokens, r.request_id), default=None)
 
     def _able(self, found: _Open) -> list[Request]:
-        """Running requests that the order is about, and that it has not tried."""
+        """Running and parked requests that the order is about, and that it has not tried."""
         order, lane = found.order, self._member.lanes.current
         passed = found.tried | self._departures.request_ids()
-        able = [r for r in lane.scheduler.running if can_migrate(r) and r.request_id not in passed]
+        able = [r for r in lane.served(must_leave=order.must_leave) if can_migrate(r) and r.request_id not in passed]
         if order.request_ids:
             return [r for r in able if r.request_id in order.request_ids]
         return [r for r in able if found.num_tokens + r.num_computed_tokens <= order.max_tokens]

@@ -11,7 +11,7 @@ class Draining:
 
     def __init__(self, lane: Lane, plan: SwitchPlan, on_drained: Callable[[], None]) -> None:
         self.plan, self._lane, self._on_drained = plan, lane, on_drained
-        self._left = {request.request_id for request in lane.carriable()}
+        self._left = {request.request_id for request in lane.carriable() if not lane.is_parked(request)}
         self._kept = frozenset(self._left)
         self._is_over = False
         lane.pause_new(True)

@@ -59,6 +59,7 @@ class MergeMet(PeerWord):
     num_lendable: int  # blocks of `dp` that no paused request keeps
     num_paused: int  # requests that stay in `dp`, paused
     travellers: list[Traveller]
+    device_blocks: int  # that its device holds in all layers, where there is a host tier; else 0
 
 
 class MergeWave(PeerWord):

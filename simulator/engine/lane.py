@@ -167,8 +167,9 @@ class SimLane:
         step = self._next_step(max_steps)
         if step is None:
             return
-        begin_s = self._started(step, now_s)
-        flight = Flight(step, begin_s, step.max_steps, begin_s + self._steps_s(step.batch, step.max_steps))
+        begin_s = self._started(step, now_s) + step.wait_s
+        computed_s = self._steps_s(step.batch, step.max_steps) + step.stall_s
+        flight = Flight(step, begin_s, step.max_steps, begin_s + computed_s)
         self._flights.append(flight)
         self._timer = self._loop.call_at(flight.end_s, self._ended)
 
@@ -266,6 +267,11 @@ class SimLane:
             last_step_s = self._nth_step_s(batch, num_steps - 1)
             self.gaps.add_rising(lambda n: self._nth_step_s(batch, n), 1, num_steps, len(step.due))
         self.last_step_s = last_step_s
+        for request in step.due:
+            if request.arrival.tbt_s is not None:
+                request.note_token(first_s, request.last_token_s)
+                if num_steps > 1:
+                    request.note_token(end_s, first_s, num_steps - 1)
         self._write(step.due, first_s, end_s, last_step_s if num_steps > 1 else 0.0)
         return ended
 

@@ -7,7 +7,7 @@ pp s    all that is not in layers, and its layers    block_size tokens, at each 
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from pengserve.planners.layer_sizes import LayerSizes
@@ -16,9 +16,30 @@ from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.snapshot import KvCapacity, LaneInfo
 from pengserve.planners.types.step_cost import StepCost
-from pengserve.planners.types.units import format_bytes
+from pengserve.planners.types.units import blocks_for, format_bytes
 
 MIN_BLOCKS = 2  # of a lane that can serve at all
+WRITTEN_BLOCKS = 2  # that the smallest step writes: the end of one, and the next
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tiers:
+    """KV of one instance on device and host, as `replicas.engine.tier_memory` sizes it. Blocks hold all layers."""
+
+    num_layers: int
+    device_blocks: int  # vLLM's null block among them
+    host_blocks: int
+    block_bytes: int  # of one block in one layer
+    bytes_per_s: float  # between the two, one way
+
+    def num_logical(self, longest_tokens: int, block_size: int) -> int:
+        """Blocks of the scheduler, without the null block; one request of `longest_tokens` can always be staged."""
+        reserved = 1 + -(-blocks_for(longest_tokens, block_size) // self.num_layers)
+        return self.device_blocks + self.host_blocks - min(reserved, self.device_blocks - 1) - 1
+
+    def longest_tokens(self, block_size: int) -> int:
+        """Tokens of a request of which one layer fits beside what is written."""
+        return self.num_layers * (self.device_blocks - 1 - WRITTEN_BLOCKS) * block_size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +57,21 @@ class Sizes:
     max_model_len: int = 1 << 30  # of the model, or as configured
     max_num_seqs: int = 256
     is_static: bool = False  # it has weights for the group that it belongs to, and never serves alone
+    host_bytes: int = 0  # of the host, for KV of all layers; 0: no host tier
+    link_bytes_per_s: float = 0.0  # to the host, one way
+
+    @cached_property
+    def tiers(self) -> Tiers | None:
+        """KV on device and host, where there is a host tier."""
+        if not self.host_bytes:
+            return None
+        return Tiers(
+            num_layers=self.num_layers,
+            device_blocks=max(0, self.memory_bytes - self.weight_bytes) // self.dp_block_bytes,
+            host_blocks=self.host_bytes // self.dp_block_bytes,
+            block_bytes=self.dp_block_bytes // self.num_layers,
+            bytes_per_s=self.link_bytes_per_s,
+        )
 
     @cached_property
     def dp_token_bytes(self) -> int:
@@ -59,7 +95,11 @@ class Sizes:
 
     @cached_property
     def dp(self) -> KvCapacity:
-        """What one instance holds alone."""
+        """What one instance holds alone, on device and host together."""
+        if (tiers := self.tiers) is not None:
+            longest = min(self.max_model_len, tiers.longest_tokens(self.block_size))
+            found = self._capacity(tiers.num_logical(longest, self.block_size), self.block_size)
+            return replace(found, max_model_len=min(longest, found.max_model_len))
         return self._capacity((self.memory_bytes - self.weight_bytes) // self.dp_block_bytes, self.block_size)
 
     def tp(self, degree: int) -> KvCapacity:

@@ -1,10 +1,11 @@
 """What a lane of the simulation asks of its scheduler: vLLM's own, or a fast one that decides the same."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from pengserve.planners.types.errors import PlanError
+from pengserve.planners.types.orders import Park, Place, Resume
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.requests import LiveRequest
@@ -23,6 +24,8 @@ class SimStep:
     preempted: tuple[LiveRequest, ...] = ()  # lost their memory to make room for it
     swap_out_bytes: int = 0  # KV of the preempted that goes to the host before it begins
     swap_in_bytes: int = 0  # KV of the admitted that comes back from the host before it begins
+    wait_s: float = 0.0  # until all that it needs at once is on the device, before it computes
+    stall_s: float = 0.0  # that its layers wait for KV from the host, while it computes
     handle: Any = None  # the scheduler's own; handed back to `finish`
 
 
@@ -116,6 +119,24 @@ class LaneScheduler(Protocol):
 
     def resize(self, num_blocks: int) -> bool:
         """Grows or shrinks the pool; False, and nothing is changed, where more are in use."""
+        ...
+
+
+@runtime_checkable
+class CountsCopies(Protocol):
+    """A scheduler whose lane copies KV between device and host."""
+
+    def copied(self) -> Mapping[str, float]:
+        """Totals by name: bytes, blocks, calls, seconds."""
+        ...
+
+
+@runtime_checkable
+class TakesOrders(Protocol):
+    """A scheduler whose requests can be parked, resumed and placed by order. Between two steps."""
+
+    def take_orders(self, orders: Sequence[Park | Resume | Place]) -> None:
+        """Carries out those that are new."""
         ...
 
 

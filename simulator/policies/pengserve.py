@@ -5,12 +5,14 @@ from typing import Any
 from pydantic import Field
 
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
+from pengserve.planners.types.errors import ConfigError
 from pengserve.simulator.dispatcher import Dispatch
 from pengserve.simulator.policies.policy import Facts, Policy, Setup, planner_config
 
 
 class PengServePolicy(Policy):
-    """Merges where `cluster.degrees` allow it, and drops where `cluster.max_stages` does.
+    """Merges where `cluster.degrees` allow it, drops where `cluster.max_stages` does, and keeps KV on hosts that have
+    `cluster.host_bytes`.
 
     `merge`, `drop` and `judge` are fields of `planners.types.config.MergeConfig`, `DropConfig` and `JudgeConfig`.
     """
@@ -22,6 +24,11 @@ class PengServePolicy(Policy):
 
     def setup(self, facts: Facts) -> Setup:
         """The production planners with these options. Raises ConfigError, which names a wrong option."""
+        if facts.has_host and (facts.degrees or facts.max_stages > 1):
+            raise ConfigError(
+                "cluster.host_bytes gives instances a host tier, which works in dp alone so far: leave out"
+                " cluster.degrees and cluster.max_stages"
+            )
         drop = planner_config(DropConfig, self.drop, "policy.options.drop", max_stages=facts.max_stages)
         return Setup(
             degrees=facts.degrees,
@@ -30,4 +37,5 @@ class PengServePolicy(Policy):
             drop=drop,
             judge=planner_config(JudgeConfig, self.judge, "policy.options.judge"),
             dispatch=self.dispatch,
+            host="tiers" if facts.has_host else "unused",
         )

@@ -14,11 +14,16 @@ from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.simulator.dispatcher import Dispatch
 from pengserve.simulator.engine.cluster import SimCluster
+from pengserve.simulator.engine.offload.planner import OffloadPlanner
+from pengserve.simulator.engine.swapping.costs import SwapOptions
 
 Companion = Callable[[SimCluster], Coroutine[Any, Any, None]]
 """Something that runs beside the controller while requests are served, until it is cancelled."""
 
 REST = MergeConfig(is_auto=False)
+
+HostUse = Literal["unused", "tiers", "prefixes", "offload", "swap"]
+"""Nothing, production's host tier, vLLM's own offloading of prefixes, offloading by layers in decode, or swapping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +34,7 @@ class Facts:
     per_node: int
     degrees: tuple[int, ...]  # tensor-parallel degrees that the configuration allows
     max_stages: int  # of pipelines, likewise
+    has_host: bool = False  # instances have memory of their hosts for KV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +50,9 @@ class Setup:
     is_static: bool = False  # members of tp groups hold their share of the weights alone
     preemption: Literal["recompute", "swap"] = "recompute"
     dispatch: Dispatch = "load"
+    host: HostUse = "unused"  # what `cluster.host_bytes` is for
+    offload: Callable[[], OffloadPlanner] | None = None  # of each instance, where `host` is "offload"
+    swap: SwapOptions | None = None  # where `host` is "swap"
     companion: Companion | None = None
 
 

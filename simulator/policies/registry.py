@@ -4,9 +4,15 @@ import difflib
 
 from pengserve.planners.types.errors import ConfigError
 from pengserve.simulator.policies.migration import Migration
+from pengserve.simulator.policies.offload.deepspeed import DeepSpeed
+from pengserve.simulator.policies.offload.flexgen import FlexGen
+from pengserve.simulator.policies.offload.heuristic import DynamicHeuristic
+from pengserve.simulator.policies.offload.orbitflow import OrbitFlow
+from pengserve.simulator.policies.offload.slo_aware import SloAware
 from pengserve.simulator.policies.pengserve import PengServePolicy
 from pengserve.simulator.policies.policy import Policy
 from pengserve.simulator.policies.swap import Swap
+from pengserve.simulator.policies.swapping import FastSwitch, VllmPriority
 from pengserve.simulator.policies.vllm_dp import VllmDp
 from pengserve.simulator.policies.vllm_pp import VllmPp
 from pengserve.simulator.policies.vllm_tp import VllmTp
@@ -18,6 +24,13 @@ POLICIES: dict[str, type[Policy]] = {
     "vllm_pp": VllmPp,
     "swap": Swap,
     "migration": Migration,
+    "deepspeed": DeepSpeed,
+    "flexgen": FlexGen,
+    "slo_aware": SloAware,
+    "dynamic_heuristic": DynamicHeuristic,
+    "orbitflow": OrbitFlow,
+    "vllm_priority": VllmPriority,
+    "fastswitch": FastSwitch,
 }
 
 

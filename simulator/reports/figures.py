@@ -3,7 +3,7 @@
 Percentiles are linear between ranks, as numpy's. A figure of nothing is None, never zero.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +58,8 @@ class Figures:
     total_tokens_per_s: float  # prompts of what got a first token, and all that was generated
     slo_base: SloBase | None
     slo: tuple[SloPoint, ...]
+    tbt_attained: float | None  # share of tokens within the TBT SLO of their requests; None: none had one
+    tbt_attained_paced: float | None  # the same, where clients are sent what came early one token an SLO interval
     num_preemptions: int
     num_moves: int
     cached_share: float | None  # of all prompt tokens that began, found in prefix caches
@@ -98,7 +100,9 @@ def figures_of(result: Result, base: SloBase | None = None) -> Figures:
         output_tokens_per_s=_rate(generated, result.end_s),
         total_tokens_per_s=_rate(generated + prompts, result.end_s),
         slo_base=base,
-        slo=attainment(outcomes, base, result.end_s) if base is not None else (),
+        slo=attainment(outcomes, base, result.end_s, gaps=result.gaps) if base is not None else (),
+        tbt_attained=_tbt_attained(result, lambda outcome: outcome.num_late),
+        tbt_attained_paced=_tbt_attained(result, lambda outcome: outcome.num_late_paced),
         num_preemptions=sum(o.num_preemptions for o in outcomes),
         num_moves=sum(o.num_moves for o in outcomes),
         cached_share=sum(o.cached_tokens for o in outcomes) / prompts if prompts else None,
@@ -127,7 +131,8 @@ def base_of(results: Sequence[Result]) -> SloBase | None:
     if not ttfts:
         return None
     what = "the P50 of this run" if len(results) == 1 else "the lowest P50 of a baseline"
-    return SloBase(ttft_s=min(ttfts), tpot_s=min(tpots, default=None), source=what)
+    tbts = [found.p50 for result in others if (found := gaps_spread(result.gaps)) is not None]
+    return SloBase(ttft_s=min(ttfts), tpot_s=min(tpots, default=None), tbt_s=min(tbts, default=None), source=what)
 
 
 def spread(values: Sequence[float]) -> Spread | None:
@@ -160,6 +165,12 @@ def gaps_spread(gaps: Gaps) -> Spread | None:
     )
 
 
+def gap_at(gaps: Gaps, share: float) -> float | None:
+    """The gap that this share of them are not above; None where there is none."""
+    total = sum(gaps.counts)
+    return _gap_at(gaps, share * total) if total else None
+
+
 def _gap_at(gaps: Gaps, rank: float) -> float:
     """The gap that `rank` gaps are not above."""
     before = 0
@@ -188,10 +199,19 @@ def _given_base(config: dict[str, object]) -> SloBase | None:
     slo = config.get("slo")
     if not isinstance(slo, dict):
         return None
-    ttft_s, tpot_s = (None if slo.get(name) is None else float(slo[name]) for name in ("ttft_s", "tpot_s"))
-    if ttft_s is None and tpot_s is None:
+    names = ("ttft_s", "tpot_s", "tbt_s")
+    ttft_s, tpot_s, tbt_s = (None if slo.get(name) is None else float(slo[name]) for name in names)
+    if ttft_s is None and tpot_s is None and tbt_s is None:
         return None
-    return SloBase(ttft_s=ttft_s, tpot_s=tpot_s, source="the configuration")
+    return SloBase(ttft_s=ttft_s, tpot_s=tpot_s, tbt_s=tbt_s, source="the configuration")
+
+
+def _tbt_attained(result: Result, late: Callable[[Outcome], int]) -> float | None:
+    slo = result.config.get("slo")
+    if not isinstance(slo, dict) or slo.get("tbt_s") is None:
+        return None
+    num_gaps = sum(max(0, outcome.output_tokens - 1) for outcome in result.outcomes)
+    return 1.0 - sum(late(outcome) for outcome in result.outcomes) / num_gaps if num_gaps else None
 
 
 def _memory(result: Result) -> tuple[float | None, float | None, float | None]:

@@ -116,7 +116,9 @@ def _slo(runs: Sequence[Run]) -> str:
     charts = [("Share of requests within the limits", panels.slo(runs)), ("Goodput (requests/s)", panels.goodput(runs))]
     if base is None:
         return ""
-    given = (("TTFT", base.ttft_s), ("TPOT", base.tpot_s))
+    if base.tbt_s is not None:
+        charts.append(("Share of gaps between tokens within the limit", panels.tbt(runs)))
+    given = (("TTFT", base.ttft_s), ("TPOT", base.tpot_s), ("TBT", base.tbt_s))
     limits = ", ".join(f"{name} {words.seconds(limit)}" for name, limit in given if limit is not None)
     text = f"Limits at scale 1: {limits} ({base.source}). What was refused or never ended is outside."
     return _section("slo", "SLO attainment over scale", text, _run_legend(runs), _pair(charts))

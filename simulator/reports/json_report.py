@@ -75,6 +75,7 @@ def _result_data(result: Result) -> dict[str, Any]:
         "moments": moments,
         "gaps": to_data(result.gaps),
         "events": [{**to_data(event), "data": _sorted(to_data(event.data))} for event in result.events],
+        "copied": [list(pair) for pair in result.copied],
         "instance_kv": [list(row) for row in result.instance_kv],
     }
 
@@ -95,6 +96,7 @@ def _result(data: Mapping[str, Any]) -> Result:
         moments=_rows(Moment, moments, "moments"),
         gaps=from_data(Gaps, data["gaps"]),
         events=tuple(from_data(Event, event) for event in data["events"]),
+        copied=tuple((str(name), float(value)) for name, value in data.get("copied", ())),
         instance_kv=tuple(tuple(row) for row in data["instance_kv"]),
     )
 

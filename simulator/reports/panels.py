@@ -215,6 +215,12 @@ def _neighbours(members: Sequence[int]) -> list[tuple[int, int]]:
     return found
 
 
+def tbt(runs: Sequence[Run]) -> str:
+    """Share of gaps between tokens within the limit, over scale."""
+    y = Axis(high=1.0, label=_percent, num_ticks=5)
+    return _over_scale(runs, y, lambda point: point.tbt_attained or 0.0, "TBT attainment over scale")
+
+
 def _over_scale(runs: Sequence[Run], y: Axis, get: Callable[[SloPoint], float], title: str) -> str:
     scales = [point.scale for run in runs for point in run.figures.slo]
     if not scales:

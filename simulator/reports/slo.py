@@ -1,9 +1,11 @@
 """SLO attainment and goodput over scale factors, as KunServe section 5.2 draws them. Pure."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pengserve.simulator.requests import Outcome
+from pengserve.simulator.result import Gaps
 
 SCALES = (1, 2, 3, 4, 5, 6, 7, 8, 9, 10)
 
@@ -14,6 +16,7 @@ class SloBase:
 
     ttft_s: float | None
     tpot_s: float | None
+    tbt_s: float | None = None  # between two tokens
     source: str = ""  # where the limits come from, for people
 
 
@@ -26,10 +29,15 @@ class SloPoint:
     ttft_attained: float  # the same, by TTFT alone
     tpot_attained: float  # the same, by TPOT alone
     goodput_per_s: float  # requests within the limits per second of the run
+    tbt_attained: float | None = None  # share of gaps between tokens that were within; None: no limit, or no gap
 
 
 def attainment(
-    outcomes: Sequence[Outcome], base: SloBase, end_s: float, scales: Sequence[float] = SCALES
+    outcomes: Sequence[Outcome],
+    base: SloBase,
+    end_s: float,
+    scales: Sequence[float] = SCALES,
+    gaps: Gaps | None = None,
 ) -> tuple[SloPoint, ...]:
     """Shares of all requests that met `scale * base`, for each of `scales`. Empty where nothing arrived."""
     if not outcomes:
@@ -47,9 +55,24 @@ def attainment(
                 ttft_attained=sum(by_ttft) / len(outcomes),
                 tpot_attained=sum(by_tpot) / len(outcomes),
                 goodput_per_s=num_good / end_s if end_s > 0 else 0.0,
+                tbt_attained=None if gaps is None or base.tbt_s is None else gaps_within(gaps, scale * base.tbt_s),
             )
         )
     return tuple(found)
+
+
+def gaps_within(gaps: Gaps, limit_s: float) -> float | None:
+    """Share of gaps that are not above `limit_s`, to about the width of the bin that it lies in; None: no gap."""
+    total = sum(gaps.counts)
+    if not total:
+        return None
+    within = 0.0
+    for low, high, count in zip(gaps.edges_s, gaps.edges_s[1:], gaps.counts, strict=False):
+        if limit_s >= high:
+            within += count
+        elif limit_s > low > 0:
+            within += count * math.log(limit_s / low) / math.log(high / low)
+    return within / total
 
 
 def is_early(outcome: Outcome, limit_s: float | None) -> bool:

@@ -62,8 +62,10 @@ _SPREADS: tuple[tuple[str, Callable[[Figures], Spread | None]], ...] = (
     ("Longest gap in a stream", lambda figures: figures.longest_gap_s),
 )
 
+TBT = "tokens within their TBT SLO"
+
 _HEADLINE = (
-    "output tokens a second", f"SLO attainment at scale {HEADLINE_SCALE}",
+    "output tokens a second", f"SLO attainment at scale {HEADLINE_SCALE}", f"TBT attainment at scale {HEADLINE_SCALE}",
     f"goodput at scale {HEADLINE_SCALE} (requests/s)", "preemptions", "time with parameters dropped", "refused",
 )  # fmt: skip
 
@@ -95,11 +97,19 @@ def _slo() -> list[FigureRow]:
     def at(scale: float, name: str) -> Callable[[Figures], Number]:
         return lambda figures: next((getattr(p, name) for p in figures.slo if p.scale == scale), None)
 
-    found = []
+    found = [
+        FigureRow(part="SLO", title=TBT, get=lambda f: f.tbt_attained, show=words.percent),
+        FigureRow(
+            part="SLO", title=f"{TBT}, with a token deposit", get=lambda f: f.tbt_attained_paced, show=words.percent
+        ),
+    ]
     for scale in (HEADLINE_SCALE, 10):
         found += [
             FigureRow(
                 part="SLO", title=f"SLO attainment at scale {scale}", get=at(scale, "attained"), show=words.percent
+            ),
+            FigureRow(
+                part="SLO", title=f"TBT attainment at scale {scale}", get=at(scale, "tbt_attained"), show=words.percent
             ),
             FigureRow(
                 part="SLO",

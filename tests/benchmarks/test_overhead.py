@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from benchmarks.overhead import report
 from benchmarks.overhead.load import Figures, run_level
+from benchmarks.overhead.paired import STEPS, Ratio
 from benchmarks.overhead.plan import Level, Plan
 from benchmarks.overhead.report import Sample
 from benchmarks.overhead.systems.base import ServerProcess
@@ -211,3 +212,15 @@ def test_a_server_is_a_process_group_of_its_own_in_the_session_of_the_benchmark(
         assert os.getsid(server.pid) == os.getsid(0), "schedulers share cores out among sessions first"
     finally:
         server.stop(timeout_s=4.0)
+
+
+def test_a_paired_ratio_is_the_mean_of_the_pairs_and_says_how_sure_it_is() -> None:
+    ratio = Ratio.of([(100.0, 110.0), (200.0, 180.0)])
+    assert ratio.mean == pytest.approx(1.0) and ratio.error == pytest.approx(0.1)
+    assert str(Ratio.of([(2.0, 4.0), (1.0, 2.0)])) == "2.000 ± 0.000"
+
+
+def test_steps_are_counted_over_all_instances() -> None:
+    name = "vllm:iteration_tokens_total_count"
+    text = f'# HELP {name} x\n{name}{{engine="0",model_name="m"}} 12.0\n{name}{{engine="1",model_name="m"}} 3.0\n'
+    assert [float(count) for count in STEPS.findall(text)] == [12.0, 3.0]

@@ -41,6 +41,7 @@ MATERIAL: dict[str, Any] = {
     "host_bytes": 1 << 30,
     "link_bytes_per_s": 1e9,
     "host_file": "/mnt/kv",
+    "session_pin_s": 60.0,
     "versions": "PengServe 9.9.9, vLLM 9.9.9",
 }
 

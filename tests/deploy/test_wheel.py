@@ -58,3 +58,12 @@ def test_the_demo_model_is_inside(python: Path) -> None:
         "from pengserve.cluster.demo.shipped import shipped_model; print((shipped_model() / 'config.json').is_file())"
     )
     assert run(python, "-c", code).strip() == "True"
+
+
+def test_the_live_page_is_inside(python: Path) -> None:
+    code = (
+        "from importlib.resources import files; "
+        "print(*(p.name for p in files('pengserve.cluster.ui').joinpath('static').iterdir()))"
+    )
+    names = run(python, "-c", code).split()
+    assert {"page.html", "page.css", "page.js", "login.html", "uplot"} <= set(names)

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pengserve.planners.admission import MAX_RETRY_S, MIN_RETRY_S, IngressLoad, Refusal, admit
 from pengserve.planners.dispatch import (
     MIN_HIT_TOKENS,
+    MIN_WAIT_TOKENS,
     MOST_AHEAD,
     SESSION_SHARE,
     Candidate,
@@ -152,12 +153,20 @@ def two(first_queue: int, second_queue: int) -> list[Candidate]:
     ]
 
 
+def weighed(candidate: Candidate) -> float:
+    """What its queue counts beside resident tokens."""
+    queue = candidate.queued_tokens
+    return queue + (candidate.weight - 1) * max(0, queue - MIN_WAIT_TOKENS)
+
+
 @given(st.integers(0, 20_000), st.integers(0, 20_000), st.integers(0, 20_000))
-def test_a_hit_is_worth_a_queue_of_as_many_tokens_and_no_more(first: int, second: int, hit: int) -> None:
+def test_a_hit_is_worth_a_queue_of_as_many_tokens_and_one_step_and_no_more(first: int, second: int, hit: int) -> None:
     one, other = two(first, second)
     key = choose([one, other], 20_000, hits={other.key: hit})
-    worth = hit if hit >= MIN_HIT_TOKENS else 0  # below that requests spread as if nothing were there
-    assert key == (other.key if second - worth < first else one.key)
+    worth = other.weight * hit if hit >= MIN_HIT_TOKENS else 0  # below that requests spread as if nothing were there
+    assert key == (other.key if weighed(other) - worth < weighed(one) else one.key)
+    if second >= first + hit + MIN_WAIT_TOKENS:
+        assert key == one.key
 
 
 @pytest.mark.parametrize("num_tokens", [200, 2000, 8000])
@@ -198,8 +207,17 @@ def test_what_was_sent_to_a_prefix_cache_takes_memory_and_no_computing() -> None
 def test_a_token_to_be_computed_delays_more_than_one_that_is_there(pending: int, resident: int) -> None:
     one, other = two(pending, 0)
     other = replace(other, resident_tokens=one.resident_tokens + resident)
-    expected = one.key if one.weight * pending <= resident else other.key
-    assert choose([one, other], 0) == expected
+    assert choose([one, other], 0) == (one.key if weighed(one) <= resident else other.key)
+
+
+@given(st.integers(1, 16), st.integers(30, 120))
+def test_short_requests_that_ended_together_are_replaced_where_they_ended(num_ended: int, num_tokens: int) -> None:
+    """Else one instance decodes more requests than the other, for as long as they last."""
+    one, other = (replace(c, resident_tokens=num_ended * num_tokens) for c in two(0, 0))
+    one = replace(one, resident_tokens=0, num_requests=0)
+    for _ in range(num_ended):
+        assert choose([one, other], num_tokens) == one.key
+        one = replace(one, unseen_tokens=one.unseen_tokens + num_tokens, num_requests=one.num_requests + 1)
 
 
 def test_homes_count_as_far_as_no_instance_is_known_to_hold_more() -> None:

@@ -80,3 +80,19 @@ def test_a_prompt_for_which_the_scheduler_has_no_blocks_lets_others_go_on() -> N
 def test_a_request_that_never_fits_is_stepped_alone() -> None:
     plan = plan_residency([decoding("huge", 35), decoding("small", 2)], DEVICE)
     assert plan.stepped == {"huge"}
+
+
+def test_a_shared_prefix_is_on_the_device_once() -> None:
+    prefix = tuple(range(7))
+    three = [replace(decoding(name, 8), shared=prefix) for name in "abc"]
+    assert plan_residency(three, DEVICE).stepped == {"a", "b", "c"}
+    assert plan_residency([replace(request, shared=()) for request in three], DEVICE).stepped == {"a", "b"}
+
+
+def test_a_prefix_that_is_staged_for_a_prompt_is_not_whole_for_others() -> None:
+    """A block that is on the device in one layer at a time counts in all layers where it is decoded."""
+    prefix = tuple(range(16))
+    alone = replace(DEVICE, num_cells=DEVICE.num_layers * 17)
+    long = replace(decoding("b", 17), shared=prefix)
+    prompts = [replace(prompt("a", 32 * 20), is_new=False, shared=prefix)]
+    assert plan_residency([*prompts, long], alone).stepped == {"a"}

@@ -7,7 +7,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 import yaml
@@ -31,8 +33,15 @@ class Application:
     """`pengserve up` in a process of its own. Everything it starts are its descendants."""
 
     def __init__(
-        self, model: Path, *, ingress_replicas: int = 1, num_instances: int = 2, model_name: str = "tiny"
+        self,
+        model: Path,
+        *,
+        ingress_replicas: int = 1,
+        num_instances: int = 2,
+        model_name: str = "tiny",
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
+        """`settings`: sections to add, or to put in place of those here."""
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.model_name = model_name
@@ -47,6 +56,7 @@ class Application:
             # Tests kill instances for minutes; by default a slot that loses life after life waits up to a minute.
             "controller": {"restart_backoff_s": 0.1, "restart_backoff_max_s": 0.5},
             "openai": {"tool_call_parser": "hermes", "enable_auto_tool_choice": True},
+            **(settings or {}),
         }
         path = Path(self._files.name) / "config.yaml"
         path.write_text(yaml.safe_dump(config))

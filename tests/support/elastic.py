@@ -17,7 +17,7 @@ from pengserve.cluster.ingress.config import IngressConfig, LimitConfig
 from pengserve.cluster.ingress.routes import CalledSource
 from pengserve.controller.events import EventLog
 from pengserve.controller.loop import Controller
-from pengserve.controller.process_port import ProcessPort
+from pengserve.controller.process_port import HOST_COMMAND, ProcessPort
 from pengserve.controller.terms import LocalTermStore, Term
 from pengserve.planners.groups import complete, expand
 from pengserve.planners.types.config import (
@@ -34,6 +34,7 @@ from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import LayoutTarget, SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState, RoutingTable
 from tests.support.ingress import MODEL_NAME, serving, wait_ready
+from tests.support.parking_host import VARIABLE as PARKS
 from tests.support.processes import CHANNEL_TOKEN, ENGINE, OFFLINE
 
 START_TIMEOUT_S = 600.0
@@ -75,6 +76,8 @@ class ElasticCluster:
         memory_bytes: int = 0,
         chunk_bytes: int = 64 << 10,
         peer_timeout_s: float = 5.0,
+        host_bytes: int = 0,
+        link_bytes_per_s: float = 0.0,
     ) -> None:
         flags = {**ENGINE, **(engine or {})}
         if memory_bytes:
@@ -91,7 +94,10 @@ class ElasticCluster:
             channel_token=CHANNEL_TOKEN,
             degrees=tuple(degrees),
             peer_timeout_s=peer_timeout_s,
+            host_bytes=host_bytes,
+            link_bytes_per_s=link_bytes_per_s,
         )
+        self._command = ("-m", "tests.support.parking_host") if host_bytes else HOST_COMMAND
         self.config = ControllerConfig(
             app="tests",
             num_instances=num_instances,
@@ -121,7 +127,11 @@ class ElasticCluster:
                 self.instance_config,
                 python=sys.executable,
                 environment=OFFLINE,
-                environment_of=lambda key: {"PENGSERVE_TEST_FAILPOINT": str(self._failpoint(key.instance_id))},
+                environment_of=lambda key: {
+                    "PENGSERVE_TEST_FAILPOINT": str(self._failpoint(key.instance_id)),
+                    PARKS: str(self._parks),
+                },
+                command=self._command,
             )
             self._begin_controller()
 
@@ -142,6 +152,17 @@ class ElasticCluster:
             self._begin_controller()
 
         self.call(restart())
+
+    @property
+    def _parks(self) -> Path:
+        return Path(self._files.name) / "parks"
+
+    def park_at_random(self, is_wanted: bool) -> None:
+        """With host tiers: requests are parked, placed and resumed at random from now on, or none is any more."""
+        if is_wanted:
+            self._parks.touch()
+        else:
+            self._parks.unlink(missing_ok=True)
 
     def _failpoint(self, instance_id: int) -> Path:
         return Path(self._files.name) / f"failpoint-{instance_id}"

@@ -13,11 +13,13 @@ from typing import Any
 from vllm import SamplingParams
 
 from pengserve.cluster.ingress.config import LimitConfig
-from pengserve.cluster.ingress.record import RequestRecord
+from pengserve.cluster.ingress.fair_queue import FairQueue
+from pengserve.cluster.ingress.record import RequestRecord, Resumption
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput, EngineCoreRequest, FinishReason
+from pengserve.planners.types.contract import NO_CONTRACT, Contract
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
@@ -63,6 +65,8 @@ class FakeLink:
         self.is_broken = False  # at the instance's end; the ingress learns of it by LOST
         self.refuses = False  # the ingress's sends fail already, though it has not read LOST yet
         self.aborts: list[list[str]] = []
+        self.contracts: list[Contract] = []  # of what was sent
+        self.orders: dict[str, tuple[int, float]] = {}  # by wire id, the newest
 
     def add(
         self,
@@ -71,8 +75,10 @@ class FakeLink:
         *,
         is_tried_alone: bool = False,
         predicted_hit_tokens: int = 0,
+        contract: Contract = NO_CONTRACT,
     ) -> None:
         """See `InstanceLink`."""
+        self.contracts.append(contract)
         if self.refuses:
             raise LinkLostError("gone")
         wire_id, done = request.request_id, list(output_token_ids)
@@ -86,6 +92,10 @@ class FakeLink:
         ids = list(request_ids)
         self.aborts.append(ids)
         self.to_instance.append(lambda: self.instance.forget(ids))
+
+    def reorder(self, orders: Sequence[tuple[str, int, float]]) -> None:
+        """See `InstanceLink`."""
+        self.orders |= {wire_id: (priority, arrival_time) for wire_id, priority, arrival_time in orders}
 
     def read(self) -> None:
         """The instance reads one frame."""
@@ -178,6 +188,7 @@ class FakePool:
     def __init__(self) -> None:
         self.links: dict[InstanceKey, FakeLink] = {}
         self.routes: set[InstanceKey] = set()
+        self.leaving: set[InstanceKey] = set()
 
     def ready(self) -> list[Any]:
         """See `Links`."""
@@ -186,6 +197,10 @@ class FakePool:
     def find(self, key: InstanceKey) -> Any:
         """See `Links`."""
         return self.links.get(key)
+
+    def is_leaving(self, key: InstanceKey) -> bool:
+        """See `Links`."""
+        return key in self.leaving
 
     def discard(self, link: Any) -> None:
         """See `Links`."""
@@ -196,7 +211,14 @@ class FakePool:
 class Cluster:
     """Instances, the ingress's book, and what its clients have seen. Is the book's `RecordEvents`."""
 
-    def __init__(self, num_instances: int, *, limits: LimitConfig | None = None, is_only_ingress: bool = True) -> None:
+    def __init__(
+        self,
+        num_instances: int,
+        *,
+        limits: LimitConfig | None = None,
+        is_only_ingress: bool = True,
+        fair: FairQueue | None = None,
+    ) -> None:
         self.lengths: dict[int, int] = {}
         self.pool = FakePool()
         self.max_model_len = MAX_MODEL_LEN
@@ -212,6 +234,7 @@ class Cluster:
             clock,
             lambda: self.is_superseded,
             is_only_ingress=is_only_ingress,
+            fair=fair,
         )
         self.instances = [
             FakeInstance(InstanceKey(instance_id=InstanceId(i), incarnation=0), self.lengths)
@@ -224,6 +247,7 @@ class Cluster:
         self.finishes: dict[str, str] = {}
         self.request_log = RequestLog()
         self.log: list[tuple[str, Any]] = []
+        self.resumptions: list[Resumption] = []
 
     # RecordEvents
 
@@ -241,9 +265,10 @@ class Cluster:
         """See `RecordEvents`."""
         self._see([output])
 
-    def on_dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
+    def on_dispatched(self, key: InstanceKey, resumed: Resumption | None) -> None:
         """See `RecordEvents`."""
-        self.log.append(("dispatched", key) if num_resumed_tokens is None else ("resumed", key))
+        self.log.append(("dispatched", key) if resumed is None else ("resumed", key))
+        self.resumptions += [resumed] if resumed is not None else []
 
     def on_resumed(self, gap_s: float) -> None:
         """See `RecordEvents`."""

@@ -49,7 +49,10 @@ class Scene:
         streams = [future.result(ENDS_WITHIN_S) for future in futures]
         assert [stream.error for stream in streams] == [""] * len(streams)
         for i, (stream, expected) in enumerate(zip(streams, self._expected[id(requests)], strict=True)):
-            assert stream.token_ids == expected.token_ids, f"stream {i}: {requests[i]}"
+            assert stream.token_ids == expected.token_ids, (
+                f"stream {i}: {len(stream.token_ids)} of {len(expected.token_ids)} tokens, equal up to"
+                f" {_num_equal(stream.token_ids, expected.token_ids)}: {requests[i]}"
+            )
             assert stream.finish_reason == expected.finish_reason
         return streams
 
@@ -120,3 +123,9 @@ def _shape_is(wanted: str) -> Any:
 def nothing_runs(snapshot: ClusterSnapshot) -> bool:
     """Whether no instance has a request."""
     return not any(i.stats.num_running + i.stats.num_waiting + i.stats.num_paused for i in snapshot.instances)
+
+
+def _num_equal(first: list[int], second: list[int]) -> int:
+    """Tokens before the first that differs."""
+    pairs = zip(first, second, strict=False)
+    return next((index for index, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))

@@ -20,12 +20,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 MAX_NLL_DIFFERENCE = 1e-3
 # Rounding moves a single token's logprob of this model by 0.03 either way; only the mean of thousands says anything.
 NUM_REQUESTS, MAX_TOKENS, NUM_RUNS = 96, 48, 2
+BLOCK_BYTES = 32_768  # of the tiny model's KV: 32 tokens
 
 
-def test_teacher_forced_nll_in_bfloat16(model: Any) -> None:
+@pytest.mark.parametrize("host_blocks", [0, 200])
+def test_teacher_forced_nll_in_bfloat16(model: Any, host_blocks: int) -> None:
+    """Also where the device holds a part of what runs, and the rest is on the host."""
+    engine = {"dtype": "bfloat16"} | ({"kv_cache_memory_bytes": 40 * BLOCK_BYTES} if host_blocks else {})
     prompts = make_prompts(NUM_REQUESTS, seed=9, longest=120)
     with (
-        elastic_cluster(model, 2, engine={"dtype": "bfloat16"}) as cluster,
+        elastic_cluster(model, 2, engine=engine, host_bytes=host_blocks * BLOCK_BYTES) as cluster,
         cluster.ingress() as url,
         Traffic(url) as traffic,
     ):

@@ -37,6 +37,7 @@ NUM_INSTANCES = int(os.environ.get("SOAK_INSTANCES", "2"))
 pytestmark = [pytest.mark.slow, pytest.mark.shapes, pytest.mark.timeout(SOAK_S + 500)]
 
 MEMORY_BYTES = 7 << 20  # of an instance: 3 MiB of weights; KV for about 1,900 tokens
+HOST_BYTES = 6 << 20  # of an instance, where it has a host tier; KV for about 3,000 tokens
 PEER_TIMEOUT_S = 4.0
 ROUND_S = 10.0  # of disorder, before all is compared
 MOST_RUNNING = 40
@@ -81,6 +82,7 @@ class Soak:
             self.kill: 0.4,
             self.fill_disk: 0.5,
             self.migrate: 5.0,
+            self.park: 1.0,
         }
 
     def disorder(self, until_s: float) -> None:
@@ -164,6 +166,12 @@ class Soak:
             self.cluster.call(self.cluster.port.order(source, [order]))
             self.told.append("migrate")
 
+    def park(self) -> None:
+        """Where there are host tiers: requests are parked, placed and resumed at random, or none is any more."""
+        is_wanted = self.chance.random() < 0.6
+        self.cluster.park_at_random(is_wanted)
+        self.told.append(f"park {is_wanted}")
+
     def fill_disk(self) -> None:
         """The disk of the event log becomes full, or has room again."""
         self.cluster.disk.is_full = not self.cluster.disk.is_full
@@ -175,6 +183,7 @@ class Soak:
 
     def settle(self) -> None:
         """All streams end as they would have; nothing is left over, in memory or elsewhere."""
+        self.cluster.park_at_random(False)
         self.cluster.wait_formable()
         self.cluster.set_layout("dp", timeout_s=ENDS_WITHIN_S)
         for stream in self.running:
@@ -228,8 +237,8 @@ def make_requests() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.fixture
-def soak(model: Path) -> Iterator[Soak]:
+@pytest.fixture(params=[0, HOST_BYTES], ids=["device", "device and host"])
+def soak(model: Path, request: pytest.FixtureRequest) -> Iterator[Soak]:
     degrees = tuple(2**k for k in range(1, 4) if 2**k <= NUM_INSTANCES)
     with (
         elastic_cluster(
@@ -238,6 +247,7 @@ def soak(model: Path) -> Iterator[Soak]:
             degrees=degrees,
             max_stages=NUM_INSTANCES,
             memory_bytes=MEMORY_BYTES,
+            host_bytes=request.param,
             peer_timeout_s=PEER_TIMEOUT_S,
             merge=MergeConfig(min_dwell_s=1.0, quiet_s=0.5),
             drop=DropConfig(restore_below=0.6, quiet_s=0.5, min_dwell_s=0.5),

@@ -7,14 +7,14 @@ from typing import Any
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.demand import DemandReporter
 from pengserve.cluster.ingress.links import LinkPool
-from pengserve.cluster.ingress.record import RequestRecord
+from pengserve.cluster.ingress.record import RequestRecord, Resumption
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.routes import RouteWatcher
 from pengserve.cluster.ingress.tasks import forever
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput
 from pengserve.planners.types.ids import NO_VERSION, InstanceKey, Version
 from pengserve.planners.types.snapshot import RoutingTable
-from pengserve.replicas.engine.link import InstanceLink, Moved, StepBatch, Trial
+from pengserve.replicas.engine.link import InstanceLink, Moved, Paused, StepBatch, Trial
 from tests.support.moving import a_request
 from tests.world.answers import Answers, number_of
 from tests.world.chaos import InjectedError
@@ -107,6 +107,9 @@ class IngressProcess:
         self._chaos.reach("ingress.on_trial")
         self.book.note_trial(link, trial)
 
+    def on_paused(self, link: InstanceLink, paused: Paused) -> None:
+        self.book.note_pause(link, paused)
+
     def on_down(self, link: InstanceLink, *, lost: bool) -> None:
         self._chaos.reach("ingress.on_down")
         self.book.lose(link, is_death=lost and link.was_closed_there)
@@ -128,7 +131,7 @@ class IngressProcess:
     def on_finished(self, output: EngineCoreOutput) -> None:
         self._see([output])
 
-    def on_dispatched(self, key: InstanceKey, num_resumed_tokens: int | None) -> None:
+    def on_dispatched(self, key: InstanceKey, resumed: Resumption | None) -> None:
         self._chaos.reach("events.on_dispatched")
 
     def on_resumed(self, gap_s: float) -> None:

@@ -3,7 +3,9 @@
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from benchmarks.overhead.plan import SERVED_NAME, Plan
 from benchmarks.overhead.systems.base import ServerProcess, free_port
@@ -15,8 +17,10 @@ class PengServeUp:
     name = "pengserve"
     notes = "`pengserve up`: Ray Serve application, HAProxy, one ingress replica, one process per instance"
 
-    def __init__(self, logs: Path) -> None:
-        self._logs = logs
+    def __init__(self, logs: Path, *, command: Path | None = None, settings: Mapping[str, Any] | None = None) -> None:
+        """`command` is `pengserve` of another checkout; `settings` join the configuration."""
+        self._logs, self._settings = logs, settings or {}
+        self._command = command or Path(sys.executable).with_name("pengserve")
         self._server: ServerProcess | None = None
 
     def start(self, plan: Plan) -> list[str]:
@@ -32,10 +36,10 @@ class PengServeUp:
             "shape": {"degrees": []},  # the same lanes and packed weights as the others
             "engine": dict(plan.engine),
             "http": {"port": port},
+            **self._settings,
         }
         config.write_text(json.dumps(settings, indent=1), encoding="utf-8")  # JSON is YAML
-        command = Path(sys.executable).with_name("pengserve")
-        self._server = ServerProcess([str(command), "up", str(config)], self._logs / "pengserve.log")
+        self._server = ServerProcess([str(self._command), "up", str(config)], self._logs / "pengserve.log")
         url = f"http://127.0.0.1:{port}"
         give_up_s = time.monotonic() + plan.start_timeout_s
         self._server.wait_ready(f"{url}/ready", give_up_s)

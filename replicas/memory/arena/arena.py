@@ -191,6 +191,28 @@ class Arena:
                 ) from error
             raise
 
+    def mirror(self, num_chunks: int, name: str) -> Region:
+        """Addresses that show chunks of regions once more, by `show`. It owns none: nothing else may name it.
+
+        Raises:
+            StepError: the system has no such range.
+        """
+        region = self.reserve(num_chunks * self.chunk_bytes, name)
+        self._regions.remove(region)
+        return region
+
+    def show(self, mirror: Region, first: int, region: Region, stop: int) -> None:
+        """Chunks `[0, stop)` of `region` are also seen in `mirror`, from chunk `first` on, as long as nothing moves.
+
+        Raises:
+            StepError: the system refused; that part of the mirror shows nothing.
+        """
+        chunks = self._backed(region, 0, stop)
+        self._require_range(mirror, first, first + stop)
+        if mirror._table[first] is not None:
+            self._unmap(mirror, first, first + stop)
+        self._map(mirror, first, chunks)
+
     def check(self) -> tuple[str, ...]:
         """What is wrong, in sentences; empty when every chunk is free or mapped exactly once."""
         owners: dict[int, list[str]] = {chunk: [] for chunk in range(self.num_chunks)}

@@ -110,4 +110,7 @@ class Drop(Change[DropMet, DropWave, DropDone]):
         if lanes.running is not None and lanes.running is not self._lane:
             lost += lanes.abandon()
         lanes.discard(self._lane)
+        if lanes.dp.tiers is not None:  # what stood still is all that it kept
+            lanes.dp.tiers.forget_all()
+            lanes.dp.reset_prefix_cache()
         self._member.owner.moved(list(dict.fromkeys(lost)), None, carried=False)

@@ -34,6 +34,7 @@ def brought(
             recomputed, as the paper does.
     """
     rank, lane = plan.members.index(member.key), member.lanes.current
+    member.lanes.dp.unpin()
     found = []
     for request in lane.carriable():
         if not stays(request) and (kept is None or request.request_id in kept):

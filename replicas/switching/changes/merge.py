@@ -47,6 +47,7 @@ class Merge(Change[MergeMet, MergeWave, MergeDone]):
             num_free=dp.num_free(),
             num_lendable=dp.capacity.num_blocks - self._num_paused_blocks(),
             num_paused=len(self._paused()),
+            device_blocks=dp.residency.device_blocks if dp.residency is not None else 0,
             travellers=[replace(t, num_own=freed[t.request_id][0], shared=freed[t.request_id][1]) for t in coming],
         )
 
@@ -54,6 +55,8 @@ class Merge(Change[MergeMet, MergeWave, MergeDone]):
         """Moves all that finds room, a wave at a time: each frees the blocks it came from."""
         self._num_lendable = min(word.num_lendable for word in met.values())
         self._num_paused = sum(word.num_paused for word in met.values())
+        if self._lane.residency is not None:
+            self._lane.residency.limit(min(word.device_blocks for word in met.values()))
         self._free = [met[key].num_free for key in self._plan.members]
         travellers = {t.request_id: t for key in self._plan.members for t in met[key].travellers}
         left = tuple(map(self._mover, travellers.values()))
@@ -135,7 +138,7 @@ class Merge(Change[MergeMet, MergeWave, MergeDone]):
         self._member.owner.moved(lost, None, carried=False)
 
     def _pauses(self, request: Request) -> bool:
-        return self._plan.pauses(request.priority)
+        return self._plan.pauses(request.priority) or self._member.lanes.dp.is_parked(request)
 
     def _paused(self) -> list[Request]:
         return [request for request in self._member.lanes.dp.carriable() if self._pauses(request)]

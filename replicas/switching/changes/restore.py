@@ -83,7 +83,11 @@ class Restore(Change[RestoreMet, Place | RestoreWave, Placed | RestoreDone]):
         lane, memory = self._lane, self._member.lanes.dp.memory
         assert memory is not None
         sizes = memory.layers.sizes
-        free = [sizes.num_pipeline_blocks(stage_layers(sizes.num_layers, size)) for size in self._parts.sizes]
+        alone = self._member.lanes.dp.capacity.num_blocks  # with a host tier, more than the device has
+        free = [
+            sizes.num_pipeline_blocks(stage_layers(sizes.num_layers, size)) if size > 1 else alone
+            for size in self._parts.sizes
+        ]
         found = [(request, self._member.owner.handoff(request)) for request in lane.carriable()]
         tokens = [request.num_computed_tokens for request, handoff in found if handoff is not None]
         places = iter(place([(count, lane.blocks_needed(count)) for count in tokens], free))
@@ -116,6 +120,8 @@ class Restore(Change[RestoreMet, Place | RestoreWave, Placed | RestoreDone]):
         """
         self._has_begun = True
         self._member.lanes.leases.return_all(self._lane)
+        if (tiers := self._member.lanes.dp.tiers) is not None:
+            tiers.forget_all()
         placed: list[Traveller] = []
         for traveller in wave if self._keys[0] == self._member.key else []:
             client_index = self._member.owner.welcome(traveller.handoff) if traveller.rank == self._rank else None

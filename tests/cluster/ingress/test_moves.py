@@ -235,6 +235,28 @@ def test_a_redirected_request_goes_where_it_is_sent_though_that_is_no_route(
     assert cluster.log[-2:] == [("moved", False), ("dispatched", second.key)], "moved, and not counted as resumed"
 
 
+@pytest.mark.parametrize("is_leaving", [True, False])
+def test_what_a_drained_instance_hands_back_counts_as_resumed_for_that_reason(
+    pair: tuple[Cluster, FakeLink, FakeLink], is_leaving: bool
+) -> None:
+    cluster, first, second = pair
+    if is_leaving:
+        cluster.pool.leaving.add(first.key)
+    cluster.instances[0].redirect(["r1"], None)
+    while first.to_ingress:
+        cluster.deliver(first)
+    second.read()
+    assert list(cluster.instances[1].copies) == ["r1~2"]
+    assert [resumed.why for resumed in cluster.resumptions] == (["drained"] if is_leaving else [])
+    cluster.instances[1].step()
+    cluster.instances[1].cut(0, refuses=False)
+    while second.to_ingress:
+        cluster.deliver(second)
+    cluster.connect(cluster.instances[1])
+    cluster.book.tend()
+    assert cluster.resumptions[-1].why == "lost"
+
+
 def test_a_redirected_request_avoids_who_sent_it_away(pair: tuple[Cluster, FakeLink, FakeLink]) -> None:
     cluster, first, second = pair
     cluster.pool.routes.discard(second.key)

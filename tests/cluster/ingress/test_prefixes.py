@@ -13,6 +13,7 @@ from pengserve.cluster.ingress.prefixes import GRANULE, MAX_GRANULES, MAX_SESSIO
 from pengserve.cluster.ingress.record import RequestRecord
 from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.settings import load_settings
+from pengserve.planners.types.contract import Contract
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.snapshot import InstanceStats
 from tests.support.moving import Cluster, FakeLink, a_request
@@ -70,24 +71,24 @@ def test_a_new_shape_or_life_holds_nothing() -> None:
 
 def test_sessions_belong_to_their_key_and_are_bounded() -> None:
     prefixes = Prefixes(1000)
-    mine, theirs = (RequestOptions(session="s", key_id=key_id) for key_id in ("a", "b"))
+    mine, theirs = (RequestOptions(contract=Contract(session="s"), key_id=key_id) for key_id in ("a", "b"))
     prefixes.sent(record([1] * 100, mine), KEYS[1], ROOM)
     assert prefixes.expected(record([2] * 100, mine), KEYS) == {KEYS[1]: 50}
     assert prefixes.expected(record([2] * 100, theirs), KEYS) == {}
     for number in range(MAX_SESSIONS):
-        prefixes.sent(record([1], replace(mine, session=f"{number}")), KEYS[0], ROOM)
+        prefixes.sent(record([1], replace(mine, contract=Contract(session=f"{number}"))), KEYS[0], ROOM)
     assert prefixes.expected(record([2] * 100, mine), KEYS) == {}
 
 
 def test_nothing_is_remembered_where_that_is_off() -> None:
     prefixes = Prefixes(0)
-    prefixes.sent(record(LONG, RequestOptions(session="s")), KEYS[0], ROOM)
-    assert prefixes.expected(record(LONG, RequestOptions(session="s")), KEYS) == {}
+    prefixes.sent(record(LONG, RequestOptions(contract=Contract(session="s"))), KEYS[0], ROOM)
+    assert prefixes.expected(record(LONG, RequestOptions(contract=Contract(session="s"))), KEYS) == {}
 
 
 def test_ingresses_agree_on_a_home_for_what_none_of_them_knows() -> None:
     ingresses = [Prefixes(1000, "the cluster's", is_only_ingress=False) for _ in range(2)]
-    long, in_session = record(LONG), record([1] * 100, RequestOptions(session="s"))
+    long, in_session = record(LONG), record([1] * 100, RequestOptions(contract=Contract(session="s")))
     for asked in (long, in_session):
         first, second = (ingress.expected(asked, KEYS) for ingress in ingresses)
         assert first == second and first
@@ -144,7 +145,7 @@ def test_small_hits_do_not_gather_load() -> None:
 
 def test_a_session_stays_where_it_was() -> None:
     cluster, links = three()
-    short = RequestOptions(session="s")
+    short = RequestOptions(contract=Contract(session="s"))
     first = sent_to(cluster, [1] * 200, 0, short)
     assert sent_to(cluster, [2] * 200, 1) != first
     computed(links)

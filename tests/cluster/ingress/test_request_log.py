@@ -19,6 +19,7 @@ from tests.support.moving import PROMPT, Cluster
 
 KEYS = [
     "at_s", "prompt_tokens", "output_tokens", "priority", "degree", "ttft_s", "e2e_s", "finish", "instance", "losses",
+    "request_id", "life",
 ]  # fmt: skip
 
 

@@ -37,4 +37,6 @@ def test_each_answer_is_one_line_when_the_ingress_stops(tmp_path: Path, instance
     assert lines[1]["output_tokens"] < 24
     assert {line["instance"] for line in lines} <= {str(process.snapshot.key) for process in instances}
     assert all(0 < line["ttft_s"] <= line["e2e_s"] for line in lines)
+    assert lines[0]["request_id"] == answer["id"] + "-0"
+    assert [line["life"].split()[1:] for line in lines] == [["sent", line["instance"]] for line in lines]
     assert text not in path.read_text()

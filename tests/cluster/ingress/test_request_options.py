@@ -9,6 +9,7 @@ from pengserve.cluster.ingress.errors import RequestRefused
 from pengserve.cluster.ingress.records import SUPERSEDED_WAIT_S
 from pengserve.cluster.ingress.request_options import PARALLELISM_HEADER, RequestOptions, read_options
 from pengserve.cluster.ingress.vllm_openai_seam import RetryableRequestError
+from pengserve.planners.types.contract import Contract
 from pengserve.planners.types.snapshot import Demand, InstanceStats
 from tests.support.moving import PROMPT, Cluster, FakeLink
 
@@ -66,7 +67,7 @@ def test_a_length_is_one_that_the_client_gave(body: dict[str, Any], has_length: 
     ],
 )
 def test_a_session_is_the_bodys_or_a_headers(headers: dict[str, str], body: dict[str, Any], session: str) -> None:
-    assert read_options(headers, body, ()).session == session
+    assert read_options(headers, body, ()).contract.session == session
 
 
 @pytest.mark.parametrize(
@@ -254,3 +255,14 @@ def test_a_request_whose_configuration_has_gone_ends_soon_and_one_with_an_instan
     cluster.book.tend()
     assert isinstance(cluster.failed["r1"], RetryableRequestError), "503 with Retry-After, not a wait of minutes"
     assert "another configuration" in str(cluster.failed["r1"])
+
+
+def test_each_copy_of_a_request_takes_its_contract_along() -> None:
+    contract = Contract(priority=2, tenant="t")
+    cluster = Cluster(2)
+    first = cluster.connect(cluster.instances[0], stats())
+    cluster.request(1, 5, RequestOptions(contract=contract))
+    second = cluster.connect(cluster.instances[1], stats())
+    cluster.instances[0].cut(0, refuses=True)
+    cluster.deliver(first)
+    assert first.contracts == second.contracts == [contract]

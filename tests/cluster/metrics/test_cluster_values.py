@@ -1,5 +1,6 @@
 """Laws of the mirrored values: counters never fall over an instance's lives, gauges follow the newest stats."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -7,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
+from pengserve.cluster.metrics.catalog import CATALOG
 from pengserve.cluster.metrics.cluster_values import ClusterValues
 from pengserve.cluster.metrics.facade import Metrics
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey, Version
@@ -22,6 +24,7 @@ from pengserve.planners.types.snapshot import (
     Route,
     RoutingTable,
 )
+from tests.support.simulated import SimulatedCluster
 
 CAPACITY = KvCapacity(
     num_blocks=10, block_size=32, bytes_per_block=4096, max_model_len=512, max_num_seqs=8, weight_bytes=1 << 20
@@ -175,3 +178,29 @@ def test_the_layout_is_mirrored_and_a_shape_that_is_gone_goes_to_zero(metrics: M
     assert [sample(metrics, "pengserve_groups", shape=shape) for shape in ("dp", "tp2")] == [3, 0]
     assert [sample(metrics, "pengserve_instance_group_size", instance_id=str(i)) for i in range(3)] == [1, 1, 1]
     assert sample(metrics, "pengserve_layout_is_auto") == 0
+
+
+async def test_a_thousand_instances_that_die_often_have_a_thousand_series_of_each_metric(metrics: Metrics) -> None:
+    """Lives, keys of tenants and ids of requests are no labels: a slot keeps its series."""
+    values, cluster = ClusterValues(metrics), SimulatedCluster(1000, groups="tp2@(0,1) pp2@(2,3)", host_blocks=50)
+    for life in range(3):
+        snapshot = await cluster.snapshot()
+        for instance in snapshot.instances:
+            one = replace(instance, key=key(instance.instance_id, life))
+            values.on_link_up(one.key, CAPACITY)
+            values.on_batch(one.key, replace(one.stats, total_evicted_bytes=5, total_staged_bytes=5))
+            values.on_link_down(one.key, lost=True)
+        values.on_snapshot(snapshot)
+    series = Counter[str]()
+    for family in text_string_to_metric_families(metrics.exposition()[0].decode()):
+        buckets = {tuple(sorted(s.labels.items() - {("le", s.labels.get("le"))})) for s in family.samples}
+        if family.name.startswith("pengserve_"):
+            series[family.name] = len(buckets)
+    assert series["pengserve_instance_up"] == 1000
+    assert {name: count for name, count in series.items() if count > 5 * 1000} == {}
+    assert {label for spec in CATALOG.values() for label in spec.labels} & {
+        "tenant",
+        "key",
+        "request",
+        "model",
+    } == set()

@@ -1,6 +1,7 @@
 """The document and the dashboards say what the code says."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -8,12 +9,49 @@ from typing import Any
 
 import pytest
 
-from dashboards import build, push
+from pengserve.cluster.cli.main import main
 from pengserve.cluster.metrics.catalog import CATALOG, MetricKind
 from pengserve.cluster.metrics.document import document, documented_names
 from pengserve.cluster.metrics.vllm_metrics import parse_metrics, read_vllm_metrics, vllm_version
+from pengserve.dashboards import BACKENDS, alerts, build, push
 
 ROOT = Path(__file__).parents[3]
+
+ALERT_TESTS = """
+rule_files: [RULES]
+evaluation_interval: 1m
+tests:
+  - interval: 1m
+    input_series:
+      - {series: 'pengserve_instance_up{app="a", instance_id="0"}', values: '1x3 0x60'}
+      - {series: 'pengserve_instance_incarnation{app="a", instance_id="0"}', values: '1 2 3 4 5 6 7 8x60'}
+      - {series: 'pengserve_instance_host_blocks{app="a", instance_id="0"}', values: '100x60'}
+      - {series: 'pengserve_instance_host_blocks_used{app="a", instance_id="0"}', values: '99x60'}
+      - {series: 'pengserve_controller_up{app="a"}', values: '1x60'}
+    alert_rule_test:
+      - {eval_time: 2m, alertname: PengServeNoInstance, exp_alerts: []}
+      - {eval_time: 9m, alertname: PengServeControllerAway, exp_alerts: []}
+      - eval_time: 9m
+        alertname: PengServeNoInstance
+        exp_alerts:
+          - exp_labels: {app: a, severity: page}
+            exp_annotations:
+              summary: No instance is ready. `pengserve status` and `pengserve events` say why.
+      - eval_time: 8m
+        alertname: PengServeCrashLoop
+        exp_alerts:
+          - exp_labels: {app: a, instance_id: "0", severity: page}
+            exp_annotations:
+              summary: An instance dies again and again. `pengserve events` says of what; then look at its log.
+      - {eval_time: 5m, alertname: PengServeHostTierFull, exp_alerts: []}
+      - eval_time: 15m
+        alertname: PengServeHostTierFull
+        exp_alerts:
+          - exp_labels: {app: a, instance_id: "0", severity: ticket}
+            exp_annotations:
+              summary: >-
+                The host tier is full: prefixes are dropped and requests cannot be parked. Raise `memory.host_bytes`.
+"""
 
 
 def test_the_document_is_up_to_date() -> None:
@@ -43,9 +81,9 @@ class Logger:
     assert (gauge.name, gauge.condition) == ("vllm:load", "")
 
 
-@pytest.mark.parametrize("backend", build.BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_the_dashboard_is_up_to_date(backend: str) -> None:
-    text = (ROOT / "dashboards" / build.BACKENDS[backend]).read_text()
+    text = (ROOT / "dashboards" / BACKENDS[backend]).read_text()
     assert text == build.render(backend), "run python -m dashboards.build"
 
 
@@ -60,7 +98,7 @@ def test_every_declared_metric_is_charted() -> None:
     assert [name for name in CATALOG if name not in text] == []
 
 
-@pytest.mark.parametrize("backend", build.BACKENDS)
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_panels_do_not_overlap_and_have_unique_ids(backend: str) -> None:
     panels = build.dashboard(backend)["panels"]
     assert len({panel["id"] for panel in panels}) == len(panels)
@@ -73,6 +111,14 @@ def test_panels_do_not_overlap_and_have_unique_ids(backend: str) -> None:
         assert not taken & cells
         assert max(x for x, _ in cells) < 24
         taken |= cells
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_each_expression_names_variables_in_matchers_alone(backend: str) -> None:
+    for panel in build.dashboard(backend)["panels"]:
+        for target in panel.get("targets", ()):
+            bare = re.sub(r'=~"\$\w+"|\[\$__rate_interval\]', "", target["expr"])
+            assert "$" not in bare, f"{panel['title']}: {target['expr']}"
 
 
 def test_names_are_rewritten_for_ray() -> None:
@@ -98,11 +144,33 @@ def test_pushing_saves_each_dashboard() -> None:
 
 def test_push_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv("GRAFANA_TOKEN", raising=False)
-    assert push.main(["http://127.0.0.1:1"]) == 2
-    assert "GRAFANA_TOKEN" in capsys.readouterr().err
-    monkeypatch.setenv("GRAFANA_TOKEN", "x")
-    assert push.main(["not a url"]) == 2
-    assert "http://host:3000" in capsys.readouterr().err
+    for arguments, token, expected in (
+        (["http://127.0.0.1:1"], "", "GRAFANA_TOKEN"),
+        (["not a url"], "x", "http://host:3000"),
+        (["http://127.0.0.1:1", "--backend", "graphite"], "x", "prometheus, ray"),
+    ):
+        monkeypatch.setenv("GRAFANA_TOKEN", token)
+        with pytest.raises(SystemExit) as ended:
+            main(["dashboards", "push", *arguments])
+        assert ended.value.code == 1
+        assert expected in capsys.readouterr().err
+
+
+def test_the_alerts_are_up_to_date_and_all_in_the_handbook() -> None:
+    assert (ROOT / "dashboards" / alerts.FILE).read_text() == alerts.render(), "run python -m dashboards.build"
+    handbook = (ROOT / "docs" / "operators.md").read_text()
+    assert [alert.name for alert in alerts.ALERTS if f"`{alert.name}`" not in handbook] == []
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")
+def test_promtool_accepts_the_alerts_and_they_fire_when_they_should(tmp_path: Path) -> None:
+    rules = ROOT / "dashboards" / alerts.FILE
+    done = subprocess.run(["promtool", "check", "rules", rules], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stdout + done.stderr
+    tests = tmp_path / "tests.yml"
+    tests.write_text(ALERT_TESTS.replace("RULES", str(rules)))
+    done = subprocess.run(["promtool", "test", "rules", tests], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed")

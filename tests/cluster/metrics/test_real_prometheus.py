@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 
-from dashboards import build
 from pengserve.cluster.metrics.catalog import CATALOG, MetricKind
 from pengserve.cluster.metrics.facade import Metrics
+from pengserve.dashboards import build
 
 pytestmark = [
     pytest.mark.slow,

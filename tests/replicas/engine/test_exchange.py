@@ -47,7 +47,7 @@ class Member:
         self.filled = filled
         self.ledger = CellLedger(SIZES.num_blocks(SIZES.all_layers), "dp")
         self.lanes = SimpleNamespace(
-            dp=SimpleNamespace(memory=memory, block_ids=requests.__getitem__),
+            dp=SimpleNamespace(memory=memory, block_ids=requests.__getitem__, tiers=None),
             running=None,
             tier=DeviceTier(self.layers, self.ledger),
             transfers=Transfers(self.ledger),

@@ -58,6 +58,7 @@ def pp_lane() -> PpLane:
     lane: PpLane = leader(PpLane)
     lane._withheld, lane._arriving, lane._in_flight, lane._ended = [], {}, [], []  # type: ignore[assignment,attr-defined]
     lane._is_settled, lane._is_exchanging = True, False
+    lane.residency = None
     return lane
 
 

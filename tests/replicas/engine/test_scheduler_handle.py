@@ -189,7 +189,13 @@ def test_a_request_that_comes_shares_what_the_prefix_cache_has() -> None:
     assert not set(handle.block_ids("b")[1:]) & set(handle.block_ids("a")) and len(handle.block_ids("b")) == 3
     assert handle.grow(handle.request("b"), 49) and len(handle.block_ids("b")) == 4
     assert handle.reserve_cached(hashed(arrived("c", 200)), 200, 190) is None
+    assert handle.shared_blocks("a") == handle.block_ids("a")[:1] == handle.shared_blocks("b")
+    pinned = handle.pin(handle.request("a").block_hashes)
+    assert pinned == handle.block_ids("a")[: len(pinned)] and len(pinned) == 40 // BLOCK_SIZE
     handle.end("ab")
+    assert handle.num_free() == NUM_BLOCKS - len(pinned), "as if a request held them"
+    assert handle.num_held_alone(dict.fromkeys(pinned, 1)) == len(pinned)
+    handle.unpin(pinned)
     assert handle.num_free() == NUM_BLOCKS
 
 
@@ -273,9 +279,44 @@ def test_blocks_are_withheld_offered_and_made(handle: SchedulerHandle) -> None:
     assert handle.reset_prefix_cache() is True
 
 
+def test_no_more_new_requests_than_slots(handle: SchedulerHandle) -> None:
+    assert handle.new_slots == handle.max_running and handle.takes_new
+    handle.add(scheduled_request("a"))
+    handle.schedule()
+    assert handle.new_slots == handle.max_running - 1
+    handle.pause_new(True)
+    assert not handle.takes_new
+
+
+def test_a_request_that_is_alone_shares_no_block(handle: SchedulerHandle) -> None:
+    handle.add(scheduled_request("a", 2 * BLOCK_SIZE))
+    handle.schedule()
+    assert handle.shared_blocks("a") == []
+
+
 def test_no_grammar_no_mask(handle: SchedulerHandle) -> None:
     handle.add(scheduled_request("a"))
     assert handle.grammar_bitmask(handle.schedule()) is None
+
+
+def test_requests_that_wait_begin_in_the_order_that_they_are_given() -> None:
+    options = SchedulerOptions(max_num_batched_tokens=64, policy="priority")
+    handle = Counted(build_vllm_scheduler(CAPACITY, options, is_terse=False))
+    names = [f"r{index}" for index in range(6)]
+    for name in names:
+        handle.add(scheduled_request(name, 8))
+    handle.reorder({"r4": (-1, 5.0), "r5": (0, -2.0), "r0": (0, 1e12), "not here": (0, 0.0)})
+    assert handle.goes_by_priority
+    assert [request.request_id for request in handle.waiting] == ["r4", "r5", "r1", "r2", "r3", "r0"]
+    assert set(step(handle).num_scheduled_tokens) == {"r4", "r5", "r1"}
+
+
+def test_a_queue_by_arrival_is_left_as_it_is(handle: SchedulerHandle) -> None:
+    for name in ("a", "b"):
+        handle.add(scheduled_request(name, 8))
+    handle.reorder({"b": (-1, 0.0)})
+    assert [request.request_id for request in handle.waiting] == ["a", "b"]
+    assert handle.request("b").priority == -1
 
 
 def test_each_method_was_called_over_a_real_scheduler() -> None:

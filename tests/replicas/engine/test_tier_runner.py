@@ -25,7 +25,7 @@ def test_each_layer_gets_its_own_tables(num_rows: int) -> None:
     metadata = SimpleNamespace(block_table=blocks, slot_mapping=slots)
     context = SimpleNamespace(attn_metadata=dict.fromkeys(NAMES, metadata), slot_mapping=dict.fromkeys(NAMES, slots))
     runner = SimpleNamespace(execute_model=None, _model_forward=None)
-    TierRunner(runner, SimpleNamespace(block_size=SIZE), NAMES)._map(context, StepTables(index))
+    TierRunner(runner, SimpleNamespace(), NAMES, SIZE)._map(context, StepTables(index))
     for layer, name in enumerate(NAMES):
         row, found = index[layer if num_rows > 1 else 0], context.attn_metadata[name]
         assert found.block_table.is_contiguous() and found.slot_mapping.is_contiguous()

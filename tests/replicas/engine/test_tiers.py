@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("vllm")
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import ConfigError
-from pengserve.replicas.engine.dp_lane import engine_arguments
 from pengserve.replicas.engine.tier_memory import TierOptions, host_bytes_of, tier_sizes
 from pengserve.replicas.environment import process_environment
 from tests.support.processes import ENGINE, OFFLINE
@@ -92,8 +91,3 @@ def test_a_host_tier_beyond_the_node_s_memory_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"memory\.host_bytes of .* is more than 90% of"):
         host_bytes_of(TierOptions(host_bytes=1 << 50), 0)
     assert host_bytes_of(TierOptions(host_bytes=-1), 0) > 0
-
-
-def test_a_host_tier_and_groups_exclude_each_other(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="works in dp alone"):
-        engine_arguments(InstanceConfig(app="tests", model=str(tmp_path), host_bytes=1, degrees=(2,)))

@@ -8,7 +8,7 @@ import torch
 
 from pengserve.replicas.kv.host_tier import HostTier
 from pengserve.replicas.kv.placement import Use
-from pengserve.replicas.kv.pool import DevicePool
+from pengserve.replicas.kv.pool import DevicePool, seen_twice
 from pengserve.replicas.kv.tiered import TieredKv
 from pengserve.replicas.memory.arena.cpu import CpuBackend
 
@@ -31,7 +31,9 @@ class TieredWorld:
 
     def __init__(self, num_layers: int, device_blocks: int, host_blocks: int, reserved: int, link: float = 0.0) -> None:
         self.num_layers = num_layers
-        self.pool = DevicePool(CpuBackend(huge_pages=False), num_layers, device_blocks, BLOCK_SIZE * TOKEN_BYTES)
+        block_bytes = BLOCK_SIZE * TOKEN_BYTES
+        memory = seen_twice(CpuBackend(huge_pages=False), num_layers * device_blocks * block_bytes)
+        self.pool = DevicePool(memory, num_layers, device_blocks, block_bytes)
         self.host = HostTier(num_layers, host_blocks, BLOCK_SIZE * TOKEN_BYTES)
         self.num_blocks = device_blocks + host_blocks - reserved
         self.tiers = TieredKv(

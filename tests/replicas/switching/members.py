@@ -33,6 +33,13 @@ class FakeLane:
         self.running_ids: set[str] = set()
         self.waiting_ids: set[str] = set()
         self.is_paused = False
+        self.residency = self.tiers = None
+
+    def unpin(self) -> None:
+        """Nothing is pinned."""
+
+    def is_parked(self, request: Any) -> bool:
+        return False
 
     def carriable(self) -> list[Any]:
         return [SimpleNamespace(request_id=i, num_computed_tokens=1, priority=0) for i in sorted(self.running_ids)]

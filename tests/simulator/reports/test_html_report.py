@@ -56,7 +56,7 @@ def test_a_page_has_every_part_and_fetches_nothing() -> None:
     text = write_page(runs_of([result()]))
     page = Page(text)
     assert page.sections == SECTIONS
-    assert page.num_charts == 10
+    assert page.num_charts == 11
     assert not page.links and "url(" not in text and "@import" not in text and "http" not in text
 
 
@@ -64,7 +64,7 @@ def test_a_comparison_has_a_chart_for_each_run_and_ratios_to_the_first() -> None
     slow = tuple(outcome(number, first_token_s=number + 1.0) for number in range(10))
     text = write_page(runs_of([result(name="a"), result(name="b", policy="vllm_dp", outcomes=slow)]))
     page = Page(text)
-    assert page.sections == SECTIONS and page.num_charts == 5 * 2 + 5
+    assert page.sections == SECTIONS and page.num_charts == 5 * 2 + 6
     row = re.search(r"<tr><td>TTFT P50</td>(.*?)</tr>", text)
     assert row is not None and "0.500 s" in row[1] and "1.00 s" in row[1] and f"{words.TIMES}2.00" in row[1]
 

@@ -1,0 +1,40 @@
+"""What tenants may have: weights of their shares, and limits of what they have in flight and use."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MAX_TENANTS = 10_000  # whose usage an ingress or the controller remembers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantConfig:
+    """One tenant. None: no limit. Of limits, one ingress's part: the cluster's by the number of ingresses."""
+
+    weight: float = 1.0  # of its share
+    max_requests: int | None = None  # sequences in flight
+    max_tokens: int | None = None  # of prompts and answers in flight
+    tokens_per_minute: int | None = None  # that were computed: prompts without cached tokens, and answers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FairnessConfig:
+    """How the cluster's time is shared among tenants."""
+
+    is_on: bool = False  # requests begin by shares; else in the order in which they come
+    age_s: float = 10.0  # once in so long, the request of a class that has waited longest goes first
+    max_tenants: int = MAX_TENANTS
+    default: TenantConfig = field(default_factory=TenantConfig)  # of tenants that are not named
+    tenants: Mapping[str, TenantConfig] = field(default_factory=dict)
+
+    def tenant(self, name: str) -> TenantConfig:
+        """What holds for a tenant."""
+        return self.tenants.get(name, self.default)
+
+    @property
+    def has_limits(self) -> bool:
+        """Whether a tenant can be refused anything."""
+        return any(
+            value is not None
+            for tenant in (self.default, *self.tenants.values())
+            for value in (tenant.max_requests, tenant.max_tokens, tenant.tokens_per_minute)
+        )
