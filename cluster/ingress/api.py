@@ -20,10 +20,12 @@ from pengserve.cluster.ingress.guard import Guard, current_ticket
 from pengserve.cluster.ingress.keys import KeyRing
 from pengserve.cluster.ingress.links import LinkPool
 from pengserve.cluster.ingress.meters import IngressMeters
+from pengserve.cluster.ingress.priority_api import priority_router
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.routes import RouteWatcher, RoutingSource
 from pengserve.cluster.ingress.tasks import forever
+from pengserve.cluster.ingress.tenants import Tenants
 from pengserve.cluster.ingress.traces import Traces
 from pengserve.cluster.ingress.traffic import Ticket, Traffic
 from pengserve.cluster.metrics import catalog
@@ -76,6 +78,7 @@ class IngressRuntime:
         self.client = ClusterEngineClient(
             vllm_config, config.limits, self.meters, self._admit, self.request_log, self.traces
         )
+        self.client.tenants = Tenants(config.fairness)
         client_id = f"ingress-{secrets.token_hex(4)}"
         self.links = LinkPool(
             self.client,
@@ -124,6 +127,9 @@ class IngressRuntime:
                 metrics_endpoint=self._metrics_endpoint,
             ),
         )
+        by_priority = self.client.vllm_config.scheduler_config.policy == "priority"
+        priorities = priority_router(lambda: self.book, by_name(self.config.classes), goes_by_priority=by_priority)
+        attach_cluster_routes(app, priorities)
         router = ui_router(self.admin, self.feed, lambda: self.traffic.is_draining)
         attach_cluster_routes(app, router)
         return Guard(
@@ -135,6 +141,7 @@ class IngressRuntime:
             on_rejected=self.meters.rejected,
             keys=self.keys,
             admin=self.admin,
+            tenants=self.client.tenants,
         )
 
     def start(self) -> None:

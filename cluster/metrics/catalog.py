@@ -119,7 +119,7 @@ REJECTED = _counter(
     _TRAFFIC,
     "requests",
     "Requests refused before they reached an instance, by reason: `auth`, `body_size`, `invalid`, `overload`, "
-    "`no_instance`, `not_found`, `slo` (its first token was predicted too late).",
+    "`no_instance`, `not_found`, `slo` (its first token was predicted too late), `tenant` (it has come to a limit).",
     "reason",
 )
 RESUMED = _counter(
