@@ -310,7 +310,7 @@ class SumPpLane(_SumGroupLane, PpLane):
         self._is_settled, self._is_exchanging, self._was_empty, self._stage_s = True, False, True, 0.0
         if self.leads:
             self._microbatches = Microbatches(self.scheduler, num_stages, FIRST_MODEL)
-        self._clock, self._counted_s = SimpleNamespace(forget=lambda: None, busy_s=0.0, idle_s=0.0), 0.0
+        self._clock, self._counted_s = SimpleNamespace(forget=lambda: None, busy_s=0.0, idle_s=0.0), (0.0, 0.0)
 
     def _execute(self, microbatch: Any, grammar: Any = None) -> Any:
         return self.runner.run(self._placed(microbatch.output))
