@@ -37,7 +37,7 @@ def priority_router(
         named = re.compile(rf"(?:^|[-_]){re.escape(request_id)}(?:-\d+)?$")  # as `pengserve why` reads ids
         return change(await request.body(), lambda record: bool(named.search(record.request_id)), "request", request_id)
 
-    @router.put("/cluster/sessions/{session}/priority")
+    @router.put("/cluster/sessions/{session:path}/priority")
     async def of_session(session: str, request: Request) -> JSONResponse:
         return change(
             await request.body(), lambda record: record.options.contract.session == session, "session", session
