@@ -28,6 +28,7 @@ from pengserve.cluster.ingress.tasks import forever
 from pengserve.cluster.ingress.tenants import Tenants
 from pengserve.cluster.ingress.traces import Traces
 from pengserve.cluster.ingress.traffic import Ticket, Traffic
+from pengserve.cluster.ingress.usage_sharing import UsageSharing
 from pengserve.cluster.metrics import catalog
 from pengserve.cluster.metrics.facade import Metrics
 from pengserve.cluster.ui.feed import Feed
@@ -99,6 +100,9 @@ class IngressRuntime:
             fair=self.fair,
         )
         self.demand = DemandReporter(self.book, source, client_id)
+        self.sharing: UsageSharing | None = None
+        if self.fair is not None and config.num_ingresses > 1:
+            self.sharing = UsageSharing(self.fair.shares, self.book, source, client_id)
         self.client.use_book(self.book)
         self.watcher = RouteWatcher(source, self._on_table, lambda up: self.meters.cluster.on_controller(up=up))
         self._tasks: list[asyncio.Task[None]] = []
@@ -153,6 +157,8 @@ class IngressRuntime:
             ("demand", self.demand.run),
             ("metrics", self._publish),
         ]
+        if self.sharing is not None:
+            jobs.append(("usage", self.sharing.run))
         if self.request_log.is_on:
             jobs.append(("request log", self.request_log.run))
         if self.keys.has_files:

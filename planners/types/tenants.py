@@ -38,3 +38,20 @@ class FairnessConfig:
             for tenant in (self.default, *self.tenants.values())
             for value in (tenant.max_requests, tenant.max_tokens, tenant.tokens_per_minute)
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageReport:
+    """What an ingress has charged tenants since its last report."""
+
+    charges: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # (virtual seconds, counter before them)
+    tenants: tuple[str, ...] = ()  # that are active there: it asks for their counters
+    least_active: float | None = None  # of their counters; None: none is active
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedUsage:
+    """What all ingresses together have charged."""
+
+    counters: Mapping[str, float] = field(default_factory=dict)
+    least_active: float | None = None  # of tenants that are active at other ingresses
