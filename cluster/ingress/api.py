@@ -20,7 +20,7 @@ from pengserve.cluster.ingress.guard import Guard, current_ticket
 from pengserve.cluster.ingress.keys import KeyRing
 from pengserve.cluster.ingress.links import LinkPool
 from pengserve.cluster.ingress.meters import IngressMeters
-from pengserve.cluster.ingress.priority_api import priority_router
+from pengserve.cluster.ingress.priority_api import priority_router, tenants_router
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.routes import RouteWatcher, RoutingSource
@@ -134,6 +134,8 @@ class IngressRuntime:
         by_priority = self.client.vllm_config.scheduler_config.policy == "priority"
         priorities = priority_router(lambda: self.book, by_name(self.config.classes), goes_by_priority=by_priority)
         attach_cluster_routes(app, priorities)
+        figures = self.client.tenant_figures
+        attach_cluster_routes(app, tenants_router(lambda: figures.uses(self.book.records())))
         router = ui_router(self.admin, self.feed, lambda: self.traffic.is_draining)
         attach_cluster_routes(app, router)
         return Guard(
