@@ -22,6 +22,7 @@ from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, InstanceStats
 from pengserve.replicas.channel.frames import Buffer, Frame, FrameKind
 from pengserve.replicas.channel.server import ChannelServer
+from pengserve.replicas.deposits import Deposits
 from pengserve.replicas.failures import describe_failure
 from pengserve.replicas.open_requests import OpenRequests
 from pengserve.replicas.parking import ParkOrders
@@ -82,6 +83,7 @@ class Instance:
             host=self._host, token=config.channel_token, handler=self, fingerprint=config.fingerprint
         )
         self._requests = OpenRequests(self._server, lambda: self._loop.submit(self._gate.requests_moved))
+        self.deposits = Deposits(self._requests.contract)  # of paced streams, for planners of pauses
         self._gate: TrialGate[Request] = TrialGate(
             let_in=self._let_in, tell=self._tell_trial, num_requests=self._num_requests, is_reading=self._is_reading
         )
@@ -325,6 +327,11 @@ class Instance:
         self._stats = self._with_held(stats)
         assert self._step_codec is not None
         self._send(self._step_codec, outputs, self._stats)
+        if self._requests.num_paced:
+            now_s = time.monotonic()
+            self.deposits.note(chain.from_iterable(batch.outputs for batch in outputs.values()), now_s)
+        if (pauses := self._lanes.take_pauses()) if self._lanes is not None else None:
+            self._tell_pauses(pauses)
         if self._agent is not None:
             self._agent.boundary()
         if self._migrations is not None and self._migrations.is_busy:
@@ -366,6 +373,15 @@ class Instance:
 
         frame = msgspec.msgpack.encode(Trial(request.request_id, is_alone))
         self._server.send(request.client_index, [frame], FrameKind.TRIAL)
+
+    def _tell_pauses(self, pauses: Sequence[tuple["Request", float]]) -> None:
+        """Tells ingresses of requests with an SLO for how long they were parked."""
+        from pengserve.replicas.engine.wire import Paused
+
+        for request, seconds in pauses:
+            if self._requests.contract(request.request_id).slo is not None:
+                frame = msgspec.msgpack.encode(Paused(request.request_id, seconds))
+                self._server.send(request.client_index, [frame], FrameKind.PAUSED)
 
     # The channel's side ---------------------------------------------------------------------------------------
 
@@ -473,6 +489,7 @@ class Instance:
             assert self._lanes is not None
             self._lanes.abort(request_ids)
             self._gate.forget(request_ids)
+            self.deposits.forget(request_ids)
             self._note_idle()
 
         self._loop.submit(abort)

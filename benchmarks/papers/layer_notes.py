@@ -26,6 +26,8 @@ _MORE_PAUSES = (
     "Points come out higher than the paper's, because the baselines keep fewer SLOs here: a step with all of a"
     " batch of 32K tokens brings 16K tokens over 7.6 GB/s, 0.28 s, and none of them pauses a request. Pauses bring"
     " most of what OrbitFlow gains; placement by request alone brings little, as four requests leave few choices.",
+    "O2 and O3: gaps are those in which tokens are generated. A pause is one long gap, of half a second and more, so"
+    " P95 at scale 1 and P99 are those of pauses; TBT kept says what clients see of them with the deposit.",
     "O5: end-to-end latency is lower and not higher than the dynamic heuristic's, since the queue before the batch"
     " is shorter by more than pauses cost.",
 )

@@ -36,7 +36,7 @@ class ContractReader:
         known = contract_fields.known_headers(headers)
         asked = contract_fields.read(body, known)
         found = self._class(asked)
-        slo = _slo(asked, found)
+        slo = _slo(asked, found, is_stream=bool(body.get("stream")))
         tenant = self._tenant(asked, key_id)
         if asked is contract_fields.NOTHING and slo is None and not tenant and not session and not found.priority:
             return NO_CONTRACT
@@ -95,8 +95,11 @@ def _range(found: ServiceClass) -> str:
     return f"priorities from {low} to {high}"
 
 
-def _slo(asked: Asked, found: ServiceClass) -> Slo | None:
-    """What the request asks for, and of its class what it leaves open."""
+def _slo(asked: Asked, found: ServiceClass, *, is_stream: bool) -> Slo | None:
+    """What the request asks for, and of its class what it leaves open.
+
+    Only streams are paced: any other answer goes when it is whole, and a pause is not hidden by what it has.
+    """
     base = found.slo or Slo()
     ttft_s = base.ttft_s if asked.ttft_ms is None else asked.ttft_ms.value / 1e3
     tbt_s = base.tbt_s if asked.tbt_ms is None else asked.tbt_ms.value / 1e3
@@ -114,4 +117,4 @@ def _slo(asked: Asked, found: ServiceClass) -> Slo | None:
         )
     if ttft_s is None and tbt_s is None:
         return None
-    return Slo(ttft_s=ttft_s, tbt_s=tbt_s, policy=policy, pacing=pacing)
+    return Slo(ttft_s=ttft_s, tbt_s=tbt_s, policy=policy, pacing=pacing if is_stream else Pacing.NONE)

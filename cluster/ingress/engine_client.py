@@ -47,7 +47,7 @@ from pengserve.planners.types.contract import SloPolicy
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.tenants import FairnessConfig
 from pengserve.replicas.engine.grammars import DEAD_END, TOO_COSTLY
-from pengserve.replicas.engine.link import InstanceLink, Moved, StepBatch, Trial
+from pengserve.replicas.engine.link import InstanceLink, Moved, Paused, StepBatch, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -291,6 +291,10 @@ class ClusterEngineClient(EngineClient):
     def on_trial(self, link: InstanceLink, trial: Trial) -> None:
         """A suspect is alone on its instance from now on, or not."""
         self.book.note_trial(link, trial)
+
+    def on_paused(self, link: InstanceLink, paused: Paused) -> None:
+        """A request was parked, and goes on."""
+        self.book.note_pause(link, paused)
 
     def on_failed(self, request_id: str, error: Exception) -> None:
         """The book gave a request up."""

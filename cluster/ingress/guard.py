@@ -175,7 +175,7 @@ class Guard:
         if (for_vllm := without_own_fields(data)) is not None:
             replayed = replay(json.dumps(for_vllm).encode(), receive)
         slo = options.contract.slo
-        kept = KeptAnswer(slo, arrived_s, is_streaming=bool(data.get("stream"))) if slo is not None else None
+        kept = KeptAnswer(slo, arrived_s) if slo is not None else None
         with (
             self._tenants.place(options.contract.tenant, num_sequences),
             self._traffic.ticket(num_sequences) as ticket,

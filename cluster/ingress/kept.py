@@ -80,10 +80,10 @@ ROUNDING = 1 + 1e-9  # due times are sums: an interval comes out some units of t
 class KeptAnswer:
     """What all sequences of one HTTP request got."""
 
-    def __init__(self, slo: Slo, arrived_s: float, *, is_streaming: bool) -> None:
-        """`arrived_s` is of `time.monotonic`. Only streams are paced: any other answer goes when it is whole."""
+    def __init__(self, slo: Slo, arrived_s: float) -> None:
+        """`arrived_s` is of `time.monotonic`."""
         self._slo, self.arrived_s = slo, arrived_s
-        self.is_paced = is_streaming and slo.pacing is Pacing.STEADY
+        self.is_paced = slo.pacing is Pacing.STEADY
         self.interval_s = slo.tbt_s or 0.0
         self._sequences: list[KeptSequence] = []
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from pengserve.planners.types.errors import EngineError, LinkLostError
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import RoutingTable
-from pengserve.replicas.engine.link import InstanceLink, Moved, StepBatch, Trial
+from pengserve.replicas.engine.link import InstanceLink, Moved, Paused, StepBatch, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +44,9 @@ class LinkHandler(Protocol):
 
     def on_trial(self, link: InstanceLink, trial: Trial) -> None:
         """A suspect on `link` is alone there from now on, or not."""
+
+    def on_paused(self, link: InstanceLink, paused: Paused) -> None:
+        """A request on `link` was parked, and goes on."""
 
     def on_down(self, link: InstanceLink, *, lost: bool) -> None:
         """`link` is gone: `lost` if unasked, else closed here."""
@@ -172,6 +175,8 @@ class LinkPool:
                     self._handler.on_moved(link, event)
                 elif isinstance(event, Trial):
                     self._handler.on_trial(link, event)
+                elif isinstance(event, Paused):
+                    self._handler.on_paused(link, event)
                 else:
                     await self._handler.on_batch(link, event)
         except LinkLostError as error:

@@ -56,7 +56,7 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.snapshot import Demand
-from pengserve.replicas.engine.link import InstanceLink, Moved, Trial
+from pengserve.replicas.engine.link import InstanceLink, Moved, Paused, Trial
 
 logger = logging.getLogger(__name__)
 
@@ -206,6 +206,12 @@ class RequestBook:
             self._trials.told(record, is_alone=trial.is_alone)
             if not trial.is_alone:
                 self._wake.set()  # the next suspect's turn
+
+    def note_pause(self, link: InstanceLink, paused: Paused) -> None:
+        """A request was parked on its instance for a while."""
+        record = self._copies.get(paused.request_id)
+        if record is not None and record.kept is not None:
+            record.kept.paused_s += paused.seconds
 
     def abort(self, request_ids: Iterable[str], finish: str = "abort") -> None:
         """Forgets requests and tells their instances. `finish` is how they ended for their clients."""

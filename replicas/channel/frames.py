@@ -13,7 +13,7 @@ from enum import IntEnum
 
 from pengserve.planners.types.errors import LinkLostError
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 MAX_FRAME_BYTES = 256 << 20
 
 Buffer = bytes | bytearray | memoryview
@@ -32,6 +32,7 @@ class FrameKind(IntEnum):
     MOVED = 7
     TRIAL = 8
     REORDER = 9
+    PAUSED = 10
 
 
 @dataclass(frozen=True, slots=True)

@@ -196,6 +196,10 @@ class Lanes:
         """Full blocks of a request are on the host alone in these layers from now on; whether the request is here."""
         return any(residency.place(request_id, layers) for residency in self._residencies())
 
+    def take_pauses(self) -> list[tuple[Request, float]]:
+        """Requests that go on since the last call, each with the seconds that it was parked."""
+        return [pause for residency in self._residencies() for pause in residency.take_pauses()]
+
     def _residencies(self) -> list[ResidentRequests]:
         """Of the lane that runs, and of `dp`, where requests may wait for it."""
         lanes = dict.fromkeys((self.current, self.dp))

@@ -15,9 +15,9 @@ from pengserve.replicas.channel.frames import Frame, FrameKind, encode, read
 from pengserve.replicas.channel.server import HEARTBEAT_S, SILENT_BEATS, credentials
 from pengserve.replicas.channel.tcp import notice_silence, send_at_once
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
-from pengserve.replicas.engine.wire import AddRequest, Codec, Moved, Reorder, StepBatch, Trial, Welcome
+from pengserve.replicas.engine.wire import AddRequest, Codec, Moved, Paused, Reorder, StepBatch, Trial, Welcome
 
-__all__ = ["InstanceLink", "Moved", "StepBatch", "Trial"]
+__all__ = ["InstanceLink", "Moved", "Paused", "StepBatch", "Trial"]
 
 
 class InstanceLink:
@@ -89,8 +89,8 @@ class InstanceLink:
         with contextlib.suppress(LinkLostError):
             self._send(FrameKind.REORDER, [msgspec.msgpack.encode(Reorder(list(orders)))])
 
-    async def events(self) -> AsyncIterator[StepBatch | Moved | Trial]:
-        """Every token batch, MOVED and TRIAL in order; heartbeats (no outputs) among them. One reader only.
+    async def events(self) -> AsyncIterator[StepBatch | Moved | Trial | Paused]:
+        """Every token batch, MOVED, TRIAL and PAUSED in order; heartbeats (no outputs) among them. One reader only.
 
         Raises:
             LinkLostError: the instance is gone, always in the end.
@@ -106,6 +106,9 @@ class InstanceLink:
                     continue
                 if frame.kind is FrameKind.TRIAL:
                     yield msgspec.msgpack.decode(frame.parts[0], type=Trial)
+                    continue
+                if frame.kind is FrameKind.PAUSED:
+                    yield msgspec.msgpack.decode(frame.parts[0], type=Paused)
                     continue
                 batch = self._codec.decode_batch(frame.parts)
                 self.stats = batch.stats

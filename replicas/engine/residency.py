@@ -7,6 +7,7 @@ request gives up its KV, as vLLM preempts.
 """
 
 import contextlib
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -51,6 +52,8 @@ class ResidentRequests:
         self._begins: Sequence[Request] | None = None  # ... and those that begin; None: as many as there are places
         self._placed: dict[str, list[int]] = {}  # layers of requests that an order keeps on the host
         self._settled: tuple[int, int, int] | None = None  # the state for which the newest choice stands
+        self._since_s: dict[str, float] = {}  # when requests were parked that have not gone on
+        self._pauses: list[tuple[Request, float]] = []  # requests that go on, and the seconds that they were parked
         self._prompts: list[Request] = []  # whose blocks are written behind after this step
         self._came_back: dict[str, int] = {}  # tokens that a request had when it last came back
         self.num_given_up = self.num_preempted = 0
@@ -103,10 +106,12 @@ class ResidentRequests:
 
     def let_go(self, request: Request) -> bool:
         """The caller decides about a parked request from now on; whether it is one."""
+        self._goes_on(request)
         return self._parked.pop(request.request_id, None) is not None
 
     def keep(self, request: Request) -> None:
         """Inverse of `let_go`."""
+        self._since_s.setdefault(request.request_id, time.monotonic())
         self._parked[request.request_id] = request
 
     # Figures ----------------------------------------------------------------------------------------------------------
@@ -281,7 +286,18 @@ class ResidentRequests:
                 self._scheduler.withdraw(request)
                 self._parked[request.request_id] = request
 
+    def take_pauses(self) -> list[tuple[Request, float]]:
+        """Requests that go on since the last call, each with the seconds that it was parked."""
+        found, self._pauses = self._pauses, []
+        return found
+
+    def _goes_on(self, request: Request) -> None:
+        since_s = self._since_s.pop(request.request_id, None)
+        if since_s is not None:
+            self._pauses.append((request, time.monotonic() - since_s))
+
     def _hold(self, request: Request) -> None:
+        self._since_s.setdefault(request.request_id, time.monotonic())
         self._scheduler.hold(request)
         self._parked[request.request_id] = request
         self._tiers.count_park()
@@ -300,6 +316,7 @@ class ResidentRequests:
             del self._parked[victim.request_id]
             self._ordered.discard(victim.request_id)
             self._scheduler.preempt(victim)
+            self._goes_on(victim)  # from here on it waits as others do
             self.num_given_up += 1
 
     def _bring_back(self, chosen: Sequence[Request]) -> None:
@@ -319,6 +336,7 @@ class ResidentRequests:
             del self._parked[request.request_id]
             self._came_back[request.request_id] = request.num_tokens
             self._scheduler.enqueue(request)
+            self._goes_on(request)
 
     def _blocks_of(self, requests: Iterable[Request]) -> list[int]:
         """Blocks that hold KV; what came from elsewhere may have others, for tokens to come."""
@@ -341,6 +359,7 @@ class ResidentRequests:
         for request_id in [i for i, r in self._parked.items() if not self._is_here(r)]:
             del self._parked[request_id]
             self._ordered.discard(request_id)
+            self._since_s.pop(request_id, None)
         if len(self._came_back) > 2 * self._scheduler.max_running:
             self._came_back = {i: n for i, n in self._came_back.items() if self._scheduler.knows(i)}
 

@@ -60,6 +60,13 @@ class Trial(msgspec.Struct, array_like=True):
     is_alone: bool
 
 
+class Paused(msgspec.Struct, array_like=True):
+    """A request with an SLO was parked for so long, and goes on. A PAUSED frame's only part."""
+
+    request_id: str
+    seconds: float
+
+
 class StepBatch(msgspec.Struct):
     """All that one engine step made for one ingress, and the load after it."""
 

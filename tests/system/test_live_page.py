@@ -1,6 +1,6 @@
 """The live page over a real cluster: a browser watches a merge, a drop, a death and a replacement.
 
-What the page says is compared with `/cluster/status`. `PENGSERVE_SCREENSHOTS=docs/images` keeps what it looked like.
+What the page says is compared with `/cluster/status`. `LIVE_PAGE_PICTURES=docs/images` keeps what it looked like.
 """
 
 import asyncio
@@ -116,7 +116,7 @@ def headline(page: Page, *words: str) -> None:
 
 def picture(page: Page, name: str) -> None:
     """Photographs the page once cards stand still."""
-    folder = os.environ.get("PENGSERVE_SCREENSHOTS")
+    folder = os.environ.get("LIVE_PAGE_PICTURES")
     page.wait(
         "!document.getAnimations().some((a) => a.playState === 'running' && a.effect.getTiming().iterations === 1)"
     )

@@ -14,7 +14,7 @@ from pengserve.cluster.ingress.tasks import forever
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput
 from pengserve.planners.types.ids import NO_VERSION, InstanceKey, Version
 from pengserve.planners.types.snapshot import RoutingTable
-from pengserve.replicas.engine.link import InstanceLink, Moved, StepBatch, Trial
+from pengserve.replicas.engine.link import InstanceLink, Moved, Paused, StepBatch, Trial
 from tests.support.moving import a_request
 from tests.world.answers import Answers, number_of
 from tests.world.chaos import InjectedError
@@ -106,6 +106,9 @@ class IngressProcess:
     def on_trial(self, link: InstanceLink, trial: Trial) -> None:
         self._chaos.reach("ingress.on_trial")
         self.book.note_trial(link, trial)
+
+    def on_paused(self, link: InstanceLink, paused: Paused) -> None:
+        self.book.note_pause(link, paused)
 
     def on_down(self, link: InstanceLink, *, lost: bool) -> None:
         self._chaos.reach("ingress.on_down")

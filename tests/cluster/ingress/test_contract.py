@@ -44,7 +44,7 @@ def test_a_request_that_asks_for_nothing_has_the_one_empty_contract() -> None:
     [
         ({"slo": {"ttft_ms": 500}}, {}, Contract(slo=Slo(ttft_s=0.5))),
         (
-            {"slo": {"ttft_ms": 500, "tbt_ms": 50.5, "policy": "reject", "pacing": "steady"}},
+            {"slo": {"ttft_ms": 500, "tbt_ms": 50.5, "policy": "reject", "pacing": "steady"}, "stream": True},
             {},
             Contract(slo=Slo(ttft_s=0.5, tbt_s=0.0505, policy=SloPolicy.REJECT, pacing=Pacing.STEADY)),
         ),
@@ -59,8 +59,9 @@ def test_a_request_that_asks_for_nothing_has_the_one_empty_contract() -> None:
         ({"service_tier": "priority", "priority": -9}, {}, Contract(service_class="priority", priority=-9)),
         ({"service_tier": "auto"}, {}, NO_CONTRACT),
         ({"service_tier": "scale"}, {}, NO_CONTRACT),
-        ({"service_tier": "chat"}, {}, Contract(service_class="chat", slo=CHAT.slo)),
-        ({}, {"x-dynamo-inference-objective": "chat"}, Contract(service_class="chat", slo=CHAT.slo)),
+        ({"service_tier": "chat", "stream": True}, {}, Contract(service_class="chat", slo=CHAT.slo)),
+        ({"stream": True}, {"x-dynamo-inference-objective": "chat"}, Contract(service_class="chat", slo=CHAT.slo)),
+        ({"service_tier": "chat"}, {}, Contract(service_class="chat", slo=Slo(ttft_s=2.0, tbt_s=0.1))),  # no stream
         (
             {"service_tier": "chat", "slo": {"ttft_ms": 100, "pacing": "none"}},
             {},

@@ -1,6 +1,7 @@
 """What was kept of an SLO: by hand-made times, and as the book tells it."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -9,7 +10,8 @@ from pengserve.cluster.ingress.request_options import NO_OPTIONS
 from pengserve.cluster.ingress.slo_meters import SloMeters
 from pengserve.cluster.metrics.facade import Metrics
 from pengserve.planners.lengths import LengthRange
-from pengserve.planners.types.contract import Pacing, Slo
+from pengserve.planners.types.contract import Slo
+from pengserve.replicas.engine.wire import Paused
 from tests.support.moving import Cluster, a_request
 
 COUNTERS = r"pengserve_(slo_\w+|length_predictions)_total{"
@@ -59,7 +61,7 @@ def test_what_failed_was_not_kept(times: list[float]) -> None:
 
 
 def test_an_answer_is_as_good_as_the_worst_of_its_sequences() -> None:
-    answer = KeptAnswer(SLO, 10.0, is_streaming=True)
+    answer = KeptAnswer(SLO, 10.0)
     assert not answer.is_over
     first, second = answer.begin(), answer.begin()
     for each, times in ((first, (10.2, 10.25)), (second, (10.4, 10.7))):
@@ -70,15 +72,6 @@ def test_an_answer_is_as_good_as_the_worst_of_its_sequences() -> None:
     second.finish, second.paused_s = "length", 0.05
     assert answer.is_over
     assert answer.usage() == {"ttft_ms": 400.0, "tbt_p99_ms": 300.0, "paused_ms": 50.0, "slo_met": False}
-
-
-@pytest.mark.parametrize(
-    ("slo", "is_streaming", "is_paced"),
-    [(SLO, True, False), (Slo(tbt_s=0.1, pacing=Pacing.STEADY), True, True),
-     (Slo(tbt_s=0.1, pacing=Pacing.STEADY), False, False)],
-)  # fmt: skip
-def test_streams_alone_are_paced(slo: Slo, is_streaming: bool, is_paced: bool) -> None:
-    assert KeptAnswer(slo, 0.0, is_streaming=is_streaming).is_paced is is_paced
 
 
 def test_the_book_tells_each_token_once_through_a_death() -> None:
@@ -95,6 +88,19 @@ def test_the_book_tells_each_token_once_through_a_death() -> None:
     cluster.instances[0].cut(0, refuses=True)
     cluster.settle(20)
     assert cluster.seen[1] and kept.outcome().num_gaps == 5
+
+
+def test_pauses_are_added_up_by_the_name_of_the_copy() -> None:
+    cluster = Cluster(1)
+    cluster.connect(cluster.instances[0])
+    kept = KeptSequence(SLO, 0.0, is_paced=False)
+    cluster.lengths[1], cluster.seen[1] = 6, []
+    cluster.book.add(a_request(1, 6), NO_OPTIONS, kept)
+    link: Any = next(iter(cluster.open_links.values()))
+    for seconds in (0.25, 0.5):
+        cluster.book.note_pause(link, Paused("r1", seconds))
+    cluster.book.note_pause(link, Paused("another", 9.0))
+    assert kept.paused_s == 0.75
 
 
 def test_attainment_is_counted_by_class() -> None:

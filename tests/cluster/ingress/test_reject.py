@@ -23,7 +23,7 @@ def asking() -> Iterator[Any]:
 
     def ask(slo: Slo) -> None:
         undo.append((current_options, current_options.set(RequestOptions(contract=Contract(slo=slo)))))
-        undo.append((current_kept, current_kept.set(KeptAnswer(slo, 100.0, is_streaming=False))))
+        undo.append((current_kept, current_kept.set(KeptAnswer(slo, 100.0))))
 
     yield ask
     for variable, token in reversed(undo):

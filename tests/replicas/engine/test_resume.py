@@ -13,7 +13,7 @@ from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from pengserve.planners.types.errors import LinkLostError
-from pengserve.replicas.engine.link import InstanceLink, StepBatch
+from pengserve.replicas.engine.link import InstanceLink, Paused, StepBatch
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest, FinishReason
 from tests.support.processes import CHANNEL_TOKEN, InstanceProcess
 from tests.support.vllm_requests import sent_request
@@ -67,6 +67,7 @@ class Reader:
         self.link, self._batches = link, link.events()
         self.tokens: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}
+        self.pauses: list[Paused] = []
 
     async def until(self, request_ids: list[str]) -> None:
         deadline_s = time.monotonic() + TIMEOUT_S
@@ -74,7 +75,11 @@ class Reader:
             assert time.monotonic() < deadline_s, f"no end of {set(request_ids) - set(self.finished)}"
             self._take(await anext(self._batches))
 
-    def _take(self, batch: StepBatch) -> None:
+    def _take(self, batch: object) -> None:
+        if isinstance(batch, Paused):
+            self.pauses.append(batch)
+            return
+        assert isinstance(batch, StepBatch)
         for output in batch.outputs.outputs:
             self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
             if output.finish_reason is not None:

@@ -189,7 +189,13 @@ def test_a_request_that_comes_shares_what_the_prefix_cache_has() -> None:
     assert not set(handle.block_ids("b")[1:]) & set(handle.block_ids("a")) and len(handle.block_ids("b")) == 3
     assert handle.grow(handle.request("b"), 49) and len(handle.block_ids("b")) == 4
     assert handle.reserve_cached(hashed(arrived("c", 200)), 200, 190) is None
+    assert handle.shared_blocks("a") == handle.block_ids("a")[:1] == handle.shared_blocks("b")
+    pinned = handle.pin(handle.request("a").block_hashes)
+    assert pinned == handle.block_ids("a")[: len(pinned)] and len(pinned) == 40 // BLOCK_SIZE
     handle.end("ab")
+    assert handle.num_free() == NUM_BLOCKS - len(pinned), "as if a request held them"
+    assert handle.num_held_alone(dict.fromkeys(pinned, 1)) == len(pinned)
+    handle.unpin(pinned)
     assert handle.num_free() == NUM_BLOCKS
 
 

@@ -12,6 +12,7 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 
 from pengserve.planners.types.config import InstanceConfig
+from pengserve.planners.types.contract import Contract, Slo
 from pengserve.replicas.engine.link import InstanceLink
 from tests.replicas.engine.test_resume import SAMPLING, Reader, make_request
 from tests.support.processes import CHANNEL_TOKEN, ENGINE, InstanceProcess
@@ -63,6 +64,24 @@ async def test_requests_of_all_kinds_answer_as_without_a_host_tier(readers: list
     assert stats.total_parked > 0 and stats.total_preemptions == 0
     assert stats.host_blocks == 300 and stats.device_blocks == 19
     assert stats.total_evicted_bytes + stats.total_behind_bytes > 0
+
+
+async def test_ingresses_hear_how_long_requests_with_an_slo_were_parked(readers: list[Reader]) -> None:
+    """Where decoding requests are parked for want of room, with and without an SLO; the tokens are those without."""
+    plain, tiered = readers
+    params = SamplingParams(max_tokens=200, temperature=0, ignore_eos=True)
+    names = [f"long/{index}" for index in range(6)]
+    contract = Contract(slo=Slo(tbt_s=5.0), low_tokens=200)
+    for reader in readers:
+        for index, name in enumerate(names):
+            more = {"contract": contract} if index % 2 else {}
+            reader.link.add(make_request(name, PROMPTS[index % 2], params), **more)
+        await reader.until(names)
+    assert {name: tiered.tokens[name] for name in names} == {name: plain.tokens[name] for name in names}
+    assert plain.pauses == []
+    paused = {pause.request_id for pause in tiered.pauses}
+    assert paused and paused <= {name for index, name in enumerate(names) if index % 2}
+    assert all(pause.seconds > 0 for pause in tiered.pauses)
 
 
 async def test_clients_that_leave_free_what_their_requests_had(readers: list[Reader]) -> None:
