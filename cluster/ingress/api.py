@@ -231,6 +231,8 @@ class IngressRuntime:
     async def _take_snapshot(self) -> None:
         snapshot = await self._source.snapshot()
         self.meters.cluster.on_snapshot(snapshot)
+        if self.fair is not None:
+            self.fair.follow(snapshot)
         await self.meters.switches.follow(self._source.events, snapshot.controller_started_s)
 
 
