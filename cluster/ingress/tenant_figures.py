@@ -48,9 +48,7 @@ class TenantFigures:
 
     def ended(self, record: RequestRecord) -> None:
         """A request is over."""
-        new = 0
-        if record.first_token_s is not None:
-            new = record.num_prompt_tokens - record.num_cached_tokens + len(record.output_token_ids)
+        new = computed_tokens(record)
         found = _Total(tokens=new, ended=1, lately=float(new), as_of_s=self._clock())
         if record.kept is not None:
             found.with_slo, found.kept = 1, int(record.kept.outcome().is_kept)
@@ -82,6 +80,13 @@ class TenantFigures:
         if len(self._totals) > MAX_KEPT:
             oldest = next(name for name in self._totals if name != (OTHERS, OTHERS))
             self._add((OTHERS, OTHERS), self._totals.pop(oldest))
+
+
+def computed_tokens(record: RequestRecord) -> int:
+    """Tokens that were computed for a request: its prompt without what was cached, and its answer."""
+    if record.first_token_s is None:
+        return 0
+    return record.num_prompt_tokens - record.num_cached_tokens + len(record.output_token_ids)
 
 
 def _key(record: RequestRecord) -> _Key:
