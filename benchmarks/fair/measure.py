@@ -38,13 +38,25 @@ class Plan:
 
     model: Path
     works: tuple[tuple[str, Work], ...] = (
-        ("flood", Work(duration_s=30.0, sessions_per_s=0.3, flood=16.0, max_tokens=900)),
-        ("churn", Work(duration_s=20.0, sessions_per_s=1.2, flood=1.0, max_tokens=900, pattern="random", update_s=0.5)),
+        ("flood", Work(duration_s=24.0, sessions_per_s=0.3, flood=20.0, turns=2.0, output_tokens=80.0, max_tokens=900)),
+        (
+            "churn",
+            Work(
+                duration_s=14.0,
+                sessions_per_s=1.6,
+                flood=1.0,
+                turns=2.0,
+                output_tokens=80.0,
+                max_tokens=900,
+                pattern="random",
+                update_s=0.5,
+            ),
+        ),
     )
     systems: tuple[str, ...] = SYSTEMS
     limits: Limits = field(default_factory=Limits)
     host_bytes: int = 256 * MIB
-    engine: Mapping[str, Any] = field(default_factory=partial(engine_flags, max_num_seqs=8))
+    engine: Mapping[str, Any] = field(default_factory=partial(engine_flags, max_num_seqs=2))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
