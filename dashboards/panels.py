@@ -309,6 +309,11 @@ _TIERS = Row(
                     promql="sum(max by (instance_id) (rate(pengserve_instance_parks_total{$where}[$__rate_interval])))",
                     legend="parked per second",
                 ),
+                Query(
+                    promql="sum(max by (instance_id)"
+                    " (rate(pengserve_instance_displaced_total{$where}[$__rate_interval])))",
+                    legend="for more urgent ones",
+                ),
             ),
         ),
         Panel(

@@ -305,6 +305,13 @@ REQUESTS_PARKED = _gauge(
 PARKS = _counter(
     "pengserve_instance_parks_total", _MEMORY, "requests", "Times that a request was parked.", "instance_id"
 )
+DISPLACED = _counter(
+    "pengserve_instance_displaced_total",
+    _MEMORY,
+    "requests",
+    "Of these, times that it was for a more urgent request, which took its place in the batch.",
+    "instance_id",
+)
 HOST_HITS = _counter(
     "pengserve_instance_host_hit_tokens_total",
     _MEMORY,

@@ -120,7 +120,7 @@ def run(lane: DpLane, given: dict[str, Any]) -> dict[str, Any]:
         "to_host": _cells_to_host(tiers) if tiers is not None else 0,
         "parks": tiers.counts.parks if tiers is not None else 0,
         "given_up": lane.residency.num_given_up if lane.residency is not None else 0,
-        "places_taken": lane.residency.num_preempted if lane.residency is not None else 0,
+        "places_taken": tiers.counts.displaced if tiers is not None else 0,
         "device_blocks": tiers.pool.num_blocks if tiers is not None else 0,
     }
 
