@@ -114,7 +114,7 @@ def _tenant(plan: Plan, number: int, rng: random.Random) -> list[Turn]:
 
 
 def _session(plan: Plan, tenant: int, count: int, at_s: float, rng: random.Random) -> list[Turn]:
-    name, turns, length = f"{tenant_name(tenant)}/{count}", [], 0
+    name, turns, length = f"{tenant_name(tenant)}.{count}", [], 0
     base = (tenant << 40) + (count << 16)  # hash ids of one session are its own
     while True:
         length += _tokens(plan.prompt_tokens, plan.spread, rng)

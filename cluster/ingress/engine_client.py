@@ -19,6 +19,8 @@ from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.reject import require_ttft
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.request_options import current_deadline_s, current_options
+from pengserve.cluster.ingress.tenant_figures import TenantFigures
+from pengserve.cluster.ingress.tenant_meters import TenantMeters
 from pengserve.cluster.ingress.tenants import Tenants
 from pengserve.cluster.ingress.traces import Traces
 from pengserve.cluster.ingress.vllm_openai_seam import (
@@ -91,7 +93,8 @@ class ClusterEngineClient(EngineClient):
         )
         self._limits, self._meters, self._admit = limits, meters, admit
         self._request_log = request_log or RequestLog()
-        self.tenants = NO_LIMITS
+        self.tenants, self.tenant_figures = NO_LIMITS, TenantFigures()
+        self._tenant_meters = TenantMeters(meters.metrics, lambda: self.book.records())
         self._closed = False
         self._widest = 0  # what the controller says of the widest group; 0: nothing yet
         self._shapes: dict[InstanceKey, str] = {}
@@ -304,6 +307,8 @@ class ClusterEngineClient(EngineClient):
     def on_ended(self, record: RequestRecord, finish: str) -> None:
         """A request is over."""
         self.tenants.ended(record)
+        self.tenant_figures.ended(record)
+        self._tenant_meters.ended(record)
         self._request_log.note(record, finish)
         if record.kept is not None:
             record.kept.finish = finish

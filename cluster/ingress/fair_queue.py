@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pengserve.cluster.ingress.record import RequestRecord
+from pengserve.planners.dispatch import kv_tokens
 from pengserve.planners.fairness import FairConfig, FairShares, Order
-from pengserve.planners.service_cost import ServiceCost
+from pengserve.planners.service_cost import NOMINAL, ServiceCost
 from pengserve.planners.types.contract import ServiceClass
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState
 from pengserve.planners.types.tenants import FairnessConfig
 from pengserve.replicas.engine.link import InstanceLink
 
@@ -90,6 +92,14 @@ class FairQueue:
     def prioritize(self, record: RequestRecord, priority: int) -> None:
         """A request has another priority from now on."""
         self._tell(self.shares.prioritize(record.request.request_id, priority))
+
+    def follow(self, snapshot: ClusterSnapshot) -> None:
+        """Takes prices from the first instance that is ready: what its steps cost as profiled, and its KV."""
+        ready = next((i for i in snapshot.instances if i.state is InstanceState.READY and i.capacity is not None), None)
+        if ready is None or ready.capacity is None:
+            return
+        step = next((lane.step_cost for lane in ready.lanes if lane.shape == "dp" and lane.step_cost), NOMINAL)
+        self.cost = ServiceCost(step=step, capacity_tokens=kv_tokens(ready.stats, ready.capacity))
 
     def tend(self, num_places: int) -> None:
         """Charges running requests and renews the order, at most once in `PERIOD_S`.

@@ -20,7 +20,9 @@ from pengserve.cluster.ingress.contract_fields import PRIORITY_BITS
 from pengserve.cluster.ingress.errors import RequestRefused
 from pengserve.cluster.ingress.record import RequestRecord
 from pengserve.cluster.ingress.records import RequestBook
+from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.contract import BUILT_IN_CLASSES, DEFAULT_CLASS, ServiceClass
+from pengserve.planners.types.tenants import TenantUse
 
 _FIELDS = frozenset({"priority", "tenant"})
 _GONE = "no {} {!r} is in flight at this ingress: it has ended, or another ingress has it"
@@ -37,7 +39,7 @@ def priority_router(
         named = re.compile(rf"(?:^|[-_]){re.escape(request_id)}(?:-\d+)?$")  # as `pengserve why` reads ids
         return change(await request.body(), lambda record: bool(named.search(record.request_id)), "request", request_id)
 
-    @router.put("/cluster/sessions/{session}/priority")
+    @router.put("/cluster/sessions/{session:path}/priority")
     async def of_session(session: str, request: Request) -> JSONResponse:
         return change(
             await request.body(), lambda record: record.options.contract.session == session, "session", session
@@ -58,6 +60,17 @@ def priority_router(
         for record in found:
             book().prioritize(record, priority)
         return JSONResponse({"requests": len(found), "priority": priority})
+
+    return router
+
+
+def tenants_router(uses: Callable[[], Iterable[TenantUse]]) -> APIRouter:
+    """`GET /cluster/tenants`: what tenants and classes have and were served at this ingress."""
+    router = APIRouter()
+
+    @router.get("/cluster/tenants")
+    async def tenants() -> JSONResponse:
+        return JSONResponse({"tenants": to_data(tuple(uses()))})
 
     return router
 

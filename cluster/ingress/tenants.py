@@ -8,6 +8,7 @@ from time import monotonic
 from pengserve.cluster.ingress.errors import OverloadedError
 from pengserve.cluster.ingress.record import RequestRecord
 from pengserve.cluster.ingress.request_options import RequestOptions
+from pengserve.cluster.ingress.tenant_figures import computed_tokens
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreRequest
 from pengserve.planners.tenant_limits import Refused, TenantLimits, TenantRefusal, limits_of
 from pengserve.planners.types.tenants import FairnessConfig
@@ -60,9 +61,7 @@ class Tenants:
         held = self._held.pop(record.request.request_id, None)
         if self.limits is None or held is None:
             return
-        prompt = record.num_prompt_tokens - record.num_cached_tokens if record.first_token_s is not None else 0
-        used = prompt + len(record.output_token_ids)
-        self.limits.use(record.options.contract.tenant, held, used, self._clock())
+        self.limits.use(record.options.contract.tenant, held, computed_tokens(record), self._clock())
 
 
 def _refusal(refused: Refused) -> OverloadedError:

@@ -70,6 +70,10 @@ class LaneTiers:
         """A request has left the batch with its KV."""
         self.tiers.counts.parks += 1
 
+    def count_displaced(self, count: int) -> None:
+        """So many requests gave their place in the batch to more urgent ones."""
+        self.tiers.counts.displaced += count
+
     # Between members --------------------------------------------------------------------------------------------------
 
     def tell_others(self) -> None:

@@ -56,7 +56,7 @@ class ResidentRequests:
         self._pauses: list[tuple[Request, float]] = []  # requests that go on, and the seconds that they were parked
         self._prompts: list[Request] = []  # whose blocks are written behind after this step
         self._came_back: dict[str, int] = {}  # tokens that a request had when it last came back
-        self.num_given_up = self.num_preempted = 0
+        self.num_given_up = 0
 
     def limit(self, device_blocks: int) -> None:
         """The smallest device of the members holds so many blocks in all layers, vLLM's null block among them."""
@@ -211,7 +211,7 @@ class ResidentRequests:
         places = plan_places(found, scheduler.max_running)
         self._without_place = {r.request_id for r in parked} - places.placed
         self._without_place |= set(places.victims)
-        self.num_preempted += len(places.victims)
+        self._tiers.count_displaced(len(places.victims))
         self._begins = waiting[: places.num_new]
 
     def _with_room(self) -> list[Request]:

@@ -30,7 +30,8 @@ class TierCounts:
     mapped_steps: int = 0  # steps with tables of their own
     stall_s: float = 0.0  # that layers waited for their copies
     hit_tokens: int = 0  # of cached prefixes that a request found on the host
-    parks: int = 0  # times that a request left the batch with its KV
+    parks: int = 0  # times that a request left the batch with its KV,
+    displaced: int = 0  # ... for a more urgent one that took its place
 
 
 class Room:

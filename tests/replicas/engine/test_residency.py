@@ -154,12 +154,12 @@ def test_an_urgent_request_takes_a_place_at_once_and_nothing_is_computed_again()
     engine.handle.add(urgent)
     for _ in range(3):
         engine.step()
-    assert urgent.num_output_tokens > 0 and engine.residency.num_preempted == 1
+    assert urgent.num_output_tokens > 0 and engine.world.tiers.counts.displaced == 1
     assert engine.residency.num_parked() == 1
     run(engine)
     assert [request.num_output_tokens for request in (*calm, urgent)] == [60, 60, 20]
     assert {request.num_preemptions for request in (*calm, urgent)} == {0}
-    assert engine.residency.num_preempted == 1, "it came back once"
+    assert engine.world.tiers.counts.displaced == 1, "it came back once"
     engine.world.close()
 
 
@@ -169,7 +169,7 @@ def test_where_requests_begin_as_they_come_nothing_gives_way() -> None:
         engine.handle.add(scheduled_request(name, 10, max_tokens=30))
     engine.handle.request("c").priority = -1
     run(engine)
-    assert engine.residency.num_preempted == 0
+    assert engine.world.tiers.counts.displaced == 0
     engine.world.close()
 
 
@@ -189,5 +189,5 @@ def test_under_any_churn_of_priorities_all_end_and_none_goes_to_and_fro(seed: in
         assert engine.num_steps < 3000, "the requests do not come on"
     assert [request.num_output_tokens for request in requests] == [60] * 12
     assert {request.num_preemptions for request in requests} == {0}
-    assert 0 < engine.residency.num_preempted <= 12 * (1 + 60 // QUANTUM_TOKENS)
+    assert 0 < engine.world.tiers.counts.displaced <= 12 * (1 + 60 // QUANTUM_TOKENS)
     engine.world.close()
