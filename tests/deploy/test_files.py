@@ -1,6 +1,7 @@
 """The committed deployment files hold: Ray, Serve and PengServe's own settings accept each of them."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from pengserve.cluster.settings import Settings, load_settings, parse_settings
 from pengserve.planners.types.errors import ConfigError
 from pengserve.replicas.ending import EXIT_MARGIN_S
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
 SERVE_FILES = ["serve.yaml", "serve-cpu.yaml"]
 
 
