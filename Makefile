@@ -158,5 +158,8 @@ bench-papers: setup ## The papers' scenarios in virtual time: their ratios besid
 bench-tiers: setup ## KV on device and host: bursts, churn and second turns against plain vLLM; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.tiers
 
+bench-fair: setup ## One tenant floods: vLLM by arrival and by priority, PengServe by shares and with parking; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.fair
+
 clean: ## Remove what make wrote: .venv, the demo model, caches
 	rm -rf .venv .pengserve build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

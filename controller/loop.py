@@ -19,6 +19,7 @@ from pengserve.controller.state import ClusterState, Transition
 from pengserve.controller.steering import Steering
 from pengserve.controller.supervision import KILL_TIMEOUT_S, Supervision
 from pengserve.controller.terms import LocalTermStore, Term
+from pengserve.planners.shared_usage import UsageLedger
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.drains import DrainOperation
 from pengserve.planners.types.errors import EngineError, SupersededError
@@ -27,6 +28,7 @@ from pengserve.planners.types.ids import InstanceKey, Version
 from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, RoutingTable
+from pengserve.planners.types.tenants import SharedUsage, UsageReport
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,7 @@ class Controller:
         self._state: ClusterState | None = None  # None until recovered
         self._news = asyncio.Event()
         self._changed = asyncio.Condition()
+        self._usage = UsageLedger()
         self._steering = Steering(config, clock)
         self._supervision = Supervision(
             config, port, self._term, self, on_news=self._news.set, clock=clock, paying=self._paying_moves
@@ -165,6 +168,10 @@ class Controller:
         """What an ingress wants and has not got. It is forgotten after a while, so it is reported again and again."""
         if self._steering.hear(client_id, demand):
             self._news.set()
+
+    def share_usage(self, client_id: str, report: UsageReport) -> SharedUsage:
+        """What an ingress has charged tenants, and what all ingresses together have. Nothing else is decided by it."""
+        return self._usage.share(client_id, report, self._clock())
 
     def set_layout(self, target: LayoutTarget) -> None:
         """Changes the layout to `target`, step by step, and keeps it so until `auto_layout`; returns at once.

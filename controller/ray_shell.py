@@ -56,6 +56,7 @@ from pengserve.planners.types.names import NAMESPACE, fingerprint_name
 from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import LayoutTarget, SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceSnapshot, RoutingTable
+from pengserve.planners.types.tenants import SharedUsage, UsageReport
 
 logger = logging.getLogger(__name__)
 
@@ -316,6 +317,10 @@ class ControllerShell:
     async def report_demand(self, client_id: str, demand: Demand) -> None:
         """What the ingress `client_id` wants and has not got; a wish that needs another layout is looked at at once."""
         self._succession.current.report_demand(client_id, demand)
+
+    async def share_usage(self, client_id: str, report: UsageReport) -> SharedUsage:
+        """What the ingress `client_id` has charged tenants, and what all ingresses together have."""
+        return self._succession.current.share_usage(client_id, report)
 
     async def set_layout(self, target: LayoutTarget) -> None:
         """Changes the layout to `target` and keeps it; returns before that has happened. Raises PlanError."""

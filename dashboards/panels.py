@@ -110,6 +110,42 @@ _SLO = Row(
     ),
 )
 
+_TENANTS = Row(
+    title="Tenants",
+    panels=(
+        Panel(
+            title="Requests that wait",
+            queries=(
+                Query(
+                    promql='sum by (tenant, service_class) (pengserve_tenant_requests{$app, state="waiting"})',
+                    legend="{{tenant}} {{service_class}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Requests that run",
+            queries=(
+                Query(
+                    promql='sum by (tenant, service_class) (pengserve_tenant_requests{$app, state="running"})',
+                    legend="{{tenant}} {{service_class}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="Share of the tokens served",
+            unit="percentunit",
+            help="Computed tokens of prompts and answers, counted when an answer ends.",
+            queries=(
+                Query(
+                    promql="sum by (tenant, service_class) (rate(pengserve_tenant_tokens_total{$app}[5m]))"
+                    " / ignoring(tenant, service_class) group_left sum(rate(pengserve_tenant_tokens_total{$app}[5m]))",
+                    legend="{{tenant}} {{service_class}}",
+                ),
+            ),
+        ),
+    ),
+)
+
 _TRAFFIC = Row(
     title="Traffic and latency",
     panels=(
@@ -272,6 +308,11 @@ _TIERS = Row(
                 Query(
                     promql="sum(max by (instance_id) (rate(pengserve_instance_parks_total{$where}[$__rate_interval])))",
                     legend="parked per second",
+                ),
+                Query(
+                    promql="sum(max by (instance_id)"
+                    " (rate(pengserve_instance_displaced_total{$where}[$__rate_interval])))",
+                    legend="for more urgent ones",
                 ),
             ),
         ),
@@ -515,4 +556,4 @@ _CLUSTER = Row(
     ),
 )
 
-ROWS: tuple[Row, ...] = (_SLO, _TRAFFIC, _SHAPE, _DECISIONS, _MEMORY, _TIERS, _INSTANCES, _VLLM, _CLUSTER)
+ROWS: tuple[Row, ...] = (_SLO, _TENANTS, _TRAFFIC, _SHAPE, _DECISIONS, _MEMORY, _TIERS, _INSTANCES, _VLLM, _CLUSTER)

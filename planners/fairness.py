@@ -252,6 +252,16 @@ class FairShares:
                 tenant.delta, tenant.is_told = 0.0, True
         return found
 
+    def return_usage(self, usage: Mapping[str, tuple[float, float]]) -> None:
+        """What `take_usage` gave could not be told."""
+        for name, (delta, _) in usage.items():
+            if (tenant := self._tenants.get(name)) is not None:
+                tenant.delta += delta
+
+    def active(self) -> tuple[str, ...]:
+        """Tenants that have requests here."""
+        return tuple(tenant.name for tenant in self._tenants.values() if tenant.num_open)
+
     def least_active(self) -> float | None:
         """The least counter of tenants that are active here; None where none is."""
         while self._active:

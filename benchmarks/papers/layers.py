@@ -6,6 +6,7 @@ from benchmarks.papers.headline import Headline, named
 
 SHAREGPT, FIXED = "layerkv-7b-sharegpt", "layerkv-7b-fixed"
 YI, LLAMA = "layerkv-34b-sharegpt", "layerkv-70b-sharegpt"
+TP2 = "orbitflow-8b-a6000-tp2"
 A5000, TIGHT, A6000 = "orbitflow-8b-a5000", "orbitflow-8b-a5000-tight", "orbitflow-70b-a6000"
 A10, A100 = "fastswitch-8b-a10", "fastswitch-32b-a100"
 VLLM, TIERS = "vLLM", "PengServe, host tier"
@@ -69,6 +70,7 @@ def _orbitflow() -> list[Headline]:
         row("O5", "end to end, the price", "e2e_mean_s", HEURISTIC, "0.83-0.89x (+12-21 %)"),
         row("O6", "TBT kept, 128K tokens, four A6000", "tbt_kept", FLEXGEN_PLUS, "69.2 to above 85 %", A6000, **points),
         row("O6", "TBT kept, 128K tokens, four A6000", "tbt_kept", HEURISTIC, "32.9 to above 85 %", A6000, **points),
+        *(row("O6", "TBT kept, tp2", "tbt_kept", name, "better (Fig. 10)", TP2, **points) for name in STATIC),
         row("O7", "TBT kept, scale 1", "tbt_kept", UNIFORM, "45.1 to 85.6 %", TIGHT, **points),
         row("O7", "TBT kept, scale 1", "tbt_kept", NO_PAUSES, "54.5 to 85.6 %", TIGHT, **points),
         row("O7", "TBT kept, scale 1", "tbt_kept", NO_DEPOSIT, "71 to 85.6 %", TIGHT, **points),

@@ -104,6 +104,7 @@ SCENARIOS: Mapping[str, tuple[Variant, ...]] = {
     "layerkv-70b-sharegpt": _LAYERKV,
     "orbitflow-8b-a5000": _OFFLOADING,
     "orbitflow-8b-a5000-tight": _OFFLOADING,
+    "orbitflow-8b-a6000-tp2": _OFFLOADING,
     "orbitflow-70b-a6000": _OFFLOADING,
     "fastswitch-8b-a10": _switching(25),
     "fastswitch-32b-a100": _switching(50),

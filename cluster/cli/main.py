@@ -161,11 +161,12 @@ def top(
     admin_key: AdminKey = None,
     interval_s: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between frames.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame and leave.")] = False,
+    tenants: Annotated[bool, typer.Option("--tenants", help="By tenant and class instead.")] = False,
 ) -> None:
     """Watch instances, lanes, KV and weight memory, queues and tokens per second. Ctrl-C leaves."""
-    from pengserve.cluster.cli.watch import run_top
+    from pengserve.cluster.cli.watch import run_top, run_top_tenants
 
-    run_top(url, admin_key, interval_s, once)
+    (run_top_tenants if tenants else run_top)(url, admin_key, interval_s, once)
 
 
 @app.command()

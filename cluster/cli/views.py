@@ -24,6 +24,7 @@ from pengserve.cluster.memory_parts import host_parts, leader_of, memory_parts
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState
+from pengserve.planners.types.tenants import TenantUse
 from pengserve.planners.types.units import format_bytes
 
 STATE_STYLES = {
@@ -150,6 +151,27 @@ def top_view(before: ClusterSnapshot | None, now: ClusterSnapshot, note: str = "
     legend = Text("KV: █ resident ▒ queued   memory: █ weights ▓ KV used · KV free", "dim")
     totals = _totals(now, [r for r in rates.values() if r])
     return Lines(_headline(now), totals, _switch(now), table, legend, Text(note, "yellow"))
+
+
+def tenants_view(uses: Sequence[TenantUse]) -> RenderableType:
+    """One frame of `pengserve top --tenants`."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("tenant", "class"):
+        table.add_column(name, no_wrap=True)
+    for name in ("run", "wait", "share", "tokens", "ended", "SLO kept"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for use in uses:
+        table.add_row(
+            Text(use.tenant or "(none)", "dim" if not use.tenant else ""),
+            use.service_class,
+            str(use.num_running),
+            str(use.num_waiting),
+            f"{use.share:.0%}",
+            f"{use.total_tokens:,}",
+            f"{use.total_ended:,}",
+            "-" if use.attainment is None else f"{use.attainment:.0%}",
+        )
+    return table if uses else Text("no requests yet", "dim")
 
 
 def event_line(event: Event) -> Text:

@@ -8,7 +8,7 @@ from rich.live import Live
 from pengserve.client import PengServe, PengServeConnectionError
 from pengserve.cluster.cli.output import output_console, print_value
 from pengserve.cluster.cli.shape_views import outcome_table, why_table
-from pengserve.cluster.cli.views import event_line, status_view, top_view
+from pengserve.cluster.cli.views import event_line, status_view, tenants_view, top_view
 from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.snapshot import ClusterSnapshot
@@ -39,6 +39,22 @@ def run_top(url: str, admin_key: str | None, interval_s: float, once: bool) -> N
                     time.sleep(interval_s)
                     before, now, note = _next_frame(client, before, now)
                     live.update(top_view(before, now, note), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def run_top_tenants(url: str, admin_key: str | None, interval_s: float, once: bool) -> None:
+    """The same by tenant and class, as the ingress that answers sees them."""
+    console = output_console()
+    with PengServe(url, admin_key=admin_key) as client:
+        if once:
+            console.print(tenants_view(client.tenants()))
+            return
+        try:
+            with Live(tenants_view(client.tenants()), console=console, screen=True, auto_refresh=False) as live:
+                while True:
+                    time.sleep(interval_s)
+                    live.update(tenants_view(client.tenants()), refresh=True)
         except KeyboardInterrupt:
             return
 

@@ -15,6 +15,7 @@ from pengserve.planners.types.errors import PengServeError
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, LayoutView, RoutingTable
+from pengserve.planners.types.tenants import TenantUse
 
 if TYPE_CHECKING:
     import openai
@@ -56,6 +57,10 @@ class PengServe:
     def status(self) -> ClusterSnapshot:
         """All that the controller knows of the cluster now."""
         return self._call(protocol.status())
+
+    def tenants(self) -> tuple[TenantUse, ...]:
+        """What tenants and classes have and were served at the ingress that answers, the most served first."""
+        return self._call(protocol.tenants())
 
     def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
         """Events with a sequence number above `after`, oldest first, at most `limit`."""
@@ -208,6 +213,10 @@ class AsyncPengServe:
     async def status(self) -> ClusterSnapshot:
         """All that the controller knows of the cluster now."""
         return await self._call(protocol.status())
+
+    async def tenants(self) -> tuple[TenantUse, ...]:
+        """What tenants and classes have and were served at the ingress that answers, the most served first."""
+        return await self._call(protocol.tenants())
 
     async def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
         """Events with a sequence number above `after`, oldest first, at most `limit`."""

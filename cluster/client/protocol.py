@@ -20,6 +20,7 @@ from pengserve.planners.types.drains import DrainOperation
 from pengserve.planners.types.errors import PengServeError
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.snapshot import ClusterSnapshot, LayoutView, RoutingTable
+from pengserve.planners.types.tenants import TenantUse
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 # Servers close a connection that is idle for 5 s, as httpx would: one that is used again just then is reset.
@@ -69,6 +70,15 @@ Program = Generator[Call[Any] | Pause, Any, T]
 def status() -> Call[ClusterSnapshot]:
     """The cluster's snapshot."""
     return Call(path="/cluster/status", is_admin=True, parse=lambda data: from_data(ClusterSnapshot, data))
+
+
+def tenants() -> Call[tuple[TenantUse, ...]]:
+    """What tenants and classes have and were served at the ingress that answers."""
+    return Call(
+        path="/cluster/tenants",
+        is_admin=True,
+        parse=lambda data: tuple(from_data(TenantUse, item) for item in data["tenants"]),
+    )
 
 
 def events(after: int, limit: int) -> Call[tuple[Event, ...]]:

@@ -20,12 +20,15 @@ from pengserve.cluster.ingress.guard import Guard, current_ticket
 from pengserve.cluster.ingress.keys import KeyRing
 from pengserve.cluster.ingress.links import LinkPool
 from pengserve.cluster.ingress.meters import IngressMeters
+from pengserve.cluster.ingress.priority_api import priority_router, tenants_router
 from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.routes import RouteWatcher, RoutingSource
 from pengserve.cluster.ingress.tasks import forever
+from pengserve.cluster.ingress.tenants import Tenants
 from pengserve.cluster.ingress.traces import Traces
 from pengserve.cluster.ingress.traffic import Ticket, Traffic
+from pengserve.cluster.ingress.usage_sharing import UsageSharing
 from pengserve.cluster.metrics import catalog
 from pengserve.cluster.metrics.facade import Metrics
 from pengserve.cluster.ui.feed import Feed
@@ -76,6 +79,7 @@ class IngressRuntime:
         self.client = ClusterEngineClient(
             vllm_config, config.limits, self.meters, self._admit, self.request_log, self.traces
         )
+        self.client.tenants = Tenants(config.fairness)
         client_id = f"ingress-{secrets.token_hex(4)}"
         self.links = LinkPool(
             self.client,
@@ -96,6 +100,9 @@ class IngressRuntime:
             fair=self.fair,
         )
         self.demand = DemandReporter(self.book, source, client_id)
+        self.sharing: UsageSharing | None = None
+        if self.fair is not None and config.num_ingresses > 1:
+            self.sharing = UsageSharing(self.fair.shares, self.book, source, client_id)
         self.client.use_book(self.book)
         self.watcher = RouteWatcher(source, self._on_table, lambda up: self.meters.cluster.on_controller(up=up))
         self._tasks: list[asyncio.Task[None]] = []
@@ -124,6 +131,11 @@ class IngressRuntime:
                 metrics_endpoint=self._metrics_endpoint,
             ),
         )
+        by_priority = self.client.vllm_config.scheduler_config.policy == "priority"
+        priorities = priority_router(lambda: self.book, by_name(self.config.classes), goes_by_priority=by_priority)
+        attach_cluster_routes(app, priorities)
+        figures = self.client.tenant_figures
+        attach_cluster_routes(app, tenants_router(lambda: figures.uses(self.book.records())))
         router = ui_router(self.admin, self.feed, lambda: self.traffic.is_draining)
         attach_cluster_routes(app, router)
         return Guard(
@@ -135,6 +147,7 @@ class IngressRuntime:
             on_rejected=self.meters.rejected,
             keys=self.keys,
             admin=self.admin,
+            tenants=self.client.tenants,
         )
 
     def start(self) -> None:
@@ -146,6 +159,8 @@ class IngressRuntime:
             ("demand", self.demand.run),
             ("metrics", self._publish),
         ]
+        if self.sharing is not None:
+            jobs.append(("usage", self.sharing.run))
         if self.request_log.is_on:
             jobs.append(("request log", self.request_log.run))
         if self.keys.has_files:
@@ -216,6 +231,8 @@ class IngressRuntime:
     async def _take_snapshot(self) -> None:
         snapshot = await self._source.snapshot()
         self.meters.cluster.on_snapshot(snapshot)
+        if self.fair is not None:
+            self.fair.follow(snapshot)
         await self.meters.switches.follow(self._source.events, snapshot.controller_started_s)
 
 

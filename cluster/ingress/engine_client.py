@@ -19,6 +19,9 @@ from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.reject import require_ttft
 from pengserve.cluster.ingress.request_log import RequestLog
 from pengserve.cluster.ingress.request_options import current_deadline_s, current_options
+from pengserve.cluster.ingress.tenant_figures import TenantFigures
+from pengserve.cluster.ingress.tenant_meters import TenantMeters
+from pengserve.cluster.ingress.tenants import Tenants
 from pengserve.cluster.ingress.traces import Traces
 from pengserve.cluster.ingress.vllm_openai_seam import (
     STREAM_FINISHED,
@@ -43,11 +46,13 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
 )
 from pengserve.planners.types.contract import SloPolicy
 from pengserve.planners.types.ids import InstanceKey
+from pengserve.planners.types.tenants import FairnessConfig
 from pengserve.replicas.engine.grammars import DEAD_END, TOO_COSTLY
 from pengserve.replicas.engine.link import InstanceLink, Moved, Paused, StepBatch, Trial
 
 logger = logging.getLogger(__name__)
 
+NO_LIMITS = Tenants(FairnessConfig())
 OUTPUTS_PER_SLICE = 128  # outputs processed before other tasks get a turn
 GUIDE_FAULTS = {
     DEAD_END: "No text meets the constraint of this request: its grammar, pattern or schema comes to where it allows no"
@@ -88,6 +93,8 @@ class ClusterEngineClient(EngineClient):
         )
         self._limits, self._meters, self._admit = limits, meters, admit
         self._request_log = request_log or RequestLog()
+        self.tenants, self.tenant_figures = NO_LIMITS, TenantFigures()
+        self._tenant_meters = TenantMeters(meters.metrics, lambda: self.book.records())
         self._closed = False
         self._widest = 0  # what the controller says of the widest group; 0: nothing yet
         self._shapes: dict[InstanceKey, str] = {}
@@ -299,6 +306,9 @@ class ClusterEngineClient(EngineClient):
 
     def on_ended(self, record: RequestRecord, finish: str) -> None:
         """A request is over."""
+        self.tenants.ended(record)
+        self.tenant_figures.ended(record)
+        self._tenant_meters.ended(record)
         self._request_log.note(record, finish)
         if record.kept is not None:
             record.kept.finish = finish
@@ -357,6 +367,7 @@ class ClusterEngineClient(EngineClient):
         collector = _collector(request.request_id, params.output_kind, kept)
         if params.n == 1:
             self._output_processor.add_request(request, prompt_text, None, 0, collector)
+            self.tenants.come(request, options)
             self.book.add(request, options, None if kept is None else kept.begin())
             return collector
         parent = ParentRequest(request)
@@ -367,6 +378,7 @@ class ClusterEngineClient(EngineClient):
             self._output_processor.add_request(child, prompt_text, parent, index, collector)
             children.append(child)
         for child in children:
+            self.tenants.come(child, options)
             self.book.add(child, options, None if kept is None else kept.begin())
         return collector
 

@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from pengserve.cluster.ingress.record import RequestRecord
-from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput
+from pengserve.planners.dispatch import kv_tokens
 from pengserve.planners.fairness import FairConfig, FairShares, Order
-from pengserve.planners.service_cost import ServiceCost
+from pengserve.planners.service_cost import NOMINAL, ServiceCost
 from pengserve.planners.types.contract import ServiceClass
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState
 from pengserve.planners.types.tenants import FairnessConfig
 from pengserve.replicas.engine.link import InstanceLink
 
@@ -65,15 +66,14 @@ class FairQueue:
         )
         self._tell(orders)
 
-    def begun(self, record: RequestRecord, output: EngineCoreOutput) -> None:
+    def begun(self, record: RequestRecord) -> None:
         """The first token of a request is there: its prompt was computed."""
         meter, now_s = self._meters.get(record.request.request_id), self._clock()
         if meter is None:
             return
-        found = output.prefill_stats
-        new, cached = (found.num_computed_tokens, found.num_cached_tokens) if found else (record.num_prompt_tokens, 0)
-        meter.since_s = now_s
-        self.shares.charge(record.request.request_id, self.cost.prompt_s(new, cached), now_s)
+        meter.since_s, cached = now_s, record.num_cached_tokens
+        cost_s = self.cost.prompt_s(record.num_prompt_tokens - cached, cached)
+        self.shares.charge(record.request.request_id, cost_s, now_s)
 
     def ended(self, record: RequestRecord) -> None:
         """The book forgets a request."""
@@ -90,9 +90,16 @@ class FairQueue:
         self._usual[tenant] = usual + LEARN * (len(record.output_token_ids) - usual)
 
     def prioritize(self, record: RequestRecord, priority: int) -> None:
-        """A client gives a request of its own another priority."""
-        record.priority = priority
+        """A request has another priority from now on."""
         self._tell(self.shares.prioritize(record.request.request_id, priority))
+
+    def follow(self, snapshot: ClusterSnapshot) -> None:
+        """Takes prices from the first instance that is ready: what its steps cost as profiled, and its KV."""
+        ready = next((i for i in snapshot.instances if i.state is InstanceState.READY and i.capacity is not None), None)
+        if ready is None or ready.capacity is None:
+            return
+        step = next((lane.step_cost for lane in ready.lanes if lane.shape == "dp" and lane.step_cost), NOMINAL)
+        self.cost = ServiceCost(step=step, capacity_tokens=kv_tokens(ready.stats, ready.capacity))
 
     def tend(self, num_places: int) -> None:
         """Charges running requests and renews the order, at most once in `PERIOD_S`.

@@ -31,6 +31,7 @@ from pengserve.cluster.ingress.request_options import (
     current_options,
     read_options,
 )
+from pengserve.cluster.ingress.tenants import Tenants
 from pengserve.cluster.ingress.traffic import Places, Ticket, Traffic
 from pengserve.planners.types.cluster_id import CLUSTER_HEADER, cluster_id
 from pengserve.planners.types.contract import by_name
@@ -78,6 +79,7 @@ class Guard:
         on_rejected: Callable[[str], None] = lambda reason: None,
         keys: KeyRing | None = None,
         admin: AdminDoor | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
         self._app, self._config, self._traffic, self._vocab_size = app, config, traffic, vocab_size
         self._max_model_len, self._on_rejected = max_model_len, on_rejected
@@ -86,6 +88,7 @@ class Guard:
         self._long_text = asyncio.Lock()
         self._keys = keys or KeyRing(config)
         self._admin = admin or AdminDoor(config, self._keys)
+        self._tenants = tenants or Tenants(config.fairness)
         self._cluster_id = cluster_id(config.instance.channel_token)
         self._contracts = ContractReader(by_name(config.classes), is_tenant_trusted=config.is_tenant_trusted)
 
@@ -127,7 +130,8 @@ class Guard:
             self._on_rejected(_REASONS.get(refused.status, "invalid"))
             await respond(refused)(scope, receive, send)
         except OverloadedError as overloaded:
-            self._on_rejected("no_instance" if self._traffic.is_draining else "overload")
+            reason = "tenant" if overloaded.dropped_reason.startswith("tenant-") else "overload"
+            self._on_rejected("no_instance" if self._traffic.is_draining else reason)
             await respond(overloaded)(scope, receive, send)
         except Exception as error:  # the last line: any failure gives the client an answer in shape
             if exchange.finished:
@@ -172,7 +176,11 @@ class Guard:
             replayed = replay(json.dumps(for_vllm).encode(), receive)
         slo = options.contract.slo
         kept = KeptAnswer(slo, arrived_s) if slo is not None else None
-        with self._traffic.ticket(num_sequences) as ticket, ExitStack() as context:
+        with (
+            self._tenants.place(options.contract.tenant, num_sequences),
+            self._traffic.ticket(num_sequences) as ticket,
+            ExitStack() as context,
+        ):
             set_for_request: tuple[tuple[ContextVar[Any], Any], ...] = (
                 (current_ticket, ticket),
                 (current_options, options),

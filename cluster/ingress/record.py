@@ -59,6 +59,7 @@ class RequestRecord:
     chain: tuple[int, ...] | None = None  # hashes of its prompt, for dispatch; None: not made yet
     priority: int = field(init=False)  # the client's; the request's own may be what the order of shares makes of it
     life: list[tuple[float, str, str]] = field(default_factory=list)  # seconds after it came, what, instance
+    num_cached_tokens: int = 0  # of its prompt, found in a prefix cache when it was computed first
     num_prompt_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

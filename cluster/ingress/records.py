@@ -159,10 +159,12 @@ class RequestBook:
                     self._acquit(record)
                 if record.last_token_s is None:
                     record.first_token_s = now_s
+                    if output.prefill_stats is not None:
+                        record.num_cached_tokens = output.prefill_stats.num_cached_tokens
                     if record.num_copies == 1:
                         self._placing.first_token(record, now_s - record.sent_s)
                     if self._fair is not None:
-                        self._fair.begun(record, output)
+                        self._fair.begun(record)
                 record.last_token_s = now_s
                 if record.kept is not None:
                     record.kept.add(len(output.new_token_ids), now_s)
@@ -271,6 +273,23 @@ class RequestBook:
     def demand(self) -> Demand:
         """What the requests in flight want, for the planners."""
         return self._placing.demand(self._records.values())
+
+    def records(self) -> list[RequestRecord]:
+        """All requests in flight here."""
+        return list(self._records.values())
+
+    def prioritize(self, record: RequestRecord, priority: int) -> None:
+        """A request has another priority from now on, also on its instance."""
+        record.priority = priority
+        self._placing.urgent.discard(record)
+        if record.is_urgent:
+            self._placing.urgent.add(record)
+        if self._fair is not None:
+            self._fair.prioritize(record, priority)
+            return
+        record.request.priority = priority
+        if record.link is not None:
+            record.link.reorder([(record.wire_id, priority, record.request.arrival_time)])
 
     def wake(self) -> None:
         """An instance may have become ready, or changed its shape."""

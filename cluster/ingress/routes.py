@@ -12,6 +12,7 @@ from pengserve.planners.types.events import Event
 from pengserve.planners.types.ids import NO_VERSION, Epoch, InstanceKey, Version
 from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, RoutingTable
+from pengserve.planners.types.tenants import SharedUsage, UsageReport
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +40,9 @@ class RoutingSource(Protocol):
 
     async def report_demand(self, client_id: str, demand: Demand) -> None:
         """What the requests of the ingress `client_id` want now; replaces what it said before."""
+
+    async def share_usage(self, client_id: str, report: UsageReport) -> SharedUsage:
+        """What an ingress has charged tenants; what all ingresses together have."""
 
     async def set_layout(self, target: LayoutTarget) -> None:
         """Changes the layout and keeps it so; returns before that has happened. Raises PlanError."""
@@ -88,6 +92,11 @@ class CalledSource(ABC):
     async def report_demand(self, client_id: str, demand: Demand) -> None:
         """Tells the controller what the requests of the ingress `client_id` want now."""
         await self._call("report_demand", client_id, demand)
+
+    async def share_usage(self, client_id: str, report: UsageReport) -> SharedUsage:
+        """Tells the controller what the ingress `client_id` has charged tenants, and asks what all have."""
+        shared: SharedUsage = await self._call("share_usage", client_id, report)
+        return shared
 
     async def set_layout(self, target: LayoutTarget) -> None:
         """Asks the controller to change the layout and keep it so."""

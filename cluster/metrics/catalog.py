@@ -119,7 +119,7 @@ REJECTED = _counter(
     _TRAFFIC,
     "requests",
     "Requests refused before they reached an instance, by reason: `auth`, `body_size`, `invalid`, `overload`, "
-    "`no_instance`, `not_found`, `slo` (its first token was predicted too late).",
+    "`no_instance`, `not_found`, `slo` (its first token was predicted too late), `tenant` (it has come to a limit).",
     "reason",
 )
 RESUMED = _counter(
@@ -192,6 +192,26 @@ LENGTH_PREDICTIONS = _counter(
     "service_class",
     "bound",
     "outcome",
+)
+
+TENANT_REQUESTS = _gauge(
+    "pengserve_tenant_requests",
+    _TRAFFIC,
+    "requests",
+    "Requests in flight by tenant, class and state: `waiting` for their first token, `running`. The 32 pairs of a "
+    "tenant and a class that came first have their own series, all others `*`. Requests without a tenant are `none`'s.",
+    "tenant",
+    "service_class",
+    "state",
+)
+TENANT_TOKENS = _counter(
+    "pengserve_tenant_tokens_total",
+    _TRAFFIC,
+    "tokens",
+    "Tokens that were computed for requests that ended, by tenant and class: prompts without what was cached, and "
+    "answers.",
+    "tenant",
+    "service_class",
 )
 
 # Instances: one series per slot. A replacement takes over the series of the dead one.
@@ -284,6 +304,13 @@ REQUESTS_PARKED = _gauge(
 )
 PARKS = _counter(
     "pengserve_instance_parks_total", _MEMORY, "requests", "Times that a request was parked.", "instance_id"
+)
+DISPLACED = _counter(
+    "pengserve_instance_displaced_total",
+    _MEMORY,
+    "requests",
+    "Of these, times that it was for a more urgent request, which took its place in the batch.",
+    "instance_id",
 )
 HOST_HITS = _counter(
     "pengserve_instance_host_hit_tokens_total",

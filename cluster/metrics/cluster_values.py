@@ -29,6 +29,7 @@ _TOTALS: tuple[tuple[MetricSpec, str], ...] = (
     (catalog.STAGE_BUSY_SECONDS, "total_stage_busy_s"),
     (catalog.STAGE_IDLE_SECONDS, "total_stage_idle_s"),
     (catalog.PARKS, "total_parked"),
+    (catalog.DISPLACED, "total_displaced"),
     (catalog.HOST_HITS, "total_host_hits"),
     (catalog.COPY_WAIT_SECONDS, "total_copy_wait_s"),
 )

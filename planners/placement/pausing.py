@@ -37,7 +37,9 @@ class Prospect:
     step_s: NDArray[np.float64]  # at least; infinite where not even one layer of all fits
     num_late: NDArray[np.int64]
     num_stepped: NDArray[np.int64]
-    gain: NDArray[np.float64]  # that placing must win over pausing: 1 where nothing has to be away
+    gain: NDArray[
+        np.float64
+    ]  # what tokens a second are divided by: pausing none is preferred, some beside layers away not
     max_late: int
 
     def best(self) -> int:
@@ -86,7 +88,9 @@ class Prospects:
             step_s=step_s,
             num_late=self._late_paused + (is_late & is_stepped).sum(axis=1),
             num_stepped=num_stepped,
-            gain=np.where(spare < 0, 1.0 + self._config.min_gain, 1.0),
+            gain=np.where(
+                counts == 0, 1.0 - self._config.min_gain, np.where(spare < 0, 1.0 + self._config.min_gain, 1)
+            ),
             max_late=self._config.max_late,
         )
 

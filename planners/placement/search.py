@@ -25,7 +25,7 @@ from pengserve.planners.placement.spread import (
 
 MOST_EXHAUSTIVE = 1 << 16  # numbers of all placements together up to which all of them are looked at
 MOST_NUMBERS = 1 << 14  # of one round
-MOST_ROUNDS = 8
+MOST_ROUNDS = 6
 MOST_PRICED = 3  # changes of a round
 
 

@@ -41,7 +41,9 @@ class PlacementConfig:
     max_late: int = 1  # alpha: requests of a step that may miss their SLO; a paused one counts
     min_window: int = 8  # steps
     max_window: int = 128
-    min_gain: float = 0.02  # tokens a second that placing must win over pausing
+    min_gain: float = (
+        0.02  # tokens a second that pausing must win over not pausing, and layers away beside it over none
+    )
     may_pause: bool = True
     max_paused_s: float = 10.0  # nothing is paused longer for the sake of others
     drift: float = 0.25  # of the predicted time of a step, beyond which the figures are measured anew
@@ -51,8 +53,8 @@ class PlacementConfig:
             raise ValueError(f"max_late is {self.max_late}: give 0 or more")
         if not 1 <= self.min_window <= self.max_window:
             raise ValueError(f"min_window is {self.min_window} and max_window {self.max_window}: 1 <= min <= max")
-        if self.min_gain < 0 or self.max_paused_s <= 0 or self.drift <= 0:
-            raise ValueError("min_gain is 0 or more; max_paused_s and drift are above 0")
+        if not 0 <= self.min_gain < 1 or self.max_paused_s <= 0 or self.drift <= 0:
+            raise ValueError("min_gain is at least 0 and below 1; max_paused_s and drift are above 0")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -93,6 +93,7 @@ class InstanceStats:
     host_blocks: int = 0
     host_blocks_used: int = 0
     total_parked: int = 0
+    total_displaced: int = 0  # of these, for a more urgent request that took their place in the batch
     total_host_hits: int = 0  # of `total_prefix_hits`, tokens whose KV was on the host
     total_staged_bytes: int = 0  # copied to the device for a step that waited for them
     total_brought_bytes: int = 0  # ... beside the steps, for requests that came back

@@ -38,3 +38,34 @@ class FairnessConfig:
             for tenant in (self.default, *self.tenants.values())
             for value in (tenant.max_requests, tenant.max_tokens, tenant.tokens_per_minute)
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageReport:
+    """What an ingress has charged tenants since its last report."""
+
+    charges: Mapping[str, tuple[float, float]] = field(default_factory=dict)  # (virtual seconds, counter before them)
+    tenants: tuple[str, ...] = ()  # that are active there: it asks for their counters
+    least_active: float | None = None  # of their counters; None: none is active
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharedUsage:
+    """What all ingresses together have charged."""
+
+    counters: Mapping[str, float] = field(default_factory=dict)
+    least_active: float | None = None  # of tenants that are active at other ingresses
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantUse:
+    """What one tenant's requests of one class have at an ingress, for people."""
+
+    tenant: str  # "": requests without one; "*": all beyond those that are shown
+    service_class: str
+    num_waiting: int = 0  # for their first token
+    num_running: int = 0
+    share: float = 0.0  # of the tokens that were served lately, computed prompts and answers
+    total_tokens: int = 0  # of them, ever
+    total_ended: int = 0
+    attainment: float | None = None  # share of the requests with an SLO that kept it; None: none had one

@@ -101,6 +101,8 @@ class Lane(ABC):
     def reorder(self, orders: Mapping[str, tuple[int, float]]) -> None:
         """Gives requests here another `(priority, arrival_time)`; ids of others are left alone."""
         self.scheduler.reorder(orders)
+        if self.residency is not None:
+            self.residency.unsettle()
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""

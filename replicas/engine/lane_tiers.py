@@ -70,6 +70,10 @@ class LaneTiers:
         """A request has left the batch with its KV."""
         self.tiers.counts.parks += 1
 
+    def count_displaced(self, count: int) -> None:
+        """So many requests gave their place in the batch to more urgent ones."""
+        self.tiers.counts.displaced += count
+
     # Between members --------------------------------------------------------------------------------------------------
 
     def tell_others(self) -> None:
@@ -99,7 +103,7 @@ class LaneTiers:
             self._hints.append(hint)
 
 
-def uses_of(own: np.ndarray, leased: Sequence[int] | np.ndarray, lane_uses: np.ndarray) -> np.ndarray:
+def uses_of(own: np.ndarray, leased: np.ndarray, lane_uses: np.ndarray) -> np.ndarray:
     """What the instance's blocks are used for while a group's lane that is led here has leased some.
 
     Args:
@@ -107,7 +111,6 @@ def uses_of(own: np.ndarray, leased: Sequence[int] | np.ndarray, lane_uses: np.n
         leased: by the lane's block, the instance's block behind it, or 0.
         lane_uses: by the lane's scheduler.
     """
-    found = own.copy()
-    logical = np.flatnonzero(np.asarray(leased))
-    found[np.asarray(leased)[logical]] = lane_uses[logical]
+    found, logical = own.copy(), np.flatnonzero(leased)
+    found[leased[logical]] = lane_uses[logical]
     return found

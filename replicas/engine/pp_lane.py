@@ -102,7 +102,7 @@ class PpLane(GroupLane):
         self.max_in_flight = num_stages  # leader: microbatches, where members share no processors
         self._in_flight: deque[_Microbatch] = deque()
         self._clock = clock or StageClock()
-        self._counted_s = self._clock.busy_s + self._clock.idle_s  # of the clock, which other lanes have too
+        self._counted_s = self._clock.busy_s, self._clock.idle_s  # of the clock, which other lanes have too
         self._stage_s = 0.0  # leader: of its stage, for the newest microbatch
         self._was_empty = True  # leader: nothing was to compute since the newest microbatch
         self._arriving: dict[str, Request] = {}  # requests whose KV is on its way
@@ -165,7 +165,7 @@ class PpLane(GroupLane):
         super().enter(run)
         self._was_empty = self._is_settled = True
         self._clock.forget()
-        self._counted_s = self._clock.busy_s + self._clock.idle_s
+        self._counted_s = self._clock.busy_s, self._clock.idle_s
         if self.stage > 0:
             scheduler = self.config.scheduler_config
             self.runner.intermediate_tensors = self.runner.model.make_empty_intermediate_tensors(
@@ -295,6 +295,7 @@ class PpLane(GroupLane):
             pass
         if not self._in_flight:
             return {}
+        is_full = len(self._in_flight) >= self.max_in_flight
         microbatch = self._in_flight.popleft()
         # Not when it began: vLLM has one buffer for the masks of all microbatches. Its requests' grammars stand where
         # they stood then, and this member alone samples.
@@ -303,10 +304,11 @@ class PpLane(GroupLane):
         assert self._microbatches is not None
         self._microbatches.came_back(microbatch.output, chunks_of(microbatch.output), self._stage_s)
         outputs = self.scheduler.update(microbatch.output, result)
-        # Every stage takes about what this one does, idle between microbatches included.
-        total_s = self._clock.busy_s + self._clock.idle_s
-        self._count(outputs.values(), (total_s - self._counted_s) * self.num_stages, self.max_in_flight)
-        self._counted_s = total_s
+        # Every stage takes about what this one does. Idle time between microbatches counts where as many were in flight
+        # as may be: with fewer, stages wait for work.
+        (busy_s, idle_s), self._counted_s = self._counted_s, (self._clock.busy_s, self._clock.idle_s)
+        seconds = self._clock.busy_s - busy_s + (self._clock.idle_s - idle_s if is_full else 0.0)
+        self._count(outputs.values(), seconds * self.num_stages, self.max_in_flight)
         if not self._in_flight and (self._is_held or not self.scheduler.has_unfinished):
             self._was_empty = True
         return outputs

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
+from pengserve.planners.preemption import QUANTUM_TOKENS, Candidate, plan_places
 from pengserve.planners.residency import Device, Wanting, plan_residency
 from pengserve.replicas.engine.lane_tiers import LaneTiers
 from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
@@ -47,11 +48,14 @@ class ResidentRequests:
         self.limit(tiers.device_blocks)
         self._parked: dict[str, Request] = {}
         self._ordered: set[str] = set()  # parked by an order: they wait for one that resumes them
+        self._without_place: set[str] = set()  # in the next step, as more urgent requests have their places,
+        self._begins: Sequence[Request] | None = None  # ... and those that begin; None: as many as there are places
         self._placed: dict[str, list[int]] = {}  # layers of requests that an order keeps on the host
         self._settled: tuple[int, int, int] | None = None  # the state for which the newest choice stands
         self._since_s: dict[str, float] = {}  # when requests were parked that have not gone on
         self._pauses: list[tuple[Request, float]] = []  # requests that go on, and the seconds that they were parked
         self._prompts: list[Request] = []  # whose blocks are written behind after this step
+        self._came_back: dict[str, int] = {}  # tokens that a request had when it last came back
         self.num_given_up = 0
 
     def limit(self, device_blocks: int) -> None:
@@ -91,6 +95,10 @@ class ResidentRequests:
         for request_id, layers in self._placed.items():
             full = self._scheduler.request(request_id).num_computed_tokens // self._block_size
             self._tiers.place(self._blocks_of([self._scheduler.request(request_id)])[:full], layers)
+
+    def unsettle(self) -> None:
+        """Requests have another urgency: who is stepped is chosen anew."""
+        self._settled = None
 
     def is_ordered(self, request: Request) -> bool:
         """Whether an order has parked it."""
@@ -134,7 +142,7 @@ class ResidentRequests:
         if self._placed:
             self._place_all()
         if not self._parked:
-            return self._is_short()
+            return self._is_outranked() or self._is_short()
         return self._settled is None or self._state() != self._settled or self._is_changing()
 
     def _state(self) -> tuple[int, int, int]:
@@ -156,6 +164,8 @@ class ResidentRequests:
         """Within it, vLLM schedules one step of what the device can hold. Only where `has_to_choose`."""
         self._prompts.clear()
         self._forget_gone()
+        if self._scheduler.goes_by_priority:
+            self._give_places()
         wanting = self._wanting()
         device = replace(self._device, num_free=self._supply.num_available())
         plan = plan_residency([wanted for _, wanted in wanting], device)
@@ -181,6 +191,51 @@ class ResidentRequests:
         more = sum(self._growth(r) for r in scheduler.running if r.num_tokens - r.num_computed_tokens > 1)
         return held + coming + more > self._num_whole
 
+    def _is_outranked(self) -> bool:
+        """Whether a request waits for a place that is more urgent than one that has one."""
+        scheduler = self._scheduler
+        if not scheduler.goes_by_priority or not scheduler.waiting or scheduler.new_slots or not scheduler.takes_new:
+            return False
+        first = scheduler.waiting.peek_request()
+        return any(request.priority > first.priority for request in scheduler.running)
+
+    def _give_places(self) -> None:
+        """Parks those whose place in the batch a more urgent request takes."""
+        scheduler = self._scheduler
+        here = [*scheduler.running, *scheduler.holding]
+        parked = [r for request_id, r in self._parked.items() if request_id not in self._ordered]
+        waiting = self._with_room() if scheduler.takes_new else []
+        found = [self._candidate(r, is_running=True) for r in here]
+        found += [self._candidate(r, is_parked=True) for r in parked]
+        found += [self._candidate(r) for r in waiting]
+        places = plan_places(found, scheduler.max_running)
+        self._without_place = {r.request_id for r in parked} - places.placed
+        self._without_place |= set(places.victims)
+        self._tiers.count_displaced(len(places.victims))
+        self._begins = waiting[: places.num_new]
+
+    def _with_room(self) -> list[Request]:
+        """The most urgent requests that wait and could begin: a place is of use only where there are blocks too."""
+        found, left = [], self._supply.num_available()
+        for request, _ in zip(self._scheduler.waiting, range(self._scheduler.max_running), strict=False):
+            left -= self._blocks(request.num_tokens) + 1
+            if left < 0:
+                break
+            found.append(request)
+        return found
+
+    def _candidate(self, request: Request, *, is_running: bool = False, is_parked: bool = False) -> Candidate:
+        since = self._came_back.get(request.request_id)
+        return Candidate(
+            request_id=request.request_id,
+            band=request.priority,
+            tag=request.arrival_time,
+            num_blocks=self._blocks(request.num_computed_tokens),
+            is_running=is_running,
+            is_parked=is_parked,
+            is_protected=is_running and since is not None and request.num_tokens < since + QUANTUM_TOKENS,
+        )
+
     def _waiting(self) -> Sequence[Request]:
         scheduler = self._scheduler
         slots = scheduler.new_slots if scheduler.takes_new else 0
@@ -190,9 +245,11 @@ class ResidentRequests:
         scheduler = self._scheduler
         here = [*scheduler.running, *scheduler.holding]
         parked = [r for request_id, r in self._parked.items() if request_id not in self._ordered]
-        old = sorted([*here, *parked], key=lambda r: (r.priority, r.arrival_time, r.request_id))
+        placed = [r for r in (*here, *parked) if r.request_id not in self._without_place]
+        old = sorted(placed, key=lambda r: (r.priority, r.arrival_time, r.request_id))
         found = [(request, self._wanted(request, is_new=False)) for request in old]
-        return found + [(request, self._wanted(request, is_new=True)) for request in self._waiting()]
+        new = self._waiting() if self._begins is None else self._begins
+        return found + [(request, self._wanted(request, is_new=True)) for request in new]
 
     def _wanted(self, request: Request, *, is_new: bool) -> Wanting:
         if is_new:
@@ -277,6 +334,7 @@ class ResidentRequests:
             if others and (self._tiers.is_moving(blocks) or self._tiers.bring(blocks, running)):
                 continue
             del self._parked[request.request_id]
+            self._came_back[request.request_id] = request.num_tokens
             self._scheduler.enqueue(request)
             self._goes_on(request)
 
@@ -302,6 +360,8 @@ class ResidentRequests:
             del self._parked[request_id]
             self._ordered.discard(request_id)
             self._since_s.pop(request_id, None)
+        if len(self._came_back) > 2 * self._scheduler.max_running:
+            self._came_back = {i: n for i, n in self._came_back.items() if self._scheduler.knows(i)}
 
     def _is_here(self, request: Request) -> bool:
         return self._scheduler.knows(request.request_id) and self._scheduler.request(request.request_id) is request

@@ -60,7 +60,7 @@ class SchedulerHandle:
         found = [(self._scheduler.requests[i], order) for i, order in orders.items() if i in self._scheduler.requests]
         for request, (priority, arrival_time) in found:
             request.priority, request.arrival_time = priority, arrival_time
-        if not found or self._scheduler.policy is not SchedulingPolicy.PRIORITY:
+        if not found or not self.goes_by_priority:
             return
         for queue in (self._scheduler.waiting, self._scheduler.kv_holding_waiting):
             requests = list(queue)  # a heap whose keys have changed still has them all
@@ -334,6 +334,11 @@ class SchedulerHandle:
     def max_step_tokens(self) -> int:
         """Tokens that vLLM puts into a step at most."""
         return int(self._scheduler.max_num_scheduled_tokens)
+
+    @property
+    def goes_by_priority(self) -> bool:
+        """Whether requests begin by their priority, and not as they come."""
+        return bool(self._scheduler.policy is SchedulingPolicy.PRIORITY)
 
     @property
     def max_running(self) -> int:

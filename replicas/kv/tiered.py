@@ -339,6 +339,7 @@ class TieredKv:
             "host_blocks_used": self.host.num_rows - placement.num_free_rows,
             "total_host_hits": counts.hit_tokens,
             "total_parked": counts.parks,
+            "total_displaced": counts.displaced,
             "total_staged_bytes": moved[False, Priority.STAGE],
             "total_brought_bytes": moved[False, Priority.BRING],
             "total_evicted_bytes": moved[True, Priority.EVICT],

@@ -1,13 +1,14 @@
 """The instances of a simulated cluster: they start, serve, change their shape, and die."""
 
 import asyncio
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, FenceError, PengServeError, StepError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.planners.types.orders import Migrate, RequestOrder
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceState, KvCapacity
 from pengserve.planners.types.step_cost import StepCost
@@ -15,6 +16,7 @@ from pengserve.simulator.engine.driver import Driver, Owner
 from pengserve.simulator.engine.group import end_group
 from pengserve.simulator.engine.instance import BuildLane, SimInstance
 from pengserve.simulator.engine.memory import Sizes, lane_infos
+from pengserve.simulator.engine.scheduler import TakesOrders
 from pengserve.simulator.engine.switches.drop import drop
 from pengserve.simulator.engine.switches.merge import check_merge, merge
 from pengserve.simulator.engine.switches.restore import restore
@@ -156,6 +158,25 @@ class SimCluster:
         """Ends an instance, if it lives, and frees its place."""
         self.die(key)
         self.instances.pop(key, None)
+
+    async def order(self, key: InstanceKey, orders: Sequence[RequestOrder]) -> None:
+        """Orders about the requests of an instance with a host tier. Raises StepError, FenceError, EngineError."""
+        instance = self.find(key)
+        scheduler = instance.lane.scheduler
+        if any(isinstance(order, Migrate) for order in orders):
+            raise StepError(f"instance {key} is simulated, and migrates by its own policy alone")
+        if not isinstance(scheduler, TakesOrders):
+            raise StepError(f"instance {key} has no host tier: set cluster.host_bytes")
+        wanted = [order for order in orders if not isinstance(order, Migrate)]
+        for order in wanted:
+            if order.instance != key:
+                raise FenceError(f"order {order.order_id} is for instance {order.instance}, this is {key}")
+        await instance.lane.pause()
+        try:
+            scheduler.take_orders(wanted)
+        finally:
+            if instance.is_alive:
+                instance.lane.resume()
 
     # Switches ---------------------------------------------------------------------------------------------------------
 

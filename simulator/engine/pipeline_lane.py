@@ -107,7 +107,7 @@ class PipelineLane(SimLane):
         return self._pace * self.times.step_s(batch) / self.num_stages
 
     def _count_work(self, batch: Batch, seconds: float, num_steps: int) -> None:
-        """Nothing: a microbatch is counted when it enters, as what its stages take, idle time between them included."""
+        """Nothing: a microbatch is counted as it enters: what its stages take, and idle time of a full pipeline."""
 
     def _wake(self) -> None:
         if not self._is_at_boundary:
@@ -123,9 +123,11 @@ class PipelineLane(SimLane):
             begin_s = self._started(step, now_s)
             stage_s = self._stage_s(step.batch)
             is_queue = self.scheduler.queued_tokens > 0
-            before_s = self.stages.busy_s + self.stages.idle_s
+            busy_s, idle_s = self.stages.busy_s, self.stages.idle_s
             end_s = self.stages.enter(begin_s, stage_s, self._transfer_s(step.batch), is_queue)
-            count_work(self.work, step.batch, self.stages.busy_s + self.stages.idle_s - before_s)
+            is_full = len(self._flights) + 1 >= self.scheduler.options.most_in_flight
+            idle_s = self.stages.idle_s - idle_s if is_full else 0.0  # with fewer, stages wait for work
+            count_work(self.work, step.batch, self.stages.busy_s - busy_s + idle_s)
             self._flights.append(Flight(step, begin_s, 1, end_s))
             self._loop.call_at(end_s, self._ended)
         if not self._flights:

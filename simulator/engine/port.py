@@ -4,9 +4,8 @@ from collections.abc import Sequence
 
 from pengserve.controller.ports import Discovery, StatusCall
 from pengserve.planners.types.directory import PeerDirectory
-from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.orders import Migrate
+from pengserve.planners.types.orders import RequestOrder
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import InstanceSnapshot, InstanceState
 from pengserve.simulator.engine.cluster import SimCluster
@@ -59,9 +58,12 @@ class SimPort:
         """Forgets a prepared plan, and calls off one that has moved nothing yet."""
         self._cluster.abort(key, plan_id)
 
-    async def order(self, key: InstanceKey, orders: Sequence[Migrate]) -> None:
-        """Refuses: simulated instances migrate by their own policy alone. Raises StepError."""
-        raise StepError(f"instance {key} is simulated, and takes no orders about requests")
+    async def order(self, key: InstanceKey, orders: Sequence[RequestOrder]) -> None:
+        """Parks, resumes and places requests, at the next step boundary. Raises StepError, FenceError, EngineError.
+
+        Refuses to migrate: simulated instances do so by their own policy alone.
+        """
+        await self._cluster.order(key, orders)
 
     async def kill(self, key: InstanceKey) -> None:
         """Ends the instance, if it lives, and frees its place."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from pengserve.planners.types.errors import PlanError
+from pengserve.planners.types.orders import Park, Place, Resume
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.requests import LiveRequest
@@ -127,6 +128,15 @@ class CountsCopies(Protocol):
 
     def copied(self) -> Mapping[str, float]:
         """Totals by name: bytes, blocks, calls, seconds."""
+        ...
+
+
+@runtime_checkable
+class TakesOrders(Protocol):
+    """A scheduler whose requests can be parked, resumed and placed by order. Between two steps."""
+
+    def take_orders(self, orders: Sequence[Park | Resume | Place]) -> None:
+        """Carries out those that are new."""
         ...
 
 

@@ -79,3 +79,19 @@ def test_it_is_forgotten_with_its_request() -> None:
         requests.add(asked("r"), CONTRACT)
         end()
         assert requests.contract("r") == NO_CONTRACT and not requests._contracts
+
+
+def test_a_new_order_holds_for_one_that_is_still_being_prepared_and_where_it_goes_on() -> None:
+    requests = open_requests()
+    requests.add(asked("r"))
+    prepared = Request.from_engine_core_request(asked("r"), None)
+    before = prepared.arrival_time
+    requests.order(prepared)
+    assert prepared.arrival_time == before, "nothing was told yet"
+    requests.reorder(1, [("r", 9, 9.0)])
+    requests.reorder(0, [("r", -2, 0.25), ("gone", 0, 0.0)])
+    requests.order(prepared)
+    assert (prepared.priority, prepared.arrival_time) == (-2, 0.25)
+    handoff = requests.handoff(prepared)
+    assert isinstance(handoff, Handoff)
+    assert (handoff.request.priority, handoff.request.arrival_time) == (-2, 0.25)

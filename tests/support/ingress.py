@@ -12,11 +12,13 @@ import uvicorn
 
 from pengserve.cluster.ingress.config import IngressConfig, LimitConfig
 from pengserve.cluster.metrics.facade import Metrics
+from pengserve.planners.shared_usage import UsageLedger
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import NO_VERSION, Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Layout
 from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, Route, RoutingTable
+from pengserve.planners.types.tenants import SharedUsage, UsageReport
 from tests.support.processes import InstanceProcess
 
 MODEL_NAME = "tiny"
@@ -29,6 +31,7 @@ class FixedRoutes:
     def __init__(self, processes: Sequence[InstanceProcess] = ()) -> None:
         self.lost: list[tuple[InstanceKey, str]] = []
         self.demands: list[Demand] = []
+        self.usage = UsageLedger()
         self.targets: list[LayoutTarget | None] = []  # None: the planner decides again
         self._table = RoutingTable(version=NO_VERSION, epoch=Epoch(0), routes=())
         self.show(processes)
@@ -71,6 +74,10 @@ class FixedRoutes:
     async def report_demand(self, client_id: str, demand: Demand) -> None:
         """See `RoutingSource`."""
         self.demands.append(demand)
+
+    async def share_usage(self, client_id: str, report: UsageReport) -> SharedUsage:
+        """See `RoutingSource`."""
+        return self.usage.share(client_id, report, time.monotonic())
 
     async def set_layout(self, target: LayoutTarget) -> None:
         """See `RoutingSource`."""

@@ -1,7 +1,7 @@
 """An engine with or without a host tier: `python -m tests.support.tiered_engine MODEL JSON` prints one JSON line.
 
 The work is the same for each engine: prompts that come at random step boundaries, then a second turn of each. With a
-host tier, requests are also parked and resumed at random boundaries.
+host tier, requests are also parked and resumed at random boundaries, and their priorities change.
 """
 
 import json
@@ -43,6 +43,7 @@ class Driver:
         self.first_cpu_s: dict[str, float] = {}  # of the process, which other work on the machine does not stretch
         self.steps_s: list[float] = []
         self.num_orders = 0
+        self.churn = 0.0  # probability that a request has another priority from a step on
         self.broken: list[str] = []
 
     def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
@@ -57,6 +58,9 @@ class Driver:
             while left and (self.rng.random() < share or not self.lane.num_requests()):
                 self.add(*left.pop(0))
             self._order(parked)
+            if self.churn and self.rng.random() < self.churn:
+                name = self.rng.choice(sorted(self.tokens))
+                self.lane.reorder({name: (self.rng.randrange(-2, 3), self.rng.random())})
             started_s = time.perf_counter()
             for outputs in self.lane.step().values():
                 for output in outputs.outputs:
@@ -95,6 +99,7 @@ def run(lane: DpLane, given: dict[str, Any]) -> dict[str, Any]:
     lengths = given["lengths"]
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
     driver = Driver(lane, given.get("seed", 0), given.get("orders", 0.0))
+    driver.churn = given.get("churn", 0.0)
     started_s = time.perf_counter()
     work = [(f"0-{i}", p, sampling(i, given["max_tokens"])) for i, p in enumerate(prompts)]
     driver.run(work, given.get("share", 0.5))
@@ -115,6 +120,7 @@ def run(lane: DpLane, given: dict[str, Any]) -> dict[str, Any]:
         "to_host": _cells_to_host(tiers) if tiers is not None else 0,
         "parks": tiers.counts.parks if tiers is not None else 0,
         "given_up": lane.residency.num_given_up if lane.residency is not None else 0,
+        "places_taken": tiers.counts.displaced if tiers is not None else 0,
         "device_blocks": tiers.pool.num_blocks if tiers is not None else 0,
     }
 

@@ -75,13 +75,15 @@ def run_shapes(model: Path, server: PrometheusServer) -> None:
             body = {"model": MODEL_NAME, "prompt": "x", "max_tokens": 4}
             assert http.post("/v1/completions", json=body | {"n": 99}).status_code == 400
             slo = body | {"max_tokens": 20, "slo": {"ttft_ms": 5000, "tbt_ms": 1000}}
-            assert http.post("/v1/completions", json=slo).status_code == 200
+            for _ in range(3):  # a rate is of what rises, not of what begins
+                assert http.post("/v1/completions", json=slo).status_code == 200
+                time.sleep(1.0)
         ended(load(40, 120))  # more than memory holds: requests are preempted
         for shape, strategy in (("tp2", "carry"), ("dp", "carry"), ("tp2", "hard"), ("dp", "carry")):
-            running = load(8, 250)
-            time.sleep(0.5)
+            running = load(16, 250)
+            time.sleep(0.3)
             cluster.set_layout(shape, strategy)
-            time.sleep(0.7)
+            time.sleep(1.0)
             if strategy == "hard":
                 cluster.set_layout("dp")  # what pauses goes on then
             ended(running)

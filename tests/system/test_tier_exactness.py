@@ -24,14 +24,13 @@ from tests.support.processes import InstanceProcess
 from tests.support.scene import nothing_runs
 from tests.support.streams import make_prompts
 from tests.support.traffic import TimedStream, Traffic
-from tests.system.test_shape_exactness import ENDS_WITHIN_S, STRATEGIES, Disturbed, Machine
+from tests.system.test_shape_exactness import ENDS_WITHIN_S, LAYOUTS, STRATEGIES, Disturbed, Machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
 BLOCK_BYTES = 65_536  # of the tiny model's KV: 32 tokens
 HOST_BLOCKS = 160
-LAYOUTS = ["dp", "tp2", "pp2"]
-MEMORY_BYTES = (6 << 20) + 100_000  # of an instance: 3 MiB of weights, and about 40 blocks of KV
+MEMORY_BYTES = {2: (6 << 20) + 100_000, 4: (4 << 20) + 700_000}  # of an instance: 3 MiB of weights, the rest for KV
 
 
 def requests(count: int, max_tokens: int) -> list[dict[str, Any]]:
@@ -53,6 +52,11 @@ class Tiered(Disturbed):
     def __init__(self, cluster: ElasticCluster, traffic: Traffic, expected: list[TimedStream]) -> None:
         self.cluster, self.traffic, self.expected, self._num_orders = cluster, traffic, expected, 0
         self.requests = requests(len(expected), 50)
+
+    @property
+    def widest(self) -> int:
+        """Members of the widest group."""
+        return self.cluster.config.num_instances
 
     def start_all(self) -> "list[tuple[int, Future[TimedStream]]]":
         """All requests at once: more than both devices hold."""
@@ -83,14 +87,15 @@ def expected(instances: list[InstanceProcess]) -> list[TimedStream]:
     return found
 
 
-@pytest.fixture(scope="module")
-def tiered(model: Path, expected: list[TimedStream]) -> Iterator[Tiered]:
+@pytest.fixture(scope="module", params=[2, 4])
+def tiered(request: pytest.FixtureRequest, model: Path, expected: list[TimedStream]) -> Iterator[Tiered]:
     with (
         elastic_cluster(
             model,
-            2,
-            max_stages=2,
-            memory_bytes=MEMORY_BYTES,
+            request.param,
+            degrees=(2,) if request.param == 2 else (2, 4),
+            max_stages=request.param,
+            memory_bytes=MEMORY_BYTES[request.param],
             host_bytes=HOST_BLOCKS * BLOCK_BYTES,
             link_bytes_per_s=2e9,
         ) as cluster,
@@ -100,12 +105,12 @@ def tiered(model: Path, expected: list[TimedStream]) -> Iterator[Tiered]:
         yield Tiered(cluster, traffic, expected)
 
 
-@pytest.mark.parametrize(("layout", "strategy"), [*(("tp2", s) for s in STRATEGIES), ("pp2", "carry"), ("pp2", "hard")])
-def test_a_switch_takes_along_what_is_on_the_host(tiered: Tiered, layout: str, strategy: str) -> None:
+@pytest.mark.parametrize(("kind", "strategy"), [*(("tp", s) for s in STRATEGIES), ("pp", "carry"), ("pp", "hard")])
+def test_a_switch_takes_along_what_is_on_the_host(tiered: Tiered, kind: str, strategy: str) -> None:
     running = tiered.start_all()
     time.sleep(0.5)
     num_ends = len(tiered.cluster.events(EventKind.TRANSITION_END))
-    tiered.cluster.set_layout(layout, strategy)
+    tiered.cluster.set_layout(f"{kind}{tiered.widest}", strategy)
     tiered.check_memory()
     begun = tiered.cluster.events(EventKind.TRANSITION_END)[num_ends]
     running += tiered.start_all()[:4]
@@ -116,11 +121,11 @@ def test_a_switch_takes_along_what_is_on_the_host(tiered: Tiered, layout: str, s
     tiered.settle()
     if strategy == "carry":
         assert begun.data["num_carried"] > 0
-        assert begun.data["num_recomputed"] == 0 or layout == "pp2", "a pipeline has no host tier"
+        assert begun.data["num_recomputed"] == 0 or kind == "pp", "a pipeline has no host tier"
 
 
 def test_a_group_holds_more_than_its_devices(tiered: Tiered) -> None:
-    tiered.cluster.set_layout("tp2")
+    tiered.cluster.set_layout(f"tp{tiered.widest}")
     before = tiered.total("total_preemptions"), tiered.total("total_parked")
     tiered.cluster.park_at_random(True)
     tiered.check_all(tiered.start_all() + tiered.start_all())
@@ -144,8 +149,8 @@ def test_requests_on_the_host_migrate(tiered: Tiered) -> None:
 
 
 def test_a_member_that_dies_costs_no_token(tiered: Tiered) -> None:
-    for layout in LAYOUTS[1:]:
-        tiered.cluster.set_layout(layout)
+    for kind in ("tp", "pp"):
+        tiered.cluster.set_layout(f"{kind}{tiered.widest}")
         tiered.cluster.park_at_random(True)
         running = tiered.start_all()
         time.sleep(1.0)
@@ -164,7 +169,8 @@ class TieredMachine(Machine):
 
     @rule(data=st.data(), strategy=st.sampled_from(STRATEGIES))
     def change(self, data: st.DataObject, strategy: str) -> None:
-        self.disturbed.cluster.set_layout(data.draw(st.sampled_from(LAYOUTS)), strategy)
+        layout = data.draw(st.sampled_from(LAYOUTS[self.disturbed.widest]))
+        self.disturbed.cluster.set_layout(layout, strategy)
 
     @rule(is_wanted=st.booleans())
     def park_or_not(self, is_wanted: bool) -> None:

@@ -24,12 +24,14 @@ class SwapCosts:
     block_bytes: int  # all layers
     bytes_per_s: float  # one way
     call_s: float = 10e-6  # that one copy takes to be called
+    copy_bytes: int = 128 << 10  # that one copy moves in vLLM (FastSwitch section 2.2)
     run_blocks: int = 20  # of a block group, in the mean (FastSwitch section 3.1)
 
     def calls(self, num_blocks: int, *, groups: bool) -> int:
-        """Copies that so many blocks of a request take; keys and values are apart."""
-        runs = -(-num_blocks // self.run_blocks) if groups else num_blocks
-        return 2 * self.num_layers * runs
+        """Copies that so many blocks of a request take; with groups one a run and layer, keys and values apart."""
+        single = -(-num_blocks * self.block_bytes // self.copy_bytes)
+        runs = -(-num_blocks // self.run_blocks)
+        return min(single, 2 * self.num_layers * runs) if groups else single
 
     def seconds(self, num_blocks: int, *, groups: bool) -> float:
         """A copy of them: calls go out while bytes move, so the longer of both counts."""

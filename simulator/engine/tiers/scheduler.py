@@ -5,16 +5,19 @@ for what it needs first (`wait_s`), and its layers for what is staged (`stall_s`
 """
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from pengserve.planners.placement.latency import stall_s
+from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.orders import Park, Place, Resume
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.engine.lane_tiers import LaneTiers
 from pengserve.replicas.engine.residency import ResidentRequests
 from pengserve.replicas.engine.vllm_seam import SchedulerOutput
+from pengserve.replicas.parking import ParkOrders
 from pengserve.simulator.engine.memory import Tiers
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.scheduler import SimStep
@@ -55,6 +58,7 @@ class TieredScheduler(VllmScheduler):
         num_reserved = max(0, capacity.num_blocks - tiers.host_blocks)
         self.tiers.watch_uses(self._scheduler.uses)
         self.residency = ResidentRequests(self._scheduler, LaneTiers(self.tiers), num_reserved, self)
+        self._orders = ParkOrders(InstanceKey(instance_id=InstanceId(0), incarnation=1))  # `SimCluster` knows whose
         self._times, self._clock = times, clock
         self._open = contextlib.ExitStack()  # what a step began, until it ends
         self._staged: tuple[list[int], int] = (
@@ -62,6 +66,12 @@ class TieredScheduler(VllmScheduler):
             0,
         )  # cells by layer in the present step, and those they take turns in
         self.stalled_s = 0.0
+
+    @property
+    def waiting(self) -> Sequence[LiveRequest]:
+        """Parked requests, which production counts as waiting, and those that hold no KV."""
+        parked = [self._lives[request.request_id] for request in self.residency.parked]
+        return [*parked, *super().waiting]
 
     def num_used(self) -> int:
         """Blocks that requests hold."""
@@ -91,6 +101,11 @@ class TieredScheduler(VllmScheduler):
         """As `VllmScheduler`; what was staged stays where there is room, and prompts are written behind."""
         self._end_tiers()
         return super().finish(step, num_steps)
+
+    def take_orders(self, orders: Sequence[Park | Resume | Place]) -> None:
+        """As production's instance does: each order once, one after the other."""
+        self._end_tiers()
+        self._orders.take(orders, self.residency)
 
     def copied(self) -> dict[str, float]:
         """Totals of the host tier, as `InstanceStats` names them."""

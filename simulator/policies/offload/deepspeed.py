@@ -12,7 +12,7 @@ class DeepSpeed(OffloadPolicy):
     """All layers away, always."""
 
     def planner(self) -> OffloadPlanner:
-        """See `_AllAway`."""
+        """Keeps all layers away, always."""
         return _AllAway()
 
 

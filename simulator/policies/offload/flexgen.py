@@ -21,7 +21,7 @@ class FlexGen(OffloadPolicy):
     horizon: int = Field(default=256, ge=0)  # steps that FlexGen+ leaves room for
 
     def planner(self) -> OffloadPlanner:
-        """See `_Static` and `_ByBatch`."""
+        """One distance for ever, or (FlexGen+) one for each batch."""
         return _ByBatch(self.horizon) if self.is_plus else _Static(self.peak_tokens)
 
 

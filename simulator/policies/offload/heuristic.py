@@ -13,7 +13,7 @@ class DynamicHeuristic(OffloadPolicy):
     """Chooses anew in every iteration."""
 
     def planner(self) -> OffloadPlanner:
-        """See `_FewestLayers`."""
+        """As few layers away as fit, in each step."""
         return _FewestLayers()
 
 

@@ -23,7 +23,7 @@ class OrbitFlow(OffloadPolicy):
     max_paused_s: float = 10.0
 
     def planner(self) -> OffloadPlanner:
-        """See `_Solved` and `_Uniform`."""
+        """OrbitFlow's, or the quickest distance for all."""
         if not self.per_request:
             return _Uniform()
         config = PlacementConfig(may_pause=self.pauses, max_paused_s=self.max_paused_s)

@@ -13,7 +13,7 @@ class SloAware(OffloadPolicy):
     """A loose SLO offloads more layers; where none is kept, the quickest distance is taken."""
 
     def planner(self) -> OffloadPlanner:
-        """See `_ClosestWithin`."""
+        """The closest distance within the SLO, for each batch."""
         return _ClosestWithin()
 
 

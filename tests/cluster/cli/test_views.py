@@ -8,7 +8,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pengserve.cluster.cli import shape_views
-from pengserve.cluster.cli.views import bar, event_line, hit_rate, predicted_rate, rates_between, status_view, top_view
+from pengserve.cluster.cli.views import (
+    bar,
+    event_line,
+    hit_rate,
+    predicted_rate,
+    rates_between,
+    status_view,
+    tenants_view,
+    top_view,
+)
 from pengserve.cluster.memory_parts import host_parts, memory_parts
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import Epoch, InstanceKey
@@ -22,6 +31,7 @@ from pengserve.planners.types.snapshot import (
     LayoutView,
     SwitchRecord,
 )
+from pengserve.planners.types.tenants import TenantUse
 from tests.cluster.client.cluster_server import CAPACITY, instance, snapshot
 
 SHARES = st.lists(st.floats(min_value=0, max_value=1.5), max_size=4)
@@ -248,3 +258,14 @@ def test_times_are_short(seconds):
 def test_a_thousand_groups_are_not_all_named():
     groups = parse_groups(" ".join(f"tp2@({i},{i + 1})" for i in range(0, 1000, 2)))
     assert shape_views.describe_groups(groups).endswith("492 more")
+
+
+def test_tenants_are_shown_with_their_shares() -> None:
+    uses = [
+        TenantUse(tenant="acme", service_class="default", num_running=2, share=0.75, total_tokens=1200, attainment=0.5),
+        TenantUse(tenant="", service_class="flex", num_waiting=9, share=0.25),
+    ]
+    text = "\n".join(drawn(tenants_view(uses)))
+    assert "acme" in text and "75%" in text and "1,200" in text and "50%" in text
+    assert "(none)" in text and "flex" in text
+    assert "no requests yet" in "\n".join(drawn(tenants_view([])))

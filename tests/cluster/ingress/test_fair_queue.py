@@ -9,8 +9,12 @@ pytest.importorskip("vllm")
 from pengserve.cluster.ingress.fair_queue import FairQueue, fair_queue
 from pengserve.cluster.ingress.request_options import RequestOptions
 from pengserve.planners.types.contract import BUILT_IN_CLASSES, Contract
+from pengserve.planners.types.ids import Epoch, InstanceId
+from pengserve.planners.types.layout import Layout
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState, LaneInfo
+from pengserve.planners.types.step_cost import StepCost
 from pengserve.planners.types.tenants import FairnessConfig, TenantConfig
-from tests.support.moving import Cluster
+from tests.support.moving import CAPACITY, Cluster
 
 ON = FairnessConfig(is_on=True, age_s=1000.0)
 
@@ -109,3 +113,29 @@ def test_a_million_tenants_need_no_more_memory_than_the_bound() -> None:
         world.ask(number, f"t{number}", length=1)
         world.step()
     assert world.fair.shares.num_tenants == 5 and len(world.fair._usual) == 5
+
+
+def test_prices_are_those_of_the_instances_and_held_memory_costs() -> None:
+    world = World()
+    assert world.fair.cost.memory_s(100, 1.0) == 0.0
+    cost = StepCost(load_s=0.1, token_s=0.01, extra_s=0.0, seq_s=0.0, context_s=0.0, pair_s=0.0)
+    ready = InstanceSnapshot(
+        key=world.instances[0].key,
+        state=InstanceState.READY,
+        capacity=CAPACITY,
+        lanes=(LaneInfo(shape="dp", capacity=CAPACITY, step_cost=cost),),
+    )
+    layout = Layout.all_dp((InstanceId(0),), Epoch(0))
+    world.fair.follow(ClusterSnapshot(app="tests", time_s=0.0, layout=layout, instances=(ready,)))
+    assert world.fair.cost.prompt_s(10) == pytest.approx(0.1)
+    assert world.fair.cost.memory_s(CAPACITY.num_tokens // 2, 4.0) == pytest.approx(2.0)
+    costs = []
+    for number, held_s in ((0, 0.0), (2, 600.0)):
+        tenant = f"t{number}"
+        world.ask(number, tenant, length=3)
+        world.step()
+        world.now_s += held_s
+        world.step()
+        world.step()
+        costs.append(world.fair.shares.served()[tenant] - (costs[0] if costs else 0.0))
+    assert costs[1] - costs[0] == pytest.approx(6 / CAPACITY.num_tokens * 600, rel=0.01)

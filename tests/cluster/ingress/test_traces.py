@@ -27,7 +27,7 @@ class Request:
 
     def __init__(self) -> None:
         self.request_id, self.external_req_id = "cmpl-abc-0-1234", "cmpl-abc-0"
-        self.prompt_token_ids, self.prompt_embeds = [7] * 12, None
+        self.prompt_token_ids, self.prompt_embeds, self.priority = [7] * 12, None, 0
 
 
 def key(text: str) -> InstanceKey:

@@ -110,6 +110,13 @@ def test_an_h100_keeps_no_layer_away_and_says_so() -> None:
     assert "no layer away" in found.why
 
 
+def test_the_same_gpu_with_a_fast_link_to_its_host_keeps_layers_away() -> None:
+    """A GH200 reads its host at 450 GB/s: what does not fit comes beside the computation."""
+    found = solve(decodes(*[30_000] * 15), replace(H100, cells_per_s=450e9 / 65536))
+    assert found.num_away > 0
+    assert not found.paused
+
+
 def test_who_has_tokens_in_store_is_paused_first() -> None:
     requests = decodes(16_000, 16_000, 16_000, slo_s=0.1)
     requests[1] = replace(requests[1], deposit_tokens=100)

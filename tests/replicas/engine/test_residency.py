@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("vllm")
+from pengserve.planners.preemption import QUANTUM_TOKENS
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.engine.lane_tiers import LaneTiers
 from pengserve.replicas.engine.residency import ResidentRequests
@@ -25,7 +26,7 @@ LAYERS, DEVICE, HOST, RESERVED = 4, 40, 200, 12
 class Engine:
     """A scheduler, tiers and the choice between them. Each step gives each request that it computes a token."""
 
-    def __init__(self, host: int = HOST) -> None:
+    def __init__(self, host: int = HOST, *, max_seqs: int = 16, by_priority: bool = False) -> None:
         self.world = TieredWorld(LAYERS, DEVICE, host, RESERVED)
         num_blocks = self.world.num_blocks - 1
         capacity = KvCapacity(
@@ -33,10 +34,10 @@ class Engine:
             block_size=BLOCK_SIZE,
             bytes_per_block=1,
             max_model_len=min(160, num_blocks * BLOCK_SIZE),
-            max_num_seqs=16,
+            max_num_seqs=max_seqs,
             weight_bytes=0,
         )
-        options = SchedulerOptions(max_num_batched_tokens=32)
+        options = SchedulerOptions(max_num_batched_tokens=32, policy="priority" if by_priority else "fcfs")
         self.handle = SchedulerHandle(build_vllm_scheduler(capacity, options, is_terse=False))
         self.world.tiers.watch_uses(self.handle.uses)
         self.residency = ResidentRequests(self.handle, LaneTiers(self.world.tiers), max(0, num_blocks - host), self)
@@ -138,4 +139,55 @@ def test_where_the_host_is_full_the_youngest_gives_up_its_kv() -> None:
     assert [request.num_output_tokens for request in requests] == [60] * 6
     assert sum(request.num_preemptions for request in requests) > 0
     assert requests[0].num_preemptions == 0, "the oldest goes on"
+    engine.world.close()
+
+
+def test_an_urgent_request_takes_a_place_at_once_and_nothing_is_computed_again() -> None:
+    engine = Engine(max_seqs=2, by_priority=True)
+    calm = [scheduled_request(name, 10, max_tokens=60) for name in "ab"]
+    for request in calm:
+        engine.handle.add(request)
+    for _ in range(10):
+        engine.step()
+    urgent = scheduled_request("urgent", 10, max_tokens=20)
+    urgent.priority = -1
+    engine.handle.add(urgent)
+    for _ in range(3):
+        engine.step()
+    assert urgent.num_output_tokens > 0 and engine.world.tiers.counts.displaced == 1
+    assert engine.residency.num_parked() == 1
+    run(engine)
+    assert [request.num_output_tokens for request in (*calm, urgent)] == [60, 60, 20]
+    assert {request.num_preemptions for request in (*calm, urgent)} == {0}
+    assert engine.world.tiers.counts.displaced == 1, "it came back once"
+    engine.world.close()
+
+
+def test_where_requests_begin_as_they_come_nothing_gives_way() -> None:
+    engine = Engine(max_seqs=2)
+    for name in "abc":
+        engine.handle.add(scheduled_request(name, 10, max_tokens=30))
+    engine.handle.request("c").priority = -1
+    run(engine)
+    assert engine.world.tiers.counts.displaced == 0
+    engine.world.close()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_under_any_churn_of_priorities_all_end_and_none_goes_to_and_fro(seed: int) -> None:
+    engine, rng = Engine(max_seqs=3, by_priority=True), random.Random(seed)
+    requests = [scheduled_request(str(i), rng.choice([5, 30, 90]), max_tokens=60) for i in range(12)]
+    for request in requests:
+        engine.handle.add(request)
+    while engine.handle.has_unfinished or engine.residency.has_work():
+        if rng.random() < 0.5:
+            name = str(rng.randrange(12))
+            engine.handle.reorder({name: (rng.randrange(-2, 3), rng.random())})
+            engine.residency.unsettle()
+        engine.step()
+        assert len(engine.handle.running) <= 3
+        assert engine.num_steps < 3000, "the requests do not come on"
+    assert [request.num_output_tokens for request in requests] == [60] * 12
+    assert {request.num_preemptions for request in requests} == {0}
+    assert 0 < engine.world.tiers.counts.displaced <= 12 * (1 + 60 // QUANTUM_TOKENS)
     engine.world.close()

@@ -189,7 +189,13 @@ def test_a_request_that_comes_shares_what_the_prefix_cache_has() -> None:
     assert not set(handle.block_ids("b")[1:]) & set(handle.block_ids("a")) and len(handle.block_ids("b")) == 3
     assert handle.grow(handle.request("b"), 49) and len(handle.block_ids("b")) == 4
     assert handle.reserve_cached(hashed(arrived("c", 200)), 200, 190) is None
+    assert handle.shared_blocks("a") == handle.block_ids("a")[:1] == handle.shared_blocks("b")
+    pinned = handle.pin(handle.request("a").block_hashes)
+    assert pinned == handle.block_ids("a")[: len(pinned)] and len(pinned) == 40 // BLOCK_SIZE
     handle.end("ab")
+    assert handle.num_free() == NUM_BLOCKS - len(pinned), "as if a request held them"
+    assert handle.num_held_alone(dict.fromkeys(pinned, 1)) == len(pinned)
+    handle.unpin(pinned)
     assert handle.num_free() == NUM_BLOCKS
 
 
@@ -300,6 +306,7 @@ def test_requests_that_wait_begin_in_the_order_that_they_are_given() -> None:
     for name in names:
         handle.add(scheduled_request(name, 8))
     handle.reorder({"r4": (-1, 5.0), "r5": (0, -2.0), "r0": (0, 1e12), "not here": (0, 0.0)})
+    assert handle.goes_by_priority
     assert [request.request_id for request in handle.waiting] == ["r4", "r5", "r1", "r2", "r3", "r0"]
     assert set(step(handle).num_scheduled_tokens) == {"r4", "r5", "r1"}
 

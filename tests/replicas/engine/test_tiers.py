@@ -58,6 +58,17 @@ def test_over_a_slow_link_and_thrice_the_device(model: Path, plain: dict[str, An
     assert max(WORK["lengths"]) > 2 * found["device_blocks"] * 32
 
 
+@pytest.mark.parametrize("device_blocks", [40, 400])
+def test_tokens_are_plain_vllm_s_under_a_churn_of_priorities(
+    model: Path, plain: dict[str, Any], device_blocks: int
+) -> None:
+    engine = {**ENGINE, "kv_cache_memory_bytes": device_blocks * BLOCK_BYTES}
+    engine |= {"scheduling_policy": "priority", "max_num_seqs": 3}
+    found = run(model, device_blocks, 300, churn=0.5, seed=7, engine=engine)
+    assert found["tokens"] == plain["tokens"]
+    assert found["places_taken"] > 5 and found["preemptions"] == 0, "places change hands, nothing is computed again"
+
+
 def test_a_full_host_falls_back_to_preemption(model: Path, plain: dict[str, Any]) -> None:
     found = run(model, 24, 20)
     assert found["tokens"] == plain["tokens"]

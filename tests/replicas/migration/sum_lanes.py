@@ -235,6 +235,9 @@ class SumLane(Lane):
         output = self.scheduler.schedule()
         return self.scheduler.update(output, self.runner.run(output))
 
+    def unpin(self) -> None:
+        """Sessions pin nothing here."""
+
     def adopt(self, request: Request) -> None:
         self.runner.adopt(request)
 
@@ -300,13 +303,14 @@ class SumPpLane(_SumGroupLane, PpLane):
         self.stages = stage_layers(LAYERS, num_stages)
         self.stage = stage_of(rank, num_stages)
         self.layers = self.stages[self.stage]
-        self.runner = SumRunner(dp.view.part(*self.layers), KvShare(self.layers, (0, HEADS)))
+        self._view = dp.view.part(*self.layers)
+        self.runner = SumRunner(self._view, KvShare(self.layers, (0, HEADS)))
         self.max_in_flight = num_stages
         self._in_flight, self._withheld, self._arriving, self._ended = deque(), [], {}, []
         self._is_settled, self._is_exchanging, self._was_empty, self._stage_s = True, False, True, 0.0
         if self.leads:
             self._microbatches = Microbatches(self.scheduler, num_stages, FIRST_MODEL)
-        self._clock, self._counted_s = SimpleNamespace(forget=lambda: None, busy_s=0.0, idle_s=0.0), 0.0
+        self._clock, self._counted_s = SimpleNamespace(forget=lambda: None, busy_s=0.0, idle_s=0.0), (0.0, 0.0)
 
     def _execute(self, microbatch: Any, grammar: Any = None) -> Any:
         return self.runner.run(self._placed(microbatch.output))

@@ -1,5 +1,6 @@
 """Laws of figures: they equal what a plain count over the requests gives."""
 
+import dataclasses
 import random
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.simulator.reports.figures import base_of, figures_of, gaps_spread, spread
 from pengserve.simulator.reports.layouts import drop_periods, layout_spans
-from pengserve.simulator.reports.slo import SloBase, attainment
+from pengserve.simulator.reports.slo import SloBase, attainment, gaps_within
 from pengserve.simulator.requests import Outcome
 from pengserve.simulator.result import Gaps, Result
 from tests.simulator.reports.results import DP, PP, moment, outcome, result
@@ -161,3 +162,30 @@ def test_what_stays_dropped_ends_with_the_run_and_neighbours_are_one_period() ->
 
 def test_static_pipelines_drop_nothing() -> None:
     assert figures_of(result(moments=(moment(0.0, groups=PP), moment(5.0, groups=PP)))).drops == ()
+
+
+@given(st.lists(st.integers(0, 50), min_size=3, max_size=8), st.data())
+def test_the_share_of_gaps_within_a_limit_is_a_count(counts: list[int], data: st.DataObject) -> None:
+    edges = tuple(0.01 * 2**index for index in range(len(counts) + 1))
+    gaps = Gaps(edges_s=edges, counts=tuple(counts))
+    for index, edge in enumerate(edges):
+        share = gaps_within(gaps, edge)
+        assert share == (pytest.approx(sum(counts[:index]) / sum(counts)) if sum(counts) else None)
+    low, high = sorted(data.draw(st.tuples(st.floats(1e-3, 10), st.floats(1e-3, 10))))
+    assert not sum(counts) or (gaps_within(gaps, low) or 0.0) <= (gaps_within(gaps, high) or 0.0) + 1e-9
+
+
+def test_tokens_within_their_slo_are_counted_with_and_without_a_deposit() -> None:
+    one = dataclasses.replace(outcome(0), output_tokens=11, num_late=4, num_late_paced=1)
+    found = figures_of(result(outcomes=(one,), config={"slo": {"tbt_s": 0.1}}))
+    assert (found.tbt_attained, found.tbt_attained_paced) == (pytest.approx(0.6), pytest.approx(0.9))
+    assert figures_of(result(outcomes=(one,), config={})).tbt_attained is None
+
+
+def test_limits_between_tokens_scale_like_the_others() -> None:
+    gaps = Gaps(edges_s=(0.01, 0.1, 1.0), counts=(30, 10))
+    base = base_of([result(config={"slo": {"tbt_s": 0.1}})])
+    assert base is not None and base.tbt_s == 0.1
+    points = attainment((outcome(0),), base, 1.0, gaps=gaps)
+    assert points[0].tbt_attained == pytest.approx(0.75)
+    assert points[-1].tbt_attained == pytest.approx(1.0)

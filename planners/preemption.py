@@ -1,0 +1,73 @@
+"""Who has a place in an instance's batch, where more urgent requests wait than there are places. Pure.
+
+vLLM preempts a running request only when another one that runs finds no block, and then has all its KV computed again.
+Here a request that waits takes the place of one that is strictly less urgent, which is parked with its KV and goes on
+later without computing anything again. Urgency is the band: a request's priority, the least first.
+
+    1. who runs keeps its place
+    2. free places go to the most urgent; of equally urgent ones those that were parked come before those that wait
+    3. who still has none takes the place of the least urgent that runs, if that is strictly less urgent
+
+Of equally urgent ones the one whose tenant is furthest ahead of its share gives way (the greatest tag), then the one
+with the least KV to move. No request goes to and fro: one that came back keeps its place until it has made
+`QUANTUM_TOKENS` tokens, so that it is parked at most once in so many.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+QUANTUM_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A request that could be in the batch."""
+
+    request_id: str
+    band: int
+    tag: float  # among those of its band; the least comes first
+    num_blocks: int = 0  # that it holds
+    is_running: bool = False
+    is_parked: bool = False  # holds KV, and no place; neither: it waits without KV
+    is_protected: bool = False  # came back a moment ago
+
+    @property
+    def claim(self) -> tuple[int, bool, float, str]:
+        """Free places go to the least."""
+        return self.band, not self.is_parked, self.tag, self.request_id
+
+    @property
+    def standing(self) -> tuple[int, float, int, str]:
+        """The greatest gives way."""
+        return self.band, self.tag, -self.num_blocks, self.request_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """Who has a place in the next step."""
+
+    placed: frozenset[str]  # running and parked requests
+    victims: tuple[str, ...]  # running ones that give way
+    num_new: int  # of those that wait, the most urgent
+
+
+def plan_places(candidates: Sequence[Candidate], num_places: int) -> Places:
+    """Gives the places of a batch to candidates. Of those that wait, the first `num_new` by `claim` have one."""
+    running = sorted((each for each in candidates if each.is_running), key=lambda each: each.standing)
+    others = sorted((each for each in candidates if not each.is_running), key=lambda each: each.claim)
+    num_free = max(0, num_places - len(running))
+    chosen, rest = others[:num_free], others[num_free:]
+    may_give_way = [each for each in running if not each.is_protected]
+    victims = []
+    for claimant in rest:
+        if not may_give_way or may_give_way[-1].band <= claimant.band:
+            break
+        victims.append(may_give_way.pop().request_id)
+        chosen.append(claimant)
+    gone = set(victims)
+    placed = [each for each in running if each.request_id not in gone] + [each for each in chosen if each.is_parked]
+    return Places(
+        placed=frozenset(each.request_id for each in placed),
+        victims=tuple(victims),
+        num_new=sum(not each.is_parked for each in chosen),
+    )

@@ -1,0 +1,112 @@
+"""The public workload: the same plan makes the same files, which other tools read; scores are what they say."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.fair import files
+from benchmarks.fair.scoring import Limits, jain, percentile, score
+from benchmarks.fair.workload import Plan, make
+
+PLAN = Plan(duration_s=120.0, pattern="markov")
+
+
+def test_the_same_plan_makes_the_same_workload() -> None:
+    assert make(PLAN) == make(PLAN)
+    assert make(PLAN) != make(Plan(duration_s=120.0, pattern="markov", seed=2))
+
+
+def test_files_hold_all_of_it_and_have_mooncakes_fields(tmp_path: Path) -> None:
+    written = files.write(tmp_path, PLAN)
+    plan, found = files.read(tmp_path)
+    assert plan == PLAN and [turn.session for turn in found.turns] == [turn.session for turn in written.turns]
+    rows = [json.loads(line) for line in (tmp_path / files.TRACE).read_text().splitlines()]
+    assert all(set(row) == {"timestamp", "input_length", "output_length", "hash_ids"} for row in rows)
+    assert [row["timestamp"] for row in rows] == sorted(row["timestamp"] for row in rows)
+    assert all(len(row["hash_ids"]) == -(-row["input_length"] // PLAN.block_tokens) for row in rows)
+
+
+def test_vllms_own_benchmark_reads_the_trace(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("vllm.benchmarks.datasets.datasets")
+    files.write(tmp_path, Plan(duration_s=20.0))
+
+    class Tokenizer:
+        all_special_ids = (0,)
+
+        def get_vocab(self) -> dict[str, int]:
+            return {str(index): index for index in range(50)}
+
+        def decode(self, ids: list[int], **_: object) -> str:
+            return " ".join(map(str, ids))
+
+    labels = {f"timed_trace_label_{name}": name for name in ("input_length", "output_length", "hash_ids")}
+    trace = datasets.TimedTrace(
+        dataset_path=str(tmp_path / files.TRACE),
+        timed_trace_chunk_hash_size=16,
+        timed_trace_sec_multiplier=0.001,
+        timed_trace_label_timestamp="timestamp",
+        **labels,
+    )
+    found = trace.sample(Tokenizer(), 5, no_oversample=True)
+    expected = [json.loads(line) for line in (tmp_path / files.TRACE).read_text().splitlines()[:5]]
+    assert [request.prompt_len for request in found] == [row["input_length"] for row in expected]
+    assert [request.expected_output_len for request in found] == [row["output_length"] for row in expected]
+
+
+def test_turns_of_a_session_begin_with_what_was_said_before() -> None:
+    by_session: dict[str, list[tuple[int, ...]]] = {}
+    for turn in make(PLAN).turns:
+        by_session.setdefault(turn.session, []).append(turn.hash_ids)
+    assert any(len(turns) > 2 for turns in by_session.values())
+    for turns in by_session.values():
+        for earlier, later in itertools.pairwise(turns):
+            assert later[: len(earlier)] == earlier
+
+
+def test_one_tenant_floods_for_a_while() -> None:
+    turns = make(Plan(duration_s=300.0, flood=10.0)).turns
+    flood = [turn.at_s for turn in turns if turn.tenant == "flood" and turn.turn == 0]
+    inside = sum(100 <= at_s < 200 for at_s in flood)
+    assert inside > 3 * (len(flood) - inside)
+    assert len({turn.tenant for turn in turns}) == 4
+
+
+@pytest.mark.parametrize("pattern", ["random", "markov"])
+def test_priorities_change_and_turns_have_the_newest(pattern: str) -> None:
+    found = make(Plan(duration_s=120.0, pattern=pattern))  # type: ignore[arg-type]
+    assert found.updates and {update.priority for update in found.updates} == {0, 1, 2, 3}
+    for turn in found.turns[:50]:
+        before = [u for u in found.updates if u.session == turn.session and u.at_s <= turn.at_s]
+        assert turn.priority == (before[-1].priority if before else 2)
+
+
+def test_markov_changes_less_often_than_random() -> None:
+    random, markov = (make(Plan(duration_s=120.0, pattern=p)) for p in ("random", "markov"))  # type: ignore[arg-type]
+    assert len(markov.updates) < 0.5 * len(random.updates)
+
+
+@pytest.mark.parametrize(("name", "value"), [("duration_s", 0.0), ("pattern", "odd"), ("flood_from", 0.9)])
+def test_a_plan_that_cannot_be_says_which_field(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=name):
+        Plan(**{name: value})  # type: ignore[arg-type]
+
+
+@given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9))
+def test_jains_index_is_one_for_equals_and_less_otherwise(values: list[float]) -> None:
+    assert 1 / len(values) - 1e-9 <= jain(values) <= 1 + 1e-9
+    assert jain([values[0]] * len(values)) == pytest.approx(1.0)
+
+
+def test_a_score_is_what_it_says() -> None:
+    good = {"tenant": "a", "sent_s": 0.0, "token_s": [0.5, 0.6, 0.7], "error": ""}
+    late = {"tenant": "b", "sent_s": 0.0, "token_s": [3.0, 3.1, 4.0], "error": ""}
+    lost = {"tenant": "b", "sent_s": 1.0, "token_s": [], "error": "500"}
+    found = score([good, late, lost], [10, 10, 10], Limits(ttft_s=1.0, tbt_s=0.2))
+    assert (found.requests, found.failed, found.attainment) == (3, 1, pytest.approx(1 / 3))
+    assert found.tokens_per_s == pytest.approx(6 / 4) and found.effective_tokens_per_s == pytest.approx(3 / 4)
+    assert found.paused_s == pytest.approx(0.7) and found.ttft_p99_s == 3.0
+    assert found.jain < 0.7 and percentile([], 0.5) == 0.0
