@@ -177,6 +177,26 @@ class Room:
         Raises:
             EngineError: the step needs more at once than the device has.
         """
+        try:
+            self._thin(needed, reads, fixed, areas)
+        except EngineError:
+            self._swap(reads)
+            self._thin(needed, reads, fixed, areas)
+
+    def _swap(self, reads: np.ndarray) -> None:
+        """Device and host are full: blocks of the step come to the device a few at a time; their rows take others."""
+        placement = self.placement
+        while True:
+            away = reads[(placement.index[:, reads] == 0).any(axis=0)]
+            sizes = (placement.index[:, away] == 0).sum(axis=0)
+            fitting = int(np.searchsorted(np.cumsum(sizes), placement.num_free, side="right"))
+            if not fitting:
+                return
+            self.traffic.wait(self.bring(away[:fitting], Priority.STAGE))
+            placement.free_rows(away[:fitting])
+            self.make_room(int(sizes[fitting:].sum()), reads)
+
+    def _thin(self, needed: int, reads: np.ndarray, fixed: np.ndarray, areas: tuple[int, ...]) -> None:
         placement = self.placement
         self.traffic.wait_for(reads)
         movable = reads[~np.isin(reads, fixed)]

@@ -107,7 +107,7 @@ class PipelineLane(SimLane):
         return self._pace * self.times.step_s(batch) / self.num_stages
 
     def _count_work(self, batch: Batch, seconds: float, num_steps: int) -> None:
-        """Nothing: a microbatch is counted when it enters, as what its stages take, idle time included."""
+        """Nothing: a microbatch is counted as it enters: what its stages take, and idle time of a full pipeline."""
 
     def _wake(self) -> None:
         if not self._is_at_boundary:

@@ -16,7 +16,6 @@ SMALL = small_cases()
 # Cases that PengServe is known to lose, and by what; one that is mended must go from here.
 KNOWN: dict[str, set[str]] = {
     "h200-70b/bursts/0.7": {"goodput"},
-    "h200-70b/reasoning/1.1": {"goodput"},
     "4090-8b/reasoning/0.7": {"ttft"},
 }
 

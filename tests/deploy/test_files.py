@@ -1,6 +1,7 @@
 """The committed deployment files hold: Ray, Serve and PengServe's own settings accept each of them."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from pengserve.cluster.settings import Settings, load_settings, parse_settings
 from pengserve.planners.types.errors import ConfigError
 from pengserve.replicas.ending import EXIT_MARGIN_S
 
-DEPLOY = Path(__file__).parents[2] / "deploy"
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
 SERVE_FILES = ["serve.yaml", "serve-cpu.yaml"]
 
 
@@ -203,3 +205,15 @@ def test_compose_file_serves_the_shipped_dashboards_to_this_machine_alone() -> N
     home = grafana["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
     folder = provisioned["dashboards"]["providers"][0]["options"]["path"]
     assert home == f"{folder}/pengserve.json" and any(v.endswith(f":{folder}:ro") for v in grafana["volumes"])
+
+
+def test_every_package_is_in_the_wheel() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {**{name: ROOT / folder for name, folder in listed["package-dir"].items()}}
+    found = {
+        ".".join([name, *file.parent.relative_to(folder).parts])
+        for name, folder in folders.items()
+        for file in folder.rglob("__init__.py")
+    }
+    found -= {f"pengserve.cluster.{part}" for part in ("client",)}  # it is `pengserve.client`
+    assert sorted(found) == sorted(listed["packages"])

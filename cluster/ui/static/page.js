@@ -160,7 +160,7 @@ const said = (i) => (i.state === "dead" ? "dead" : i.state === "draining" ? "bei
 function drawFigures() {
   const traffic = view.traffic || {};
   put("sum-output", number(rate("output")));
-  put("sum-ttft", traffic.ttft_p50_s == null ? "–" : seconds(traffic.ttft_p50_s));
+  if (traffic.ttft_p50_s != null) put("sum-ttft", seconds(traffic.ttft_p50_s)); // of the newest second that had one
   for (const name of ["running", "waiting"]) put(`sum-${name}`, number(sum((i) => i[name])));
   put("sum-parked", number(sum((i) => i.parked + i.paused)));
   put("sum-moving", number(rate("moved")));
@@ -169,7 +169,9 @@ function drawFigures() {
   $("attainment").hidden = !answers;
   if (answers) {
     put("sum-slo", percent(classes.reduce((n, [, c]) => n + c.kept * c.answers, 0) / answers));
-    put("sum-classes", classes.map(([name, c]) => `${name} ${percent(c.kept)}`).join(", "));
+    const told = classes.map(([name, c]) => `${name} ${percent(c.kept)}`).join(", ");
+    put("sum-classes", classes.length > 1 ? told : classes[0][0]);
+    $("attainment").title = told;
   }
   put("sum-kv", room ? percent(sum((i) => i.kv_used) / room) : "–");
 }

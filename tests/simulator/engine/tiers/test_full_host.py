@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.simulator.engine.memory import Tiers
 from pengserve.simulator.engine.options import SchedulerOptions
@@ -48,16 +47,8 @@ def ended(host_blocks: int, seed: int) -> int:
     return sum(live.is_done for live in lives)
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_requests_end_with_a_full_host(seed: int) -> None:
-    assert ended(80, seed) == 30
-
-
-@pytest.mark.xfail(
-    raises=EngineError,
-    strict=True,
-    reason="planners/residency.py takes blocks without a row on the host for blocks of the step: those of parked"
-    " requests hold the device too. Join this case to the test above when it passes",
-)
-def test_blocks_of_parked_requests_that_the_host_has_no_row_for_are_counted() -> None:
-    assert ended(80, 0) == 30
+@pytest.mark.parametrize("host_blocks", [10, 40, 80])
+@pytest.mark.parametrize("seed", range(6))
+def test_requests_end_with_a_full_host(seed: int, host_blocks: int) -> None:
+    """Parked requests hold what the host has no row for; where the step has too little, the youngest give up theirs."""
+    assert ended(host_blocks, seed) == 30

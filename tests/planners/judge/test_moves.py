@@ -1,0 +1,75 @@
+"""Requests move between instances where that pays; urgent ones get no group that is slower than one instance."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from pengserve.planners.columns import ready_instances
+from pengserve.planners.judge.moves import paying
+from pengserve.planners.selector import SelectorHistory, select
+from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
+from pengserve.planners.types.orders import Migrate
+from pengserve.planners.types.snapshot import ClusterSnapshot, Demand
+from pengserve.planners.types.step_cost import StepCost
+from tests.planners.judge.watching import COST, COSTS, served
+
+MERGE, DROP = MergeConfig(max_degree=1), DropConfig()
+
+
+def uneven(used: float, free: float, waiting: int = 0) -> tuple[ClusterSnapshot, SelectorHistory]:
+    """Two instances that hold these shares of their KV, 256 blocks, and have been watched for a while.
+
+    So many requests wait at the first one.
+    """
+    history, seen = SelectorHistory(), None
+    for look in served(2, rate=0.3, prompt=1000, output=400, running=6, blocks=256, seconds=10):
+        stats = [
+            replace(i.stats, kv_blocks_used=int(share * 256), num_running=int(share * 7))
+            for i, share in zip(look.instances, (used, free), strict=True)
+        ]
+        stats[0] = replace(stats[0], num_waiting=waiting, queued_tokens=1000 * waiting)
+        seen = replace(look, instances=tuple(replace(i, stats=s) for i, s in zip(look.instances, stats, strict=True)))
+        _, history, _ = select(seen, MERGE, DROP, history)
+    assert seen is not None
+    return seen, history
+
+
+def order(seen: ClusterSnapshot, share: float) -> Migrate:
+    source, target = (i.key for i in seen.instances)
+    return Migrate(order_id="x", source=source, target=target, max_tokens=int(share * 256 * 32))
+
+
+def test_requests_leave_a_full_instance_where_others_wait() -> None:
+    seen, history = uneven(0.98, 0.1, waiting=3)
+    assert paying([order(seen, 0.4)], seen, JudgeConfig(), DROP, history.judge)
+
+
+def test_nothing_moves_where_all_have_room() -> None:
+    seen, history = uneven(0.45, 0.3)
+    assert not paying([order(seen, 0.1)], seen, JudgeConfig(), DROP, history.judge)
+
+
+@pytest.mark.parametrize("config", [JudgeConfig(is_on=False), JudgeConfig()])
+def test_where_nothing_can_be_predicted_what_was_proposed_stands(config: JudgeConfig) -> None:
+    seen, history = uneven(0.45, 0.3)
+    orders = [order(seen, 0.1)]
+    known = history.judge if not config.is_on else SelectorHistory().judge
+    assert paying(orders, seen, config, DROP, known) == tuple(orders)
+
+
+def urgent(costs: dict[str, StepCost]) -> Iterator[ClusterSnapshot]:
+    for seen in served(4, rate=0.5, running=2, costs=costs, seconds=6):
+        yield replace(seen, demands=(Demand(num_priority=1),))
+
+
+@pytest.mark.parametrize(("factor", "is_slow"), [(0.5, False), (1.4, True)])
+def test_urgent_requests_get_a_group_only_where_it_has_tokens_sooner(factor: float, is_slow: bool) -> None:
+    pair = StepCost(**{name: factor * getattr(COST, name) for name in COST.__slots__})
+    history, plans = SelectorHistory(), []
+    for seen in urgent(dict(COSTS) | {"tp2": pair, "tp4": pair}):
+        plan, history, _ = select(seen, MergeConfig(), DROP, history)
+        if history.judge.knows(ready_instances(seen.instances)):
+            plans.append(plan)
+    formed = [plan for plan in plans if plan is not None and plan.is_merge]
+    assert bool(formed) != is_slow, formed
