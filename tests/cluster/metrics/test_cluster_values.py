@@ -198,8 +198,8 @@ async def test_a_thousand_instances_that_die_often_have_a_thousand_series_of_eac
             series[family.name] = len(buckets)
     assert series["pengserve_instance_up"] == 1000
     assert {name: count for name, count in series.items() if count > 5 * 1000} == {}
+    # `tenant` is a label as well: test_tenant_meters.py shows that it is bounded.
     assert {label for spec in CATALOG.values() for label in spec.labels} & {
-        "tenant",
         "key",
         "request",
         "model",
