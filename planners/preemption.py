@@ -11,12 +11,22 @@ later without computing anything again. Urgency is the band: a request's priorit
 Of equally urgent ones the one whose tenant is furthest ahead of its share gives way (the greatest tag), then the one
 with the least KV to move. No request goes to and fro: one that came back keeps its place until it has made
 `QUANTUM_TOKENS` tokens, so that it is parked at most once in so many.
+
+No request starves: one that is parked becomes more urgent by a band in each `AGE_S`. So it makes at least
+`QUANTUM_TOKENS` tokens in each `(n + 1) * AGE_S`, where the most urgent request that runs is n bands above it, and in
+the time that such a request of the same age before it takes.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 QUANTUM_TOKENS = 8
+AGE_S = 1.0  # a user who reads bears a pause of a second
+
+
+def aged_band(priority: int, parked_s: float) -> int:
+    """The band of a request that has been parked for so long."""
+    return priority - int(parked_s / AGE_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +34,7 @@ class Candidate:
     """A request that could be in the batch."""
 
     request_id: str
-    band: int
+    band: int  # its priority; of a parked one, see `aged_band`
     tag: float  # among those of its band; the least comes first
     num_blocks: int = 0  # that it holds
     is_running: bool = False

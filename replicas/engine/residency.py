@@ -8,11 +8,11 @@ request gives up its KV, as vLLM preempts.
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from pengserve.planners.preemption import QUANTUM_TOKENS, Candidate, plan_places
+from pengserve.planners.preemption import QUANTUM_TOKENS, Candidate, aged_band, plan_places
 from pengserve.planners.residency import Device, Wanting, plan_residency
 from pengserve.replicas.engine.lane_tiers import LaneTiers
 from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
@@ -32,8 +32,20 @@ class Supply(Protocol):
 class ResidentRequests:
     """Belongs to the step thread; of a group, its leader has one."""
 
-    def __init__(self, scheduler: SchedulerHandle, tiers: LaneTiers, num_reserved: int, supply: Supply) -> None:
-        """`num_reserved`: blocks that may be on the device in all layers because the host is full."""
+    def __init__(
+        self,
+        scheduler: SchedulerHandle,
+        tiers: LaneTiers,
+        num_reserved: int,
+        supply: Supply,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            num_reserved: blocks that may be on the device in all layers because the host is full.
+            clock: seconds.
+        """
+        self._clock = clock
         self._scheduler, self._tiers, self._block_size, self._supply = scheduler, tiers, tiers.block_size, supply
         layers = tiers.num_layers
         self.device_blocks = tiers.device_blocks  # of this member, vLLM's null block among them
@@ -111,7 +123,7 @@ class ResidentRequests:
 
     def keep(self, request: Request) -> None:
         """Inverse of `let_go`."""
-        self._since_s.setdefault(request.request_id, time.monotonic())
+        self._since_s.setdefault(request.request_id, self._clock())
         self._parked[request.request_id] = request
 
     # Figures ----------------------------------------------------------------------------------------------------------
@@ -228,13 +240,20 @@ class ResidentRequests:
         since = self._came_back.get(request.request_id)
         return Candidate(
             request_id=request.request_id,
-            band=request.priority,
+            band=self._band(request),
             tag=request.arrival_time,
             num_blocks=self._blocks(request.num_computed_tokens),
             is_running=is_running,
             is_parked=is_parked,
             is_protected=is_running and since is not None and request.num_tokens < since + QUANTUM_TOKENS,
         )
+
+    def _band(self, request: Request) -> int:
+        """Its priority, and more urgent by the time that it has been parked."""
+        since_s = self._since_s.get(request.request_id)
+        if since_s is None or not self._scheduler.goes_by_priority:
+            return request.priority
+        return aged_band(request.priority, self._clock() - since_s)
 
     def _waiting(self) -> Sequence[Request]:
         scheduler = self._scheduler
@@ -246,7 +265,7 @@ class ResidentRequests:
         here = [*scheduler.running, *scheduler.holding]
         parked = [r for request_id, r in self._parked.items() if request_id not in self._ordered]
         placed = [r for r in (*here, *parked) if r.request_id not in self._without_place]
-        old = sorted(placed, key=lambda r: (r.priority, r.arrival_time, r.request_id))
+        old = sorted(placed, key=lambda r: (self._band(r), r.arrival_time, r.request_id))
         found = [(request, self._wanted(request, is_new=False)) for request in old]
         new = self._waiting() if self._begins is None else self._begins
         return found + [(request, self._wanted(request, is_new=True)) for request in new]
@@ -294,10 +313,10 @@ class ResidentRequests:
     def _goes_on(self, request: Request) -> None:
         since_s = self._since_s.pop(request.request_id, None)
         if since_s is not None:
-            self._pauses.append((request, time.monotonic() - since_s))
+            self._pauses.append((request, self._clock() - since_s))
 
     def _hold(self, request: Request) -> None:
-        self._since_s.setdefault(request.request_id, time.monotonic())
+        self._since_s.setdefault(request.request_id, self._clock())
         self._scheduler.hold(request)
         self._parked[request.request_id] = request
         self._tiers.count_park()

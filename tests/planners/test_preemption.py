@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pengserve.planners.preemption import QUANTUM_TOKENS, Candidate, plan_places
+from pengserve.planners.preemption import AGE_S, QUANTUM_TOKENS, Candidate, aged_band, plan_places
 
 
 def running(name: str, band: int, tag: float = 0.0, *, blocks: int = 1, protected: bool = False) -> Candidate:
@@ -107,3 +107,14 @@ def test_a_parked_request_comes_back_before_an_equally_urgent_one_begins() -> No
     plan = plan_places([running("a", 0), parked("p", 0, 5.0), waiting("w", 0, 1.0)], 2)
     assert plan.placed == {"a", "p"} and plan.num_new == 0
     assert plan_places([running("a", 0), parked("p", 0), waiting("w", -1)], 2).placed == {"a"}
+
+
+@given(st.integers(-3, 3), st.integers(0, 5))
+def test_a_parked_request_has_a_place_after_as_many_seconds_as_there_are_bands_above_it(band: int, above: int) -> None:
+    """With any number of more urgent requests: none starves."""
+    urgent = [running(str(index), band - above) for index in range(4)]
+    urgent += [waiting(f"w{index}", band - above) for index in range(9)]
+    old = parked("old", aged_band(band, (above + 1) * AGE_S))
+    assert "old" in plan_places([*urgent, old], 4).placed
+    young = parked("young", aged_band(band, 0.0))
+    assert "young" not in plan_places([*urgent, young], 4).placed or above == 0

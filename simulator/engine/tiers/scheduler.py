@@ -57,7 +57,7 @@ class TieredScheduler(VllmScheduler):
         )
         num_reserved = max(0, capacity.num_blocks - tiers.host_blocks)
         self.tiers.watch_uses(self._scheduler.uses)
-        self.residency = ResidentRequests(self._scheduler, LaneTiers(self.tiers), num_reserved, self)
+        self.residency = ResidentRequests(self._scheduler, LaneTiers(self.tiers), num_reserved, self, clock)
         self._orders = ParkOrders(InstanceKey(instance_id=InstanceId(0), incarnation=1))  # `SimCluster` knows whose
         self._times, self._clock = times, clock
         self._open = contextlib.ExitStack()  # what a step began, until it ends

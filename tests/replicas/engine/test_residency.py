@@ -40,7 +40,10 @@ class Engine:
         options = SchedulerOptions(max_num_batched_tokens=32, policy="priority" if by_priority else "fcfs")
         self.handle = SchedulerHandle(build_vllm_scheduler(capacity, options, is_terse=False))
         self.world.tiers.watch_uses(self.handle.uses)
-        self.residency = ResidentRequests(self.handle, LaneTiers(self.world.tiers), max(0, num_blocks - host), self)
+        self.now_s = 0.0
+        self.residency = ResidentRequests(
+            self.handle, LaneTiers(self.world.tiers), max(0, num_blocks - host), self, lambda: self.now_s
+        )
         self.num_steps = self.num_choices = 0
 
     def num_used(self) -> int:
@@ -50,8 +53,9 @@ class Engine:
         return self.handle.num_free()
 
     def step(self) -> None:
-        """As `DpLane.step`."""
+        """As `DpLane.step`, every 50 ms."""
         self.num_steps += 1
+        self.now_s += 0.05
         if not self.residency.has_to_choose():
             self._step()
             return
@@ -160,6 +164,25 @@ def test_an_urgent_request_takes_a_place_at_once_and_nothing_is_computed_again()
     assert [request.num_output_tokens for request in (*calm, urgent)] == [60, 60, 20]
     assert {request.num_preemptions for request in (*calm, urgent)} == {0}
     assert engine.world.tiers.counts.displaced == 1, "it came back once"
+    engine.world.close()
+
+
+def test_a_parked_request_does_not_starve_behind_urgent_ones_that_never_end() -> None:
+    engine = Engine(max_seqs=2, by_priority=True)
+    calm = scheduled_request("calm", 10, max_tokens=60)
+    engine.handle.add(calm)
+    for _ in range(5):
+        engine.step()
+    for index in range(400):
+        if index % 10 == 0:  # of 20 tokens each: two at a time, for ever
+            urgent = scheduled_request(f"urgent{index}", 10, max_tokens=20)
+            urgent.priority = -1
+            engine.handle.add(urgent)
+        engine.step()
+        if calm.num_output_tokens == 60:
+            break
+    assert calm.num_output_tokens == 60 and calm.num_preemptions == 0
+    assert engine.world.tiers.counts.displaced > 2, "it went to and fro, a quantum at a time"
     engine.world.close()
 
 
