@@ -35,11 +35,17 @@ class _Unseen:
             self.num_hits -= hits
 
 
+QueuedBefore = Callable[[InstanceLink, RequestRecord], int]
+
+
 class Dispatcher:
     """Picks the link for a request by what the instances are and hold."""
 
-    def __init__(self, clock: Callable[[], float], prefixes: Prefixes) -> None:
-        self._clock = clock
+    def __init__(
+        self, clock: Callable[[], float], prefixes: Prefixes, queued_before: QueuedBefore | None = None
+    ) -> None:
+        """`queued_before`: waiting prompt tokens that begin before a request's; None: all of them."""
+        self._clock, self._queued_before = clock, queued_before
         self._unseen: dict[InstanceKey, _Unseen] = {}
         self._prefixes = prefixes
         self._ttft = TtftModel()
@@ -77,7 +83,7 @@ class Dispatcher:
     def sent(self, link: InstanceLink, record: RequestRecord, hit_tokens: int) -> None:
         """A request went out over `link`, to where so many tokens of it probably are."""
         num_hits = min(record.num_tokens, hit_tokens)  # they take memory as all others do, and no computing
-        record.first_after = (link.stats.shape, self._ahead_tokens(link) + record.num_tokens - num_hits)
+        record.first_after = (link.stats.shape, self._ahead_tokens(link, record) + record.num_tokens - num_hits)
         unseen = self._unseen.setdefault(link.key, _Unseen())
         unseen.entries.append((link.stats.step, self._clock(), record.num_tokens, num_hits))
         unseen.num_tokens += record.num_tokens
@@ -92,10 +98,12 @@ class Dispatcher:
     def predict_ttft_s(self, link: InstanceLink, record: RequestRecord) -> float | None:
         """Seconds until the first token of a request that goes over `link` now; None where that is not known yet."""
         num_tokens = max(0, record.num_tokens - self._prefixes.hit_tokens(record, link.key))
-        return self._ttft.predict(link.stats.shape, self._ahead_tokens(link) + num_tokens)
+        return self._ttft.predict(link.stats.shape, self._ahead_tokens(link, record) + num_tokens)
 
-    def _ahead_tokens(self, link: InstanceLink) -> int:
+    def _ahead_tokens(self, link: InstanceLink, record: RequestRecord) -> int:
         """Prompt tokens that the instance computes before those of a request that is sent now."""
+        if self._queued_before is not None:
+            return link.stats.prefilling_tokens + self._queued_before(link, record)
         unseen = self._unseen.get(link.key)
         stats = link.stats
         num_unseen = unseen.num_tokens - unseen.num_hits if unseen is not None else 0

@@ -6,7 +6,7 @@ which vLLM's engine uses for nothing else. A request that waits on an instance g
 """
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -92,6 +92,18 @@ class FairQueue:
     def prioritize(self, record: RequestRecord, priority: int) -> None:
         """A request has another priority from now on."""
         self._tell(self.shares.prioritize(record.request.request_id, priority))
+
+    def queued_before(self, link: InstanceLink, record: RequestRecord) -> int:
+        """Prompt tokens on an instance that begin before those of a request: all of its own tenant's, and as many of
+        each other tenant's, which take their turns with it.
+        """
+        queued: Counter[str] = Counter()
+        for meter in self._meters.values():
+            other = meter.record
+            if other.link is link and other.first_token_s is None and other is not record:
+                queued[other.options.contract.tenant] += other.num_prompt_tokens
+        own = queued.pop(record.options.contract.tenant, 0)
+        return own + sum(min(num_tokens, own + record.num_prompt_tokens) for num_tokens in queued.values())
 
     def follow(self, snapshot: ClusterSnapshot) -> None:
         """Takes prices from the first instance that is ready: what its steps cost as profiled, and its KV."""

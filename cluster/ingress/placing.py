@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from pengserve.cluster.ingress.config import LimitConfig
-from pengserve.cluster.ingress.dispatcher import Dispatcher
+from pengserve.cluster.ingress.dispatcher import Dispatcher, QueuedBefore
 from pengserve.cluster.ingress.prefixes import Prefixes
 from pengserve.cluster.ingress.record import Links, RequestRecord
 from pengserve.cluster.ingress.trials import Trials
@@ -26,11 +26,16 @@ class Placing:
         max_model_len: Callable[[], int],
         clock: Callable[[], float],
         prefixes: Prefixes,
+        queued_before: QueuedBefore | None = None,
     ) -> None:
-        """`max_model_len`: tokens that the widest group this cluster can form holds for one request."""
+        """
+        Args:
+            max_model_len: tokens that the widest group this cluster can form holds for one request.
+            queued_before: see `Dispatcher`.
+        """
         self._limits, self._links, self._trials = limits, links, trials
         self._max_model_len, self._clock = max_model_len, clock
-        self._dispatcher = Dispatcher(clock, prefixes)
+        self._dispatcher = Dispatcher(clock, prefixes, queued_before)
         self.urgent: set[RequestRecord] = set()  # of all records
 
     def choose(

@@ -97,7 +97,8 @@ class RequestBook:
         self._copies: dict[str, RequestRecord] = {}  # by wire id; only those on a link
         self._trials = Trials(limits.max_deaths_alone, is_only_ingress=is_only_ingress)
         prefixes = Prefixes(limits.max_prefix_entries, secret, is_only_ingress=is_only_ingress)
-        self._placing = Placing(limits, links, self._trials, max_model_len, clock, prefixes)
+        queued_before = fair.queued_before if fair is not None else None
+        self._placing = Placing(limits, links, self._trials, max_model_len, clock, prefixes, queued_before)
         self._quarantine = Quarantine(clock)
         self._expected = ExpectedLengths()
         self._waiting: deque[RequestRecord] = deque()

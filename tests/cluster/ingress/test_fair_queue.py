@@ -64,6 +64,18 @@ def test_a_guest_begins_before_what_a_flood_has_queued() -> None:
     assert world.place(50) < min(world.place(number) for number in waiting)
 
 
+def test_a_flood_is_ahead_of_a_guest_by_one_turn_only() -> None:
+    """Else `slo.policy: reject` would refuse the guests of a cluster that a stranger floods."""
+    world = World()
+    for number in range(50):
+        world.ask(number, "flood")
+    world.ask(50, "guest")
+    flood, guest = (world.book._records[name] for name in ("r0", "r50"))
+    queued = sum(r.num_prompt_tokens for r in world.book._records.values()) - guest.num_prompt_tokens
+    assert world.fair.queued_before(world.link, guest) == guest.num_prompt_tokens
+    assert world.fair.queued_before(world.link, flood) == queued - flood.num_prompt_tokens + guest.num_prompt_tokens
+
+
 def test_a_tenant_pays_for_what_is_computed_and_held() -> None:
     world = World()
     world.ask(0, "a", length=40)
