@@ -83,19 +83,28 @@ def score(outcomes: Sequence[Mapping[str, Any]], prompts: Sequence[int], limits:
 
 
 def satisfaction(outcomes: Sequence[Mapping[str, Any]], prompts: Sequence[int]) -> dict[str, float]:
-    """By tenant: service per second that its requests took, from when they were sent to their ends.
+    """By tenant: service per second of the time in which at least one of its requests was there, waiting or served.
 
-    A tenant whose requests wait behind another's has less. What a tenant asks for cancels out.
+    A tenant whose requests wait behind another's has less; one that only waits behind its own does not.
     """
     service: dict[str, float] = {}
-    waited: dict[str, float] = {}
+    spans: dict[str, list[tuple[float, float]]] = {}
     for outcome, prompt in zip(outcomes, prompts, strict=True):
         tenant, times = outcome["tenant"], outcome["token_s"]
         if not times:
             continue
         service[tenant] = service.get(tenant, 0.0) + PROMPT_WEIGHT * prompt + OUTPUT_WEIGHT * len(times)
-        waited[tenant] = waited.get(tenant, 0.0) + times[-1] - outcome["sent_s"]
-    return {tenant: service[tenant] / max(1e-9, waited[tenant]) for tenant in service}
+        spans.setdefault(tenant, []).append((outcome["sent_s"], times[-1]))
+    return {tenant: service[tenant] / max(1e-9, covered_s(spans[tenant])) for tenant in service}
+
+
+def covered_s(spans: Iterable[tuple[float, float]]) -> float:
+    """Seconds that lie in at least one of these spans `(start, stop)`."""
+    total_s, until_s = 0.0, -math.inf
+    for start_s, stop_s in sorted(spans):
+        total_s += max(0.0, stop_s - max(start_s, until_s))
+        until_s = max(until_s, stop_s)
+    return total_s
 
 
 def jain(values: Iterable[float]) -> float:

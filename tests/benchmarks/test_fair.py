@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.fair import files
-from benchmarks.fair.scoring import Limits, jain, percentile, score
+from benchmarks.fair.scoring import Limits, covered_s, jain, percentile, satisfaction, score
 from benchmarks.fair.workload import Plan, make
 
 PLAN = Plan(duration_s=120.0, pattern="markov")
@@ -110,3 +110,11 @@ def test_a_score_is_what_it_says() -> None:
     assert found.tokens_per_s == pytest.approx(6 / 4) and found.effective_tokens_per_s == pytest.approx(3 / 4)
     assert found.paused_s == pytest.approx(0.7) and found.ttft_p99_s == 3.0
     assert found.jain < 0.7 and percentile([], 0.5) == 0.0
+
+
+def test_a_tenant_that_waits_behind_itself_is_as_satisfied_as_one_that_does_not_wait() -> None:
+    one_by_one = [{"tenant": "a", "sent_s": float(i), "token_s": [i + 0.5, i + 1.0]} for i in range(4)]
+    at_once = [{"tenant": "b", "sent_s": 0.0, "token_s": [i + 0.5, i + 1.0]} for i in range(4)]
+    found = satisfaction(one_by_one + at_once, [10] * 8)
+    assert found["a"] == pytest.approx(found["b"])
+    assert covered_s([(0, 2), (5, 6), (1, 3), (1, 2)]) == 4 and covered_s([]) == 0
