@@ -17,6 +17,7 @@ SMALL = small_cases()
 KNOWN: dict[str, set[str]] = {
     "h200-70b/bursts/0.7": {"goodput"},
     "4090-8b/reasoning/0.7": {"ttft"},
+    "4090-8b/turns/0.7": {"ttft"},
 }
 
 
