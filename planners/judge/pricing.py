@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from math import exp, inf, log, sqrt
+from math import exp, log, sqrt
 
 import numpy as np
 
@@ -321,7 +321,7 @@ class Pricing:
         expected_s = min(gains[EXPECTED], (gains[FEW] + gains[EXPECTED]) / 2.0)
         regret_s = max(0.0, -min(gains))
         if self._is_short_of_compute(plan, fates):
-            expected_s = -inf
+            expected_s = min(expected_s, 0.0)  # it is not to be taken
         return Priced(
             change=plan.change,
             keep=_sum(fates[EXPECTED], before),

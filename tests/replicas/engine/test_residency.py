@@ -198,7 +198,7 @@ def test_where_requests_begin_as_they_come_nothing_gives_way() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_under_any_churn_of_priorities_all_end_and_none_goes_to_and_fro(seed: int) -> None:
-    engine, rng = Engine(max_seqs=3, by_priority=True), random.Random(seed)
+    engine, rng = Engine(600, max_seqs=3, by_priority=True), random.Random(seed)  # the host has room for all
     requests = [scheduled_request(str(i), rng.choice([5, 30, 90]), max_tokens=60) for i in range(12)]
     for request in requests:
         engine.handle.add(request)
