@@ -114,8 +114,8 @@ def decide(cluster: ElasticCluster, load: Any, ended: Any) -> None:
 
 
 def run_tiers(model: Path, server: PrometheusServer) -> None:
-    """Requests that do not fit the device, and prefixes that come back from the host."""
-    engine = {"kv_cache_memory_bytes": 20 * BLOCK_BYTES}
+    """Requests that do not fit the device, prefixes that come back from the host, and urgent requests."""
+    engine = {"kv_cache_memory_bytes": 20 * BLOCK_BYTES, "max_num_seqs": 6, "scheduling_policy": "priority"}
     cluster = ElasticCluster(model, 1, degrees=(), engine=engine)
     cluster.instance_config = replace(cluster.instance_config, host_bytes=300 * BLOCK_BYTES, link_bytes_per_s=2e7)
     try:
@@ -127,9 +127,22 @@ def run_tiers(model: Path, server: PrometheusServer) -> None:
                 running = [traffic.start(prompt=prompt * 2, max_tokens=60) for prompt in PROMPTS]
                 for stream in running:
                     assert not stream.result(WITHIN_S).error
+            displaced(server, traffic)
             time.sleep(1.0)
     finally:
         cluster.stop()
+
+
+def displaced(server: PrometheusServer, traffic: Traffic) -> None:
+    """Urgent requests take the places of others, until that was scraped."""
+    deadline_s = time.monotonic() + WITHIN_S
+    while not any(value > 0 for value in server.over_run("max(pengserve_instance_displaced_total)")):
+        assert time.monotonic() < deadline_s, "no request gave its place away"
+        running = [traffic.start(prompt=[n, 8, 9], max_tokens=55) for n in range(12)]
+        time.sleep(0.1)
+        running += [traffic.start(prompt=[n, 6, 7], max_tokens=20, priority=-1) for n in range(4)]
+        for stream in running:
+            assert not stream.result(WITHIN_S).error
 
 
 def sizes(server: PrometheusServer) -> dict[str, tuple[float, float]]:
@@ -185,9 +198,9 @@ def test_every_alert_asks_for_series_that_exist(prometheus: PrometheusServer) ->
 
 
 def test_labels_are_bounded(prometheus: PrometheusServer) -> None:
-    """Slots of instances, and words of the code: no label takes what a client sends."""
+    """Slots of instances, words of the code, and tenants up to a bound: no other label takes what a client sends."""
     words = {"action", "bound", "direction", "figure", "kind", "latency", "outcome", "phase", "reason", "service_class"}
-    words |= {"instance_id", "shape", "state", "strategy", "version"}
+    words |= {"instance_id", "shape", "state", "strategy", "tenant", "version"}
     for name, spec in CATALOG.items():
         assert set(spec.labels) <= words, name
         series = f"{name}_count" if spec.kind is MetricKind.HISTOGRAM else name
