@@ -24,6 +24,7 @@ from tests.support.processes import InstanceProcess
 from tests.support.scene import nothing_runs
 from tests.support.streams import make_prompts
 from tests.support.traffic import TimedStream, Traffic
+from tests.support.waiting import until
 from tests.system.test_shape_exactness import ENDS_WITHIN_S, LAYOUTS, STRATEGIES, Disturbed, Machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.shapes]
@@ -59,8 +60,12 @@ class Tiered(Disturbed):
         return self.cluster.config.num_instances
 
     def start_all(self) -> "list[tuple[int, Future[TimedStream]]]":
-        """All requests at once: more than both devices hold."""
-        return [(i, self.traffic.start(**request)) for i, request in enumerate(self.requests)]
+        """All requests at once: more than both devices hold. Returns when several of them decode."""
+        live = [TimedStream() for _ in self.requests]
+        pairs = zip(self.requests, live, strict=True)
+        found = [(i, self.traffic.start(**request, into=stream)) for i, (request, stream) in enumerate(pairs)]
+        until(lambda: sum(len(stream.times_s) > 2 for stream in live) >= 4)
+        return found
 
     def total(self, name: str) -> int:
         """A figure of all instances."""
@@ -108,13 +113,11 @@ def tiered(request: pytest.FixtureRequest, model: Path, expected: list[TimedStre
 @pytest.mark.parametrize(("kind", "strategy"), [*(("tp", s) for s in STRATEGIES), ("pp", "carry"), ("pp", "hard")])
 def test_a_switch_takes_along_what_is_on_the_host(tiered: Tiered, kind: str, strategy: str) -> None:
     running = tiered.start_all()
-    time.sleep(0.5)
     num_ends = len(tiered.cluster.events(EventKind.TRANSITION_END))
     tiered.cluster.set_layout(f"{kind}{tiered.widest}", strategy)
     tiered.check_memory()
     begun = tiered.cluster.events(EventKind.TRANSITION_END)[num_ends]
-    running += tiered.start_all()[:4]
-    time.sleep(0.5)
+    running += tiered.start_all()
     tiered.cluster.set_layout("dp", strategy)
     tiered.check_memory()
     tiered.check_all(running)
