@@ -164,7 +164,7 @@ class Pricing:
         self._miss_s = config.miss_weight * (first_s + traffic.output_tokens * token_s)
 
     def _fates(self, scenarios: Sequence[int]) -> list[Fate]:
-        """What becomes of all rows in each scenario. One prediction for all costs hardly more than one for each."""
+        """The fate of every row in each scenario. To predict all rows together takes hardly longer than one row."""
         each = [self._scenario(scenario) for scenario in scenarios]
         self._expected = each[scenarios.index(EXPECTED)]
         names, count = [f.name for f in fields(Rows)], len(self._rows)

@@ -122,7 +122,7 @@ class ResidentRequests:
         return self._parked.pop(request.request_id, None) is not None
 
     def keep(self, request: Request) -> None:
-        """Inverse of `let_go`."""
+        """A request is parked from now on, if it was not; inverse of `let_go`."""
         self._since_s.setdefault(request.request_id, self._clock())
         self._parked[request.request_id] = request
 
@@ -303,7 +303,7 @@ class ResidentRequests:
         for request in list(self._scheduler.holding):
             if request.request_id not in stepped:
                 self._scheduler.withdraw(request)
-                self._parked[request.request_id] = request
+                self.keep(request)
 
     def take_pauses(self) -> list[tuple[Request, float]]:
         """Requests that go on since the last call, each with the seconds that it was parked."""
@@ -316,9 +316,8 @@ class ResidentRequests:
             self._pauses.append((request, self._clock() - since_s))
 
     def _hold(self, request: Request) -> None:
-        self._since_s.setdefault(request.request_id, self._clock())
         self._scheduler.hold(request)
-        self._parked[request.request_id] = request
+        self.keep(request)
         self._tiers.count_park()
         self._save(request)
 

@@ -61,10 +61,8 @@ class TieredScheduler(VllmScheduler):
         self._orders = ParkOrders(InstanceKey(instance_id=InstanceId(0), incarnation=1))  # `SimCluster` knows whose
         self._times, self._clock = times, clock
         self._open = contextlib.ExitStack()  # what a step began, until it ends
-        self._staged: tuple[list[int], int] = (
-            [],
-            0,
-        )  # cells by layer in the present step, and those they take turns in
+        # Cells by layer in the present step, and those that they take turns in.
+        self._staged: tuple[list[int], int] = ([], 0)
         self.stalled_s = 0.0
 
     @property
