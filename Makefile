@@ -113,6 +113,10 @@ support: setup ## Write docs/support.md again: models and shapes that tests run
 bench-overhead: setup ## PengServe against vLLM's own server and ray.serve.llm; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.overhead
 
+BENCH_GPUS ?= 1
+bench-gpu: ## On GPUs (BENCH_GPUS=1), where PYTHON has '.[gpu,dev]': PengServe against vLLM's own server with its defaults; never run yet
+	@$(PYTHON) -m benchmarks.overhead --gpus $(BENCH_GPUS)
+
 bench-comm: setup ## What groups and peer messages cost; writes benchmarks/results/comm.md
 	@$(BIN)/python -m benchmarks.comm
 
@@ -154,6 +158,9 @@ bench-regret: setup ## PengServe against the best static layout on all traces, i
 
 bench-papers: setup ## The papers' scenarios in virtual time: their ratios beside ours; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.papers
+
+bench-slo: setup ## SLOs kept by plain vLLM, a static placement and PengServe: long prompts, long decodes; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.slo
 
 bench-tiers: setup ## KV on device and host: bursts, churn and second turns against plain vLLM; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.tiers

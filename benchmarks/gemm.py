@@ -1,8 +1,8 @@
 """What a matrix product takes, by how its weight lies: `python -m benchmarks.gemm`.
 
-Writes `results/gemm.md`. Weights as a checkpoint has them are what lanes share (`replicas/engine/shared_model.py`,
-whose `gemm` goes by it); packed where they lie they are an instance's that has no such lanes
-(`replicas/memory/packed_weights.py`). float32, one thread.
+Writes `results/gemm.md`. Weights as a checkpoint has them are what lanes share
+(`replicas/engine/lanes/shared_model.py`, whose `gemm` goes by it); packed where they lie they are an instance's that
+has no such lanes (`replicas/memory/packed_weights.py`). float32, one thread.
 """
 
 import argparse

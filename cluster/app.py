@@ -24,8 +24,8 @@ from pengserve.cluster.controller_actor import ControllerActor
 from pengserve.cluster.fingerprint import fingerprinted
 from pengserve.cluster.haproxy.launcher import proxy_remarks
 from pengserve.cluster.ingress.config import IngressConfig, LimitConfig, OpenAIConfig
+from pengserve.cluster.ingress.guards.security import harden, refuse_unsafe
 from pengserve.cluster.ingress.logs import SERVE_LOGGER, log_with_serve
-from pengserve.cluster.ingress.security import harden, refuse_unsafe
 from pengserve.cluster.ingress.serve_front import IMPORT_PATH, VARIABLE
 from pengserve.cluster.placement import cluster_devices, remarks, settle
 from pengserve.cluster.preflight import setting_mistakes
@@ -72,7 +72,7 @@ class Ingress:
         # vLLM reads its environment at import, and `harden` has just set it.
         from pengserve.cluster.ingress.api import IngressRuntime
         from pengserve.cluster.ingress.process import settle
-        from pengserve.cluster.ingress.ray_source import RayRoutingSource
+        from pengserve.cluster.ingress.routing.ray_source import RayRoutingSource
         from pengserve.cluster.metrics.facade import Metrics
 
         token = await asyncio.to_thread(channel_token, self._app_name)

@@ -6,7 +6,7 @@ Standard library and pydantic only, as `settings.py`.
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator
 
 from pengserve.planners.types.units import MIB
 
@@ -19,6 +19,7 @@ CPU_ENGINE_DEFAULTS: Mapping[str, Any] = {
     "enable_prefix_caching": True,
     "kv_cache_memory_bytes": 256 * MIB,
 }
+CHUNK_BYTES: Mapping[str, int] = {"cpu": 2 * MIB, "cuda": 64 * MIB}
 CUDA_ENGINE_DEFAULTS: Mapping[str, Any] = {"async_scheduling": False, "enable_prefix_caching": True}
 
 
@@ -33,8 +34,11 @@ class InstanceSettings(BaseModel, extra="forbid", validate_default=True, frozen=
     wait_for_devices_s: float = Field(default=0, ge=0)  # for nodes with GPUs that join the Ray cluster after the head
     channel_host: str = ""
     lease_s: float = Field(default=30, gt=0)
-    memory_bytes: int = Field(default=0, ge=0)  # for weights and KV together; 0: KV as the engine's arguments say
-    chunk_bytes: int = Field(default=2 * MIB, ge=4096)  # unit in which memory moves between weights and KV
+    # For weights and KV together. 0: KV as the engine's arguments say; auto: on cuda what engine.gpu_memory_utilization
+    # leaves beside activations and graphs, on cpu the weights and a fifth of what the machine has free.
+    memory_bytes: Literal["auto"] | int = 0
+    # Unit in which memory moves between weights and KV. None: 64 MiB on cuda, where each is a call, and 2 MiB on cpu.
+    chunk_bytes: int | None = Field(default=None, ge=4096)
 
     @field_validator("count", mode="before")
     @classmethod
@@ -46,18 +50,19 @@ class InstanceSettings(BaseModel, extra="forbid", validate_default=True, frozen=
             raise ValueError(f"give auto, or a whole number from 1 to {MAX_INSTANCES}; got {value!r}")
         return count
 
+    @field_validator("memory_bytes", mode="before")
+    @classmethod
+    def _auto_or_bytes(cls, value: Any) -> Any:
+        if value == "auto":
+            return value
+        count = int(value) if isinstance(value, str) and value.strip().isdecimal() else value
+        if type(count) is not int or count < 0:
+            raise ValueError(f"give auto, or a whole number of bytes from 0 on; got {value!r}")
+        return count
+
     @field_validator("chunk_bytes")
     @classmethod
-    def _whole_pages(cls, value: int) -> int:
-        if value % 4096:
+    def _whole_pages(cls, value: int | None) -> int | None:
+        if value is not None and value % 4096:
             raise ValueError(f"give a multiple of 4096 bytes, the size of a page; got {value}")
         return value
-
-    @model_validator(mode="after")
-    def _memory_has_chunks(self) -> "InstanceSettings":
-        if 0 < self.memory_bytes < self.chunk_bytes:
-            raise ValueError(
-                f"memory_bytes ({self.memory_bytes}) must hold at least one of chunk_bytes ({self.chunk_bytes}),"
-                " or be 0 to leave memory to the engine"
-            )
-        return self

@@ -29,7 +29,9 @@ def host_parts(instance: InstanceSnapshot) -> tuple[int, int, int]:
     capacity, stats = instance.capacity, instance.stats
     if capacity is None or not stats.host_blocks:
         return 0, 0, 0
-    size = capacity.bytes_per_block
+    # A stage's rows have its own layers alone.
+    stages = degree_of(stats.shape) if stats.shape.startswith(GroupKind.PP) and not stats.is_follower else 1
+    size = capacity.bytes_per_block // stages
     return stats.host_blocks * size, stats.host_blocks_used * size, stats.host_blocks * capacity.block_size
 
 

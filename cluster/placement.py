@@ -92,12 +92,15 @@ def settle(settings: Settings, ask: Callable[[], Devices], patience_s: float = 0
 def remarks(settings: Settings) -> tuple[str, ...]:
     """What a user of these settings should know at the start, a sentence each."""
     if settings.device == "cuda" and settings.shape.cuda == "experimental":
-        return ("shape.cuda is experimental: no change of shape has run on a GPU yet, so try it before you rely on it",)
+        return (
+            "shape.cuda is experimental: changes of shape have run on one GPU and not between GPUs,"
+            " so try it before you rely on it",
+        )
     if settings.shape.degrees == []:
         return ()
     if settings.device == "cuda":
         return (
-            "instances on CUDA keep their shape, because no change of shape has run on a GPU yet;"
+            "instances on CUDA keep their shape, because changes of shape have not run between GPUs yet;"
             " `shape.cuda: experimental` lets them change it",
         )
     if settings.num_workers > 1:

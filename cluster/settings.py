@@ -31,14 +31,15 @@ from pengserve.cluster.devices import has_cuda_driver
 from pengserve.cluster.fairness_settings import FairnessSettings
 from pengserve.cluster.http_settings import HttpSettings
 from pengserve.cluster.instance_settings import (
+    CHUNK_BYTES,
     CPU_ENGINE_DEFAULTS,
     CPU_INSTANCES,
     CUDA_ENGINE_DEFAULTS,
     InstanceSettings,
 )
-from pengserve.cluster.memory_settings import MemorySettings
+from pengserve.cluster.memory_settings import AUTO_BYTES, MemorySettings
 from pengserve.cluster.security_settings import SecuritySettings
-from pengserve.cluster.shape_settings import ShapeSettings
+from pengserve.cluster.shape_settings import COMMUNICATORS, ShapeSettings
 from pengserve.planners.types.config import ControllerConfig, InstanceConfig, MigrateConfig
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.units import MIB
@@ -198,6 +199,16 @@ class Settings(_Section):
         return self
 
     @model_validator(mode="after")
+    def _memory_has_chunks(self) -> "Settings":
+        memory_bytes = self.instances.memory_bytes
+        if memory_bytes != "auto" and 0 < memory_bytes < self.chunk_bytes:
+            raise ValueError(
+                f"instances.memory_bytes ({memory_bytes}) must hold at least one of chunk_bytes ({self.chunk_bytes}),"
+                " or be 0 to leave memory to the engine, or auto"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _shape_may_change(self) -> "Settings":
         asked = self._asked_of_the_shape()
         if asked and self.num_workers > 1:
@@ -211,8 +222,8 @@ class Settings(_Section):
             asked = asked or (f"instances.memory_bytes of {budget}" if budget else "")
             if asked:
                 raise ValueError(
-                    f"{asked} needs `shape.cuda: experimental` on CUDA, where nothing of it has run on a GPU yet: set"
-                    " it, or leave the first out"
+                    f"{asked} needs `shape.cuda: experimental` on CUDA, where it has run on one GPU and not between"
+                    " GPUs: set it, or leave the first out"
                 )
         return self
 
@@ -260,9 +271,14 @@ class Settings(_Section):
         if stages > 1 and not self.instances.memory_bytes:
             raise ValueError(
                 f"shape.drop.max_stages of {stages} needs instances.memory_bytes: the bytes that weights and KV of an"
-                " instance share, so that memory can go from the one to the other"
+                " instance share, so that memory can go from the one to the other; auto takes what is free"
             )
         return self
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Unit in which memory moves between weights and KV: the given one, or that of the device."""
+        return self.instances.chunk_bytes or CHUNK_BYTES[self.device]
 
     @property
     def is_counted(self) -> bool:
@@ -344,13 +360,15 @@ class Settings(_Section):
             max_stages=self.max_stages,
             microbatches=self.shape.drop.microbatches,
             max_in_flight=self.shape.drop.max_in_flight,
-            memory_bytes=self.instances.memory_bytes,
-            chunk_bytes=self.instances.chunk_bytes,
+            memory_bytes=AUTO_BYTES if self.instances.memory_bytes == "auto" else self.instances.memory_bytes,
+            chunk_bytes=self.chunk_bytes,
             host_bytes=self.memory.num_bytes,
             link_bytes_per_s=self.memory.link_bytes_per_s or 0.0,
             host_file=self.memory.host_file,
+            places_by_slo=self.memory.place_by_slo,
             session_pin_s=self.memory.session_pin_s,
             peer_timeout_s=self.shape.peer_timeout_s,
+            communicator=COMMUNICATORS[self.shape.communicator],
             drain_timeout_s=self.controller.drain_timeout_s,
         )
 

@@ -65,6 +65,10 @@ class JudgeSettings(BaseModel, extra="forbid", validate_default=True, frozen=Tru
         return JudgeConfig(is_on=self.enabled, **self.model_dump(exclude={"enabled"}))
 
 
+COMMUNICATORS = {"auto": "", "tcp": "direct", "nccl": "nccl"}
+"""Names of `shape.communicator` and of `InstanceConfig.communicator`."""
+
+
 class ShapeSettings(BaseModel, extra="forbid", validate_default=True, frozen=True):
     """Which groups the instances may form, and when; see `planners.types.config.MergeConfig`.
 
@@ -83,7 +87,8 @@ class ShapeSettings(BaseModel, extra="forbid", validate_default=True, frozen=Tru
     priority_strategy: Strategy = "hard"
     long_context_strategy: Strategy = "carry"
     peer_timeout_s: float = Field(default=5, gt=0)
-    cuda: Literal["off", "experimental"] = "off"  # off: on CUDA the shape never changes; none of it ran on a GPU yet
+    communicator: Literal["auto", "tcp", "nccl"] = "auto"  # of groups. auto: NCCL on cuda, own TCP on cpu
+    cuda: Literal["off", "experimental"] = "off"  # off: on CUDA the shape never changes; it ran on one GPU alone
 
     migrate: bool = False  # running requests move from full instances to free ones, while both serve
 
@@ -109,5 +114,5 @@ class ShapeSettings(BaseModel, extra="forbid", validate_default=True, frozen=Tru
 
     def merge_config(self) -> MergeConfig:
         """What the merge planner goes by."""
-        elsewhere = {"degrees", "auto", "peer_timeout_s", "cuda", "migrate", "drop", "judge"}
+        elsewhere = {"degrees", "auto", "peer_timeout_s", "communicator", "cuda", "migrate", "drop", "judge"}
         return MergeConfig(is_auto=self.auto, **self.model_dump(exclude=elsewhere))

@@ -63,15 +63,10 @@ def _held(state: ClusterState, slot: Slot, why: str, timeout_s: float, now_s: fl
     return transitions.with_slot(state, held, [change], now_s)
 
 
-def leaving(state: ClusterState) -> frozenset[InstanceId]:
-    """Instances whose drain waits until their groups have ended."""
-    return frozenset(slot.key.instance_id for slot in state.slots if slot.is_held and slot.ready is not None)
-
-
 def go_on(state: ClusterState, now_s: float) -> Transition:
     """Lets those leave whose groups have ended, or that have waited for that until their time was over."""
     found = Transition(state=state)
-    for instance_id in leaving(state):
+    for instance_id in state.leaving:
         slot = found.state.slots[instance_id]
         if not _is_in_group(found.state, slot) or now_s >= slot.deadline_s - LEAVE_S:
             after = replace(slot, state=InstanceState.DRAINING, since_s=now_s)

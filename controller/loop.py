@@ -153,7 +153,11 @@ class Controller:
         )
 
     def _paying_moves(self, orders: tuple[Migrate, ...]) -> tuple[Migrate, ...]:
-        return self._steering.paying_moves(orders, self.snapshot()) if orders else ()
+        if not orders:
+            return ()
+        paying, news = self._steering.paying_moves(orders, self.snapshot())
+        self._log.append(news)
+        return paying
 
     def events(self, after: int = 0, limit: int = 100) -> tuple[Event, ...]:
         """At most `limit` events with a number above `after`."""
@@ -296,7 +300,7 @@ class Controller:
         if self._term.is_over:
             return
         calls.connect()
-        if drains.leaving(self._ready_state()):
+        if self._ready_state().leaving:
             await self._accept(drains.go_on(self._ready_state(), now_s))
         calls.order(now_s)
         self._steer()
@@ -306,7 +310,7 @@ class Controller:
         if not self.config.is_elastic or self._ready_state().closing:
             return
         for _ in range(_MOST_BEGUN):
-            plan, news = self._steering.next_switch(self.snapshot(), drains.leaving(self._ready_state()))
+            plan, news = self._steering.next_switch(self.snapshot(), self._ready_state().leaving)
             self._log.append(news)
             if plan is None:
                 return

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pengserve.controller.events import EventDraft
+from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.ids import Epoch, InstanceKey
@@ -135,6 +136,7 @@ def _answered(
         return slot
     if answer.state is InstanceState.DEAD:
         return _failed(slot, answer.failure or "its engine failed", config, now_s, changes, lost=False)
+    changes += _placements(slot, answer)
     device = slot.device if slot.device == answer.device else answer.device
     slot = replace(slot, snapshot=answer, device=device)
     if answer.state is slot.state or slot.state is InstanceState.DRAINING:
@@ -146,6 +148,18 @@ def _answered(
     if answer.state is InstanceState.DRAINING:
         slot = draining(slot, "it was asked to", now_s + config.drain_timeout_s, now_s, changes)
     return slot
+
+
+def _placements(slot: Slot, answer: InstanceSnapshot) -> list[EventDraft]:
+    """Changes of where KV is that the slot's life has told of since it was asked last."""
+    if slot.snapshot is None:
+        return []  # a controller before this one has told of them
+    after = slot.snapshot.placements[-1].number if slot.snapshot.placements else 0
+    return [
+        EventDraft(kind=EventKind.PLACEMENT_CHANGED, span=span(slot.key), why=note.why, data=to_data(note))
+        for note in answer.placements
+        if note.number > after
+    ]
 
 
 def says_the_same(slot: Slot, answer: InstanceSnapshot) -> bool:

@@ -23,7 +23,7 @@ from pengserve.controller.events import EventDraft
 from pengserve.controller.rollover import Outgoing
 from pengserve.controller.routes import Part
 from pengserve.controller.slots import Gone, Killed, Observation, Slot, span
-from pengserve.planners.columns import group_table
+from pengserve.planners.columns import Kept, group_table
 from pengserve.planners.replace import Vacancy, plan_replacements
 from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.config import ControllerConfig
@@ -64,6 +64,11 @@ class ClusterState:
     def busy_members(self) -> frozenset[InstanceId]:
         """Members of the switches under way."""
         return frozenset(member for plan in self.switches for member in plan.group.members)
+
+    @property
+    def leaving(self) -> tuple[InstanceId, ...]:
+        """Instances whose drain waits until their groups have ended: they serve on until then."""
+        return tuple(slot.key.instance_id for slot in self.slots if slot.is_held and slot.ready is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,17 +118,18 @@ def observe(state: ClusterState, seen: Sequence[tuple[InstanceKey, Observation]]
         slot = slots[at] if at < len(slots) else None
         if isinstance(observation, Killed) and key in strays:
             strays = tuple(k for k in strays if k != key)
-        elif key in outgoing:
+        elif outgoing and key in outgoing:
             if rollover.take_in(outgoing[key], observation, now_s, changes):
                 del outgoing[key]
                 strays = (*strays, key)
         elif slot is not None:
-            if isinstance(observation, InstanceSnapshot) and observation.stats.hang:
-                observation = Gone(observation.stats.hang)
-            if isinstance(observation, InstanceSnapshot) and slot.alive and (key is slot.key or key == slot.key):
-                answers[at], seen_s[at] = observation, now_s
-                if lives.says_the_same(slot, observation):
-                    continue
+            if isinstance(observation, InstanceSnapshot):
+                if observation.stats.hang:
+                    observation = Gone(observation.stats.hang)
+                elif slot.alive and (key is slot.key or key == slot.key):
+                    answers[at], seen_s[at] = observation, now_s
+                    if lives.says_the_same(slot, observation):
+                        continue
             slots[at] = lives.take_in(slot, key, observation, state.config, now_s, changes)
     ready = InstanceState.READY
     for i, slot in enumerate(slots):
@@ -337,13 +343,20 @@ def snapshot(state: ClusterState, *, time_s: float, started_s: float, now_s: flo
         app=state.config.app,
         time_s=time_s,
         layout=state.layout,
-        instances=tuple(map(lives.shown, state.slots, state.answers)),
+        instances=_shown(state),
         routing_version=state.routing.version,
         controller_started_s=started_s,
         ranks=state.wiring.topology.ranks or wirings.ranks_of(state.slots),
         groups=state.formable,
         layout_since_s=time_s - age_s,
+        leaving=state.leaving,
     )
+
+
+@Kept
+def _shown(state: ClusterState) -> tuple[InstanceSnapshot, ...]:
+    """All slots as planners see them; a tick that begins several switches looks several times at one state."""
+    return tuple(map(lives.shown, state.slots, state.answers))
 
 
 def what(plan: SwitchPlan) -> str:

@@ -3,14 +3,14 @@
 import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pengserve.controller.events import EventDraft
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete
 from pengserve.planners.judge.forecasts import Outcome
-from pengserve.planners.judge.moves import paying
+from pengserve.planners.judge.moves import judge_moves
 from pengserve.planners.pinned import plan_pinned
 from pengserve.planners.selector import AT_REST, Action, Decision, Option, SelectorHistory, select
 from pengserve.planners.types.config import ControllerConfig
@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 DEMAND_LIFETIME_S = 10.0  # an ingress that says nothing for so long wants nothing any more
 SHORTAGE_PERIOD_S = 10.0  # between two events that tell of missing instances
+MOVES_PERIOD_S = 10.0  # between two events that tell of requests that move from the same group to the same other one
 SURPRISE = 1.5  # times as many request-seconds as were predicted, or as few
 _SHOWN_GROUPS = 8
 
@@ -45,6 +46,7 @@ class Steering:
         self._is_auto = config.merge.is_auto
         self._history = SelectorHistory()
         self._decision = AT_REST
+        self._moves, self._moves_s = AT_REST, -math.inf  # the newest decision about moves that was told, and when
         self._short_s = -math.inf  # when it was last told that instances are missing
         self._heard: dict[str, _Heard] = {}
         self._refused: tuple[str, ...] = ()  # the newest refusal, which is logged once
@@ -131,9 +133,22 @@ class Steering:
         self._refused = violations
         return (None if violations else plan), news
 
-    def paying_moves(self, orders: tuple[Migrate, ...], snapshot: ClusterSnapshot) -> tuple[Migrate, ...]:
-        """Those of `orders` that save more than they cost, by what is predicted; all where nothing can be."""
-        return paying(orders, snapshot, self._config.judge, self._config.drop, self._history.judge)
+    def paying_moves(
+        self, orders: tuple[Migrate, ...], snapshot: ClusterSnapshot
+    ) -> tuple[tuple[Migrate, ...], tuple[EventDraft, ...]]:
+        """Those of `orders` that save more than they cost, by what is predicted, or all where nothing can be; and the
+        best of them, for the log: at once where it is another one than the last time, else once in a while.
+        """
+        history = self._history.judge
+        found = judge_moves(orders, snapshot, self._config.judge, self._config.drop, history)
+        decision, now_s = found.decision or AT_REST, self._clock()
+        is_old = decision.is_same(self._moves) and now_s - self._moves_s < MOVES_PERIOD_S
+        if is_old or decision.chosen.action is Action.KEEP:
+            return found.orders, ()
+        self._moves, self._moves_s = decision, now_s
+        if found.forecast is not None:
+            self._history = replace(self._history, judge=history.expecting(found.forecast))
+        return found.orders, (decided(decision, snapshot.time_s),)
 
     def _news(self, decision: Decision, time_s: float) -> tuple[EventDraft, ...]:
         """The event of a decision that is another one than the last, and more than to rest.
@@ -192,7 +207,7 @@ def _is_told(outcome: Outcome) -> bool:
 
 
 def _shown(option: Option) -> dict[str, Any]:
-    group = "" if option.group is None else str(option.group)
+    group = " -> ".join(str(group) for group in (option.group, option.target) if group is not None)
     found: dict[str, Any] = {
         "action": option.action.value,
         "group": group,

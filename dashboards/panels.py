@@ -143,6 +143,40 @@ _TENANTS = Row(
                 ),
             ),
         ),
+        Panel(
+            title="Answers within their SLO",
+            unit="percentunit",
+            help="Of requests with an SLO: first token, and 99th percentile of the time between tokens.",
+            queries=(
+                _attained(
+                    "pengserve_tenant_slo_requests_total", "tenant, service_class", "{{tenant}} {{service_class}}"
+                ),
+            ),
+        ),
+        Panel(
+            title="Places that requests lost",
+            unit="ops",
+            help="Parked with their KV, or preempted and computed again; counted when an answer ends.",
+            queries=(
+                Query(
+                    promql="sum by (tenant, service_class, kind)"
+                    " (rate(pengserve_tenant_preemptions_total{$app}[$__rate_interval]))",
+                    legend="{{tenant}} {{service_class}} {{kind}}",
+                ),
+            ),
+        ),
+        Panel(
+            title="KV swapped",
+            unit="Bps",
+            help="Copied between device and host for requests that were parked; counted when an answer ends.",
+            queries=(
+                Query(
+                    promql="sum by (tenant, service_class)"
+                    " (rate(pengserve_tenant_swapped_bytes_total{$app}[$__rate_interval]))",
+                    legend="{{tenant}} {{service_class}}",
+                ),
+            ),
+        ),
     ),
 )
 

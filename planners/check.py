@@ -15,9 +15,10 @@ def check_switch(plan: SwitchPlan, snapshot: ClusterSnapshot) -> tuple[str, ...]
     """All laws that `plan` breaks on `snapshot`.
 
     A plan is for the layout's epoch, and its members are the READY lives of their slots, in no other switch. A merge or
-    drop takes groups of the layout, dp ones or pipelines that nest in the new one, whose lanes and communicators are
-    ready. A split or restore ends a group of the layout, none of whose requests is too long for what it ends in; on a
-    restore, all of them together must fit too, and narrower pipelines that it ends in nest in it and are ready.
+    drop takes groups of the layout, dp ones or narrower ones of its kind that nest in the new one, whose lanes and
+    communicators are ready. A split or restore ends a group of the layout, none of whose requests is too long for what
+    it ends in; on a restore, all of them together must fit too, and narrower pipelines that it ends in nest in it and
+    are ready.
     """
     found: list[str] = []
     if plan.epoch != snapshot.epoch:

@@ -154,6 +154,17 @@ class ReadyInstances(dict[InstanceId, InstanceSnapshot]):
             self._columns[name] = spread(self.ids, column(self._stats, name), self.size)
         return self._columns[name]
 
+    def stats(self, names: Sequence[str]) -> dict[str, Ints]:
+        """Several of these, which are read instance by instance: what one has answered lies together in memory."""
+        missing = [name for name in names if name not in self._columns]
+        if len(missing) > 1:
+            values = chain.from_iterable(map(attrgetter(*missing), self._stats))
+            found = np.fromiter(values, dtype=np.int64, count=len(missing) * len(self._stats))
+            table = np.zeros((len(missing), self.size), dtype=np.int64)
+            table[:, self.ids] = found.reshape(-1, len(missing)).T
+            self._columns.update(zip(missing, table, strict=True))
+        return {name: self.stat(name) for name in names}
+
     def lanes(self, shape: str) -> "LaneColumns":
         """What they can hold in `shape`."""
         if shape not in self._lanes:

@@ -4,18 +4,19 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from pengserve.planners.judge.forecasts import Outcome
-from pengserve.planners.judge.pricing import Prediction
+from pengserve.planners.judge.prediction import Prediction
 from pengserve.planners.types.layout import Group
 
 
 class Action(StrEnum):
-    """What can be done about the layout: nothing, or what `SwitchPlan.verb` says."""
+    """What can be done: nothing, what `SwitchPlan.verb` says about the layout, or that requests move within it."""
 
     KEEP = "keep"
     MERGE = "merge"
     SPLIT = "split"
     DROP = "drop"
     RESTORE = "restore"
+    MIGRATE = "migrate"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,7 @@ class Option:
 
     action: Action
     group: Group | None = None  # None: nothing is done
+    target: Group | None = None  # of requests that move from `group`
     price_s: float = 0.0  # seconds that requests stall, over all requests
     gain_s: float = 0.0  # request-seconds that are saved within the horizon, less the price
     prediction: Prediction | None = None  # of its groups with it; None: nothing was predicted
@@ -42,8 +44,9 @@ class Decision:
 
     def is_same(self, other: "Decision") -> bool:
         """Whether both say to do the same. Prices differ from look to look."""
-        mine = self.chosen.action, self.chosen.group, self.needs_instances
-        return mine == (other.chosen.action, other.chosen.group, other.needs_instances)
+        mine, its = self.chosen, other.chosen
+        is_alike = (mine.action, mine.group, mine.target) == (its.action, its.group, its.target)
+        return is_alike and self.needs_instances == other.needs_instances
 
     @property
     def is_rest(self) -> bool:

@@ -4,9 +4,10 @@ How long a request waits for its first token grows with the prompt tokens that m
 and a little with the KV that is resident: it makes steps slower, and where memory is full nothing begins. A route's
 pressure is both, as a share of what it holds:
 
-    pressure = (resident + pending + (weight - 1) * wait) / capacity
+    pressure = (resident + pending + (weight - 1) * wait) / capacity + (weight - 1) * beyond / slots
     pending  = queued + unseen + prefilling tokens
     wait     = what of `pending` exceeds `MIN_WAIT_TOKENS`
+    beyond   = requests, with this one, that find no slot: each waits until another one ends
     credit   = weight * hit * share / capacity                   hit: tokens of the prompt whose KV is there
     share    = 1 - ahead / MOST_AHEAD                            ahead: requests beyond those of the least pressure
 
@@ -78,6 +79,7 @@ class Candidate:
     num_priority: int = 0  # priority requests of this dispatcher that are there
     prefilling_tokens: int = 0  # of running requests, that are not computed yet
     unseen_hit_tokens: int = 0  # of those unseen: in the prefix cache there, so that they take memory and no computing
+    num_slots: int = 0  # requests that may run at once; 0: as many as memory holds
     weight: float = PREFILL_WEIGHT  # tokens of resident KV that delay a request as much as one that is to be computed
 
     @classmethod
@@ -105,6 +107,7 @@ class Candidate:
             max_tokens=stats.max_model_len or capacity.max_model_len,
             num_priority=num_priority,
             prefilling_tokens=stats.prefilling_tokens,
+            num_slots=capacity.max_num_seqs,
         )
 
     @property
@@ -113,7 +116,10 @@ class Candidate:
         pending = self.queued_tokens + self.unseen_tokens - self.unseen_hit_tokens + self.prefilling_tokens
         resident = self.resident_tokens + self.unseen_hit_tokens
         wait = max(0, pending - MIN_WAIT_TOKENS)
-        return (resident + pending + (self.weight - 1) * wait) / max(1, self.capacity_tokens)
+        beyond = max(0, self.num_requests + 1 - self.num_slots) / self.num_slots if self.num_slots else 0.0
+        return (resident + pending + (self.weight - 1) * wait) / max(1, self.capacity_tokens) + (
+            self.weight - 1
+        ) * beyond
 
     def credit(self, hit_tokens: int, num_least: int) -> float:
         """What so many tokens of a prompt whose KV is there take from the pressure.

@@ -10,7 +10,10 @@ charged its estimate when it begins, and the difference to its real cost while i
 comes back is lifted to the least counter of those that are active, as it was before its newest request began: time in
 which a tenant asks for nothing earns no credit, and it begins before what a flood has queued.
 
-Requests are ordered by `(band, tag)`, the least first. The band is the request's priority, which its class bounds.
+Requests are ordered by `(band, tag)`, the least first. The band is twice the request's priority, which its class
+bounds, and one more where its tenant is ahead of its share (`planners/leads.py`): of equally urgent requests those of
+tenants within their shares come first, also before those that run.
+
 Two rules keep bands from starving others. Both lift a request above all bands, where the oldest begins first:
 
     a class with a guaranteed share that was served less lately has its next requests lifted, one for each place
@@ -28,10 +31,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from pengserve.planners.leads import Leads
 from pengserve.planners.types.contract import BUILT_IN_CLASSES, ServiceClass
 
 LIFTED = -(1 << 40)  # above every band: a priority has 31 bits
 OVERFLOW = "*"  # the tenant whose counter all share that find no place; no tenant's name has a star
+
+
+def told_band(priority: int, is_ahead: bool) -> int:
+    """The band of a request, whose tenant may be ahead of its share."""
+    return 2 * priority + is_ahead
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -59,12 +68,20 @@ class _Tenant:
     weight: float
     counter: float = 0.0  # virtual seconds
     started_at: float = 0.0  # the counter before the newest request began
-    num_open: int = 0  # waiting and running requests
     waiting: list["_Request"] = field(default_factory=list)  # in their order
+    running: dict[str, "_Request"] = field(default_factory=dict)
+    is_ahead: bool = False  # of its share
+    grain: float = 0.0  # virtual seconds that the newest request was charged when it began
     pending: float = 0.0  # virtual seconds of them
     is_stale: bool = False  # tags of waiting requests are to be made anew
     delta: float = 0.0  # virtual seconds that `take_usage` has not told yet
     is_told: bool = False
+    is_merged: bool = False  # the counter has what other ingresses charged
+
+    @property
+    def num_open(self) -> int:
+        """Waiting and running requests."""
+        return len(self.waiting) + len(self.running)
 
 
 @dataclass(slots=True, eq=False)
@@ -105,6 +122,8 @@ class FairShares:
         self._config = config
         self._tenants: dict[str, _Tenant] = {}  # the least recently active first
         self._overflow = _Tenant(OVERFLOW, 1.0)
+        self._open: dict[str, _Tenant] = {}  # those with requests
+        self._leads = Leads()
         self._classes = {name: _Class(spec) for name, spec in config.classes.items()}
         self._requests: dict[str, _Request] = {}
         self._number = 0
@@ -135,7 +154,8 @@ class FairShares:
         owner = self._tenant(tenant)
         if not owner.num_open:
             self._activate(owner)
-        owner.num_open += 1
+        self._open[owner.name] = owner
+        changed = self._see(owner, now_s)
         found = self._classes.get(service_class) or self._classes["default"]
         share = 1.0 / (owner.weight * found.spec.weight)
         self._number += 1
@@ -145,11 +165,11 @@ class FairShares:
         is_last = not owner.waiting or owner.waiting[-1].place < request.place
         owner.waiting.append(request)
         if is_last:
-            request.order = Order(priority, owner.counter + owner.pending)
+            request.order = Order(told_band(priority, owner.is_ahead), owner.counter + owner.pending)
             owner.pending += estimate_s * share
-            return {request_id: request.order}
+            return {**changed, request_id: request.order}
         owner.waiting.sort(key=lambda each: each.place)
-        return {**self._tag(owner), request_id: request.order}
+        return {**changed, **self._tag(owner), request_id: request.order}
 
     def begin(self, request_id: str, now_s: float) -> None:
         """A request has left the queue: its tenant is charged the estimate."""
@@ -160,8 +180,9 @@ class FairShares:
         if tenant.waiting[0] is not request:
             self._note_stale(tenant)
         self._leave_queue(request)
+        tenant.running[request_id] = request
         tenant.started_at = tenant.counter
-        request.reserved_s = request.estimate_s
+        request.reserved_s, tenant.grain = request.estimate_s, request.estimate_s * request.share
         self._charge(request, request.estimate_s, now_s)
         heapq.heappush(self._active, (tenant.started_at, tenant.name))
 
@@ -190,8 +211,9 @@ class FairShares:
         elif request.reserved_s > request.charged_s:
             self._charge(request, request.charged_s - request.reserved_s, now_s)
             self._note_stale(tenant)
-        tenant.num_open -= 1
+        tenant.running.pop(request_id, None)
         if not tenant.num_open:
+            self._open.pop(tenant.name, None)
             self._stale.pop(tenant.name, None)
             tenant.is_stale = False
             if not self._requests:
@@ -203,10 +225,10 @@ class FairShares:
         if request is None or request.priority == priority:
             return {}
         request.priority = priority
-        if not request.is_waiting:
-            request.order = Order(priority, request.order.tag)
-            return {request_id: request.order}
         tenant = request.tenant
+        if not request.is_waiting:
+            request.order = Order(told_band(priority, tenant.is_ahead), request.order.tag)
+            return {request_id: request.order}
         tenant.waiting.sort(key=lambda each: each.place)
         return self._tag(tenant)
 
@@ -215,13 +237,15 @@ class FairShares:
         request = self._requests.get(request_id)
         return request.order if request is not None else None
 
-    def tend(self, now_s: float, num_places: int = 1) -> dict[str, Order]:
+    def tend(self, now_s: float, num_places: int = 1, *, is_short: bool = True) -> dict[str, Order]:
         """Lifts what is due and renews tags; the orders that have changed.
 
         Args:
             num_places: requests of a class that may be lifted for its share at a time: one for each instance.
+            is_short: whether requests wait for a place: else none takes anything from another.
         """
-        changed: dict[str, Order] = {}
+        self._leads.is_short = is_short
+        changed = self._look(now_s)
         for tenant in self._stale.values():
             changed |= self._tag(tenant)
             tenant.is_stale = False
@@ -260,7 +284,7 @@ class FairShares:
 
     def active(self) -> tuple[str, ...]:
         """Tenants that have requests here."""
-        return tuple(tenant.name for tenant in self._tenants.values() if tenant.num_open)
+        return tuple(name for name in self._open if name != OVERFLOW)
 
     def least_active(self) -> float | None:
         """The least counter of tenants that are active here; None where none is."""
@@ -277,7 +301,13 @@ class FairShares:
         self._remote_floor = least_active
         for name, counter in counters.items():
             tenant = self._tenants.get(name)
-            if tenant is not None and counter + tenant.delta != tenant.counter:
+            if tenant is None:
+                continue
+            if tenant.is_merged and counter + tenant.delta > tenant.counter:
+                charged = counter + tenant.delta - tenant.counter
+                self._leads.charge(name, tenant.weight, charged, self._decayed_s)
+            tenant.is_merged = True
+            if counter + tenant.delta != tenant.counter:
                 tenant.started_at += counter + tenant.delta - tenant.counter
                 tenant.counter = counter + tenant.delta
                 if tenant.num_open:
@@ -321,6 +351,7 @@ class FairShares:
         virtual_s = cost_s * request.share
         request.tenant.counter += virtual_s
         request.tenant.delta += virtual_s
+        self._leads.charge(request.tenant.name, request.tenant.weight, virtual_s, now_s)
         self._decay(now_s)
         request.service_class.served_s = max(0.0, request.service_class.served_s + cost_s)
 
@@ -329,6 +360,26 @@ class FairShares:
         self._decayed_s = max(self._decayed_s, now_s)
         for found in self._classes.values():
             found.served_s *= keep
+
+    def _see(self, tenant: _Tenant, now_s: float) -> dict[str, Order]:
+        """A tenant asks for something: one that was alone is perhaps ahead of its share now."""
+        is_new = self._leads.see(tenant.name, tenant.weight, now_s)
+        return self._look(now_s) if is_new and len(self._leads) == 2 else {}
+
+    def _look(self, now_s: float) -> dict[str, Order]:
+        """Tells apart who is ahead of its share; the orders that have changed."""
+        changed: dict[str, Order] = {}
+        for tenant in self._open.values():
+            self._leads.see(tenant.name, tenant.weight, now_s)
+            is_ahead = self._leads.is_ahead(tenant.name, tenant.grain, now_s)
+            if is_ahead is tenant.is_ahead:
+                continue
+            tenant.is_ahead = is_ahead
+            changed |= self._tag(tenant)
+            for request in tenant.running.values():
+                request.order = Order(told_band(request.priority, is_ahead), request.order.tag)
+                changed[request.request_id] = request.order
+        return changed
 
     def _leave_queue(self, request: _Request) -> None:
         tenant, found = request.tenant, request.service_class
@@ -347,7 +398,7 @@ class FairShares:
         """Makes the tags of a tenant's waiting requests anew; those that have changed."""
         changed, tag = {}, tenant.counter
         for request in tenant.waiting:
-            order = Order(request.priority, tag)
+            order = Order(told_band(request.priority, tenant.is_ahead), tag)
             tag += request.estimate_s * request.share
             if not request.is_lifted and order != request.order:
                 request.order = order

@@ -22,10 +22,10 @@ def groups_for(
     than N of them. A node's remainder that is narrower than p is in no group of degree p.
 
     Args:
-        ranks: instances in rank order (`planners.ranks`). Pass the slots that are being replaced too: a death then
-            shifts no boundary, and the groups without it stay as they are.
-        nodes: the node, or NVLink domain, of each. An instance that is not listed is in no group;
-            the empty name is a node like any other (plain processes of one machine).
+        ranks: instances in rank order (`planners.ranks`): neighbours have the best links. Pass the slots that are being
+            replaced too: a death then shifts no boundary, and the groups without it stay as they are.
+        nodes: the node of each. An instance that is not listed is in no group; the empty name is a node like any other
+            (plain processes of one machine).
         degrees: the degrees wanted; 1 and below are left out.
         kind: of the groups.
 
@@ -51,6 +51,13 @@ def pipelines_for(ranks: Sequence[InstanceId], placed: Iterable[InstanceId], max
     """
     stages = (1 << power for power in range(1, max_stages.bit_length()))
     return groups_for(ranks, dict.fromkeys(placed, ""), stages, GroupKind.PP)
+
+
+def likely_groups(instance_id: InstanceId, degrees: Iterable[int], max_stages: int) -> tuple[Group, ...]:
+    """The groups that an instance will be in where slots are numbered in rank order and fill their nodes."""
+    ranks = [InstanceId(rank) for rank in range(instance_id + max([max_stages, *degrees], default=1))]
+    found = (*groups_for(ranks, dict.fromkeys(ranks, ""), degrees), *pipelines_for(ranks, ranks, max_stages))
+    return tuple(group for group in found if instance_id in group.members)
 
 
 def expand(text: str, groups: Sequence[Group], ranks: Sequence[InstanceId] = ()) -> tuple[Group, ...]:

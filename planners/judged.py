@@ -8,7 +8,7 @@ from pengserve.planners.decision import AT_REST, Action, Decision, Option
 from pengserve.planners.drop import Verdict, plan_drop
 from pengserve.planners.judge.changes import Change, drop_changes, pp_changes, restore_changes, tp_changes
 from pengserve.planners.judge.judge import JudgeHistory, Judgement, judge
-from pengserve.planners.judge.pricing import Priced
+from pengserve.planners.judge.prediction import Priced
 from pengserve.planners.merge import LoadHistory, Proposal, propose
 from pengserve.planners.overload import DemandHistory, MemoryDemand, predict_demand
 from pengserve.planners.steps import make_plan, next_step

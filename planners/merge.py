@@ -1,8 +1,8 @@
 """When to merge instances into tensor-parallel groups and when to split them (Flying Serving section 2.3).
 
 Three reasons, the first first: a request that no route holds, requests that ask for a shape or are urgent, and load.
-Each reason claims the groups it needs; the next one has what is left. A plan is one merge or one split, so a wider
-change takes several calls, and each is judged anew.
+Each reason claims the groups it needs; the next one has what is left. A plan is one merge or one split. A merge takes
+narrower groups as they are; where some cannot join, they are split first, and each call is judged anew.
 
 What keeps the layout from flapping:
 
@@ -24,7 +24,7 @@ import numpy as np
 from pengserve.planners.columns import group_table, ready_instances
 from pengserve.planners.load import OVERLOAD, ClusterView
 from pengserve.planners.projection import projected_loads
-from pengserve.planners.steps import can_split, make_plan, next_step, split_first
+from pengserve.planners.steps import can_merge, can_split, make_plan, next_step, parts_of, split_first
 from pengserve.planners.types.config import MergeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
@@ -252,8 +252,16 @@ def _claim_narrowest(look: Look, num_tokens: int) -> None:
 
 def _narrowest(look: Look, num_tokens: int) -> Group | None:
     """The narrowest group that holds `num_tokens`, on the least loaded members; free of others' claims."""
-    able = [g for g in look.view.tp_groups if look.view.max_tokens(g, g.shape) >= num_tokens and _is_possible(look, g)]
+    wide = [g for g in look.view.tp_groups if look.view.max_tokens(g, g.shape) >= num_tokens]
+    able = [g for g in wide if _is_possible(look, g) or _takes_in_kept(look, g)]
     return min(able, key=lambda g: (g.degree, *_cost(look, g)), default=None)
+
+
+def _takes_in_kept(look: Look, goal: Group) -> bool:
+    """Whether all that is claimed of `goal` is groups that become a part of it: it holds their long requests too."""
+    claims = {look.claimed[member] for member in goal.members if member in look.claimed}
+    is_still = look.view.snapshot.busy.isdisjoint(goal.members)
+    return is_still and claims <= set(parts_of(look.view.group_of, goal)) and can_merge(look.view, goal)
 
 
 # Use case 2: requests that are urgent or ask for a shape

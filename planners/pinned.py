@@ -18,8 +18,8 @@ def plan_pinned(
 
     It has no member in common with those under way, or that were aborted a moment ago.
 
-    What `target` does not name is alone. Groups end before others begin, but a pipeline that is wanted wider grows as
-    it is, and one that is wanted narrower is cut. A split waits for a request that is too long for one instance, a
+    What `target` does not name is alone. Groups end before others begin, but one that is wanted wider grows as it is,
+    and a pipeline that is wanted narrower is cut. A split waits for a request that is too long for one instance, a
     restore also until the members have room for all that runs; a merge or drop for communicators and for paused
     requests to go on. Drops and restores always carry, also where `strategy` is another.
     """
@@ -28,7 +28,7 @@ def plan_pinned(
     wanted = {group for group in target if group.kind is not GroupKind.DP}
     running_groups = [g for g in snapshot.layout.groups if g.kind is not GroupKind.DP and g.leader in view.loads]
     for group in running_groups:
-        if group not in wanted and busy.isdisjoint(group.members) and not _grows(group, wanted):
+        if group not in wanted and busy.isdisjoint(group.members) and not _grows(view, group, wanted):
             parts = _parts(group, wanted)
             if can_split(view, group, parts):
                 return make_plan(snapshot, view.instances, group, False, _how(group, strategy), why, parts)
@@ -50,10 +50,10 @@ def _parts(group: Group, wanted: Collection[Group]) -> tuple[Group, ...]:
     return parts if is_tiled and nests([part.degree for part in parts]) else ()
 
 
-def _grows(group: Group, wanted: Collection[Group]) -> bool:
-    """Whether a pipeline becomes a part of a wider one that is wanted."""
-    wide = next((w for w in wanted if w.kind is GroupKind.PP and group.leader in w.members), None)
-    if wide is None or group.kind is not GroupKind.PP:
+def _grows(view: ClusterView, group: Group, wanted: Collection[Group]) -> bool:
+    """Whether a group becomes a part of a wider one that is wanted. Where requests pause in it, it must end."""
+    wide = next((w for w in wanted if w.kind is group.kind and group.leader in w.members), None)
+    if wide is None or view.num_paused(group):
         return False
     group_of = dict.fromkeys(group.members, group)
     others = {m: alone([m])[0] for m in wide.members if m not in group_of}

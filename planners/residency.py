@@ -29,6 +29,8 @@ class Wanting:
     is_parked: bool = False
     is_new: bool = False  # holds no KV yet
     shared: tuple[int, ...] = ()  # of its blocks, those that other requests hold too: prefixes
+    away: tuple[int, ...] = ()  # layers in which `num_away` of its blocks are on the host alone,
+    num_away: int = 0  # ... and which are staged in each step (`placement.solver.cells_of`)
 
     @property
     def is_prompt(self) -> bool:
@@ -89,6 +91,7 @@ class _Room:
         """`prompt_tokens`: tokens of a step that prompts may have; one at least."""
         self._device = device
         self._num_whole = self._num_staged = 0  # blocks: in all layers, and in one at a time
+        self._away = [0] * device.num_layers  # of those in all layers, blocks that are on the host, by layer
         self._tokens_left = max(1, prompt_tokens)
         self._num_free = device.num_free
         self._whole_blocks: set[int] = set()  # shared ones that are counted already, in all layers
@@ -106,9 +109,11 @@ class _Room:
                 continue
             spare = len(self.stepped) + 1 if request.is_parked else 0
             num_own = _num_own(request, self._whole_blocks)
-            if not self._fits(num_own + spare, 0, share):
+            if not self._fits(num_own + spare, 0, share, request):
                 return
             self._num_whole += num_own
+            for layer in request.away:
+                self._away[layer] += request.num_away
             self._whole_blocks.update(request.shared)
             self.num_tokens += 1
             self.stepped.add(request.request_id)
@@ -152,11 +157,20 @@ class _Room:
         """Blocks that are on the device in all layers at least: those that are written."""
         return min(request.num_blocks, -(-tokens // self._device.block_size) + 1)
 
-    def _fits(self, num_whole: int, num_staged: int, share: float = 1.0) -> bool:
+    def _fits(self, num_whole: int, num_staged: int, share: float = 1.0, more: Wanting | None = None) -> bool:
+        """Whether so many blocks more fit; `more`: a request that decodes, with layers of its own on the host."""
         device = self._device
         whole, staged = self._num_whole + num_whole, self._num_staged + num_staged
-        cells = device.num_layers * (max(whole, device.num_reserved) if staged else whole) + staged
-        return cells <= share * device.num_cells
+        cells, ring = device.num_layers * whole, 0
+        if any(self._away) or (more is not None and more.away):
+            away = self._away.copy()
+            if more is not None:
+                for layer in more.away:
+                    away[layer] += more.num_away
+            cells, ring = cells - sum(away), max(away)
+        if staged or ring:
+            cells = max(cells, device.num_layers * device.num_reserved)
+        return cells + staged + ring <= share * device.num_cells
 
 
 def _num_own(request: Wanting, counted: Set[int]) -> int:

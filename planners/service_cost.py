@@ -10,12 +10,9 @@ it for a second keeps the others out for a second. What is cached costs its tena
 
 from dataclasses import dataclass
 
-from pengserve.planners.types.step_cost import StepCost
+from pengserve.planners.types.step_cost import NOMINAL, StepCost
 
 BATCH = 16  # sequences that share the loading of weights, where a step's real number is not known
-
-NOMINAL = StepCost(load_s=0.02, token_s=5e-5, extra_s=6e-5, seq_s=5e-5, context_s=1.3e-7, pair_s=2.7e-9)
-"""Of a 14B model on a fast GPU. Shares depend on the proportions alone, so it does until an instance was profiled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

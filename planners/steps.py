@@ -13,8 +13,8 @@ from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot
 
 
 def parts_of(group_of: Mapping[InstanceId, Group], group: Group) -> tuple[Group, ...]:
-    """The groups that `group` can be formed of as they are: instances alone, and of a pipeline also narrower ones that
-    nest in it. Empty where there are none such.
+    """The groups that `group` can be formed of as they are: instances alone, and narrower ones of its kind that nest in
+    it. Empty where there are none such.
 
     Args:
         group_of: the layout's group of each member.
@@ -23,19 +23,18 @@ def parts_of(group_of: Mapping[InstanceId, Group], group: Group) -> tuple[Group,
     start = 0
     while start < group.degree:
         part = group_of.get(group.members[start])
-        if part is None or part.kind not in (GroupKind.DP, GroupKind.PP) or part == group:
+        if part is None or part.kind not in (GroupKind.DP, group.kind) or part == group:
             return ()
         if part.members != group.members[start : start + part.degree]:
             return ()
         found.append(part)
         start += part.degree
-    is_fit = group.kind is GroupKind.PP or all(part.kind is GroupKind.DP for part in found)
-    return tuple(found) if is_fit and nests([part.degree for part in found]) else ()
+    return tuple(found) if nests([part.degree for part in found]) else ()
 
 
 def can_merge(view: ClusterView, group: Group) -> bool:
-    """Whether `group` can be formed now: of what its members run, nothing of theirs paused, lanes and communicators
-    ready.
+    """Whether `group` can be formed now: of what its members run, nothing of theirs paused (it would have to wait for
+    the wider group to end), lanes and communicators ready.
     """
     return (
         bool(parts_of(view.group_of, group))
@@ -70,20 +69,24 @@ def halves_of(group: Group) -> tuple[Group, ...]:
 
 
 def split_first(view: ClusterView, goal: Group) -> tuple[Group, ...]:
-    """Tp groups of the layout that must end before `goal` can be formed."""
+    """Tp groups of the layout that must end before `goal` can be formed: none where it can be formed of them."""
+    found = _tp_over(view, goal)
+    return found if found and not can_merge(view, goal) else ()
+
+
+def _tp_over(view: ClusterView, goal: Group) -> tuple[Group, ...]:
     return tuple(g for g in view.groups_over(goal.members) if g.kind is GroupKind.TP and g != goal)
 
 
 def next_step(view: ClusterView, goal: Group, may_split: Callable[[Group], bool]) -> tuple[Group, bool] | None:
     """The group to merge (True) or split (False) next, to get to `goal`; None when there, or while it must wait.
 
-    A pipeline in the way is waited for: it stands because memory is short, and ends when that is over.
+    Narrower groups of its kind become a part of it as they are; where they cannot, tp groups end first. A pipeline in
+    the way is waited for: it stands because memory is short, and ends when that is over.
     """
-    in_the_way = split_first(view, goal)
-    for group in in_the_way:
-        if may_split(group):
-            return group, False
-    return (goal, True) if not in_the_way and can_merge(view, goal) else None
+    if can_merge(view, goal):
+        return goal, True
+    return next(((group, False) for group in _tp_over(view, goal) if may_split(group)), None)
 
 
 def make_plan(

@@ -1,6 +1,6 @@
 """Which requests of a merge, split or restore move where, and in which wave, so that as many as can keep their KV.
 
-A merge's wave takes as many blocks of each member as its requests have in the group's lane, and frees, at the member
+A merge's wave takes as many blocks of each member as its requests have in the group's lane, and frees, at the members
 that each of them comes from, those that it had there. Their KV is read before they free anything, and written once they
 have. So a wave may use the blocks that it frees: members must have enough blocks at its end, not in between.
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from math import inf
 
 # Members have the KV of a wave in buffers meanwhile.
-MAX_WAVE_TOKENS = 1 << 14  # of a merge, from one member: it has all heads of these, and its own heads of everybody's
+MAX_WAVE_TOKENS = 1 << 14  # of a merge, for each member of a part: it has its heads of the part's, and of all others'
 MAX_SPLIT_TOKENS = 1 << 15  # of a split, for all members together; the last request may go beyond
 
 
@@ -26,10 +26,10 @@ class Mover:
     """A request with KV, before a merge."""
 
     request_id: str
-    rank: int  # of the member that it comes from
+    ranks: tuple[int, ...]  # of the members that it comes from: of one, or of a narrower group, whose first one leads
     num_tokens: int  # whose KV moves
     num_needed: int  # blocks of the lane: so many at every member
-    num_own: int  # blocks of its member that it alone holds
+    num_own: int  # blocks that it alone holds, of each member that it comes from
     shared: tuple[int, ...] = ()  # those that it holds with other movers alone (cached prefixes)
 
 
@@ -46,7 +46,7 @@ def merge_wave(coming: Sequence[Mover], free: Sequence[int]) -> Wave:
     """The longest wave there is room for. Where there is none, requests are given up until there is.
 
     Args:
-        coming: of each member in the order that they are served in; those that come first are given up last.
+        coming: of each part in the order that they are served in; those that come first are given up last.
         free: blocks of each member, by rank.
     """
     room, left = _Room(coming, free), list(coming)
@@ -56,7 +56,7 @@ def merge_wave(coming: Sequence[Mover], free: Sequence[int]) -> Wave:
         if moving:
             gone = {mover.request_id for mover in moving}
             return Wave(tuple(moving), tuple(given_up), tuple(m for m in left if m.request_id not in gone))
-        index = min(range(len(left)), key=lambda i: (room.free[left[i].rank], -i))  # the last of the fullest member
+        index = min(range(len(left)), key=lambda i: (room.least(left[i].ranks), -i))  # the last of the fullest part
         mover = left.pop(index)
         room.leave(mover)
         given_up.append(mover)
@@ -68,19 +68,25 @@ class _Room:
 
     def __init__(self, coming: Iterable[Mover], free: Iterable[int]) -> None:
         self.free = list(free)
-        self._holders = Counter((mover.rank, block) for mover in coming for block in mover.shared)
+        self._holders = Counter((mover.ranks[0], block) for mover in coming for block in mover.shared)
 
     def copy(self) -> "_Room":
         other = _Room((), self.free)
         other._holders = self._holders.copy()
         return other
 
+    def least(self, ranks: Iterable[int]) -> int:
+        """Free blocks of the fullest of these members."""
+        return min(self.free[rank] for rank in ranks)
+
     def leave(self, mover: Mover) -> None:
-        """It lets go of what it has at its member."""
-        self.free[mover.rank] += mover.num_own
+        """It lets go of what it has where it comes from."""
+        num_freed, leader = mover.num_own, mover.ranks[0]
         for block in mover.shared:
-            self._holders[mover.rank, block] -= 1
-            self.free[mover.rank] += not self._holders[mover.rank, block]
+            self._holders[leader, block] -= 1
+            num_freed += not self._holders[leader, block]
+        for rank in mover.ranks:
+            self.free[rank] += num_freed
 
     def enter(self, mover: Mover) -> None:
         """It gets what it needs in the lane."""
@@ -90,25 +96,26 @@ class _Room:
 def _longest(coming: Iterable[Mover], room: _Room) -> list[Mover]:
     """The movers of the longest wave that fits, in order.
 
-    The next mover comes from the member with least room, as that member's blocks decide what fits.
+    The next mover comes from the part with least room at a member, as that member's blocks decide what fits.
     """
     room, fitting = room.copy(), 0
     order: list[Mover] = []
     num_tokens: Counter[int] = Counter()
-    queues: dict[int, deque[Mover]] = {}
+    queues: dict[tuple[int, ...], deque[Mover]] = {}
     for mover in coming:
-        queues.setdefault(mover.rank, deque()).append(mover)
+        queues.setdefault(mover.ranks, deque()).append(mover)
+
+    def may_move(ranks: tuple[int, ...]) -> bool:
+        moving, queue = num_tokens[ranks[0]], queues[ranks]
+        return bool(queue) and (not moving or moving + queue[0].num_tokens <= MAX_WAVE_TOKENS * len(ranks))
+
     while True:
-        ranks = [
-            rank
-            for rank, queue in queues.items()
-            if queue and (not num_tokens[rank] or num_tokens[rank] + queue[0].num_tokens <= MAX_WAVE_TOKENS)
-        ]
-        if not ranks:
+        parts = [ranks for ranks in queues if may_move(ranks)]
+        if not parts:
             return order[:fitting]
-        rank = min(ranks, key=lambda r: (room.free[r], r))
-        mover = queues[rank].popleft()
-        num_tokens[rank] += mover.num_tokens
+        ranks = min(parts, key=lambda ranks: (room.least(ranks), ranks))
+        mover = queues[ranks].popleft()
+        num_tokens[ranks[0]] += mover.num_tokens
         room.leave(mover)
         room.enter(mover)
         order.append(mover)
@@ -121,22 +128,30 @@ def split_wave(leaving: Iterable[tuple[int, int]], free: Sequence[int]) -> list[
     return place(leaving, free, MAX_SPLIT_TOKENS)
 
 
-def place(leaving: Iterable[tuple[int, int]], free: Sequence[int], max_tokens: float = inf) -> list[int | None]:
+def place(
+    leaving: Iterable[tuple[int, int]], free: Sequence[int], max_tokens: float = inf, *, on_hosts: Sequence[int] = ()
+) -> list[int | None]:
     """The place where each request of a group goes on: where most blocks are free. None where it does not fit there.
 
     Args:
         leaving: of each request, the tokens whose KV moves and the blocks that it needs where it goes.
         free: blocks of each place: a member, or a part that the group ends in.
         max_tokens: that move at most; the last request may go beyond.
+        on_hosts: by place, blocks that its hosts have room for: for requests that no device has room for.
     """
-    room, num_tokens = list(free), 0
+    sides, num_tokens = [list(free), list(on_hosts)], 0
     places: list[int | None] = []
     for tokens, needed in leaving:
-        best = max(range(len(room)), key=lambda p: (room[p], -p))
-        if room[best] < needed or num_tokens > max_tokens:
+        found = next(((room, best) for room in sides if room and room[best := _most(room)] >= needed), None)
+        if found is None or num_tokens > max_tokens:
             places.append(None)
             continue
+        room, best = found
         room[best] -= needed
         num_tokens += tokens
         places.append(best)
     return places
+
+
+def _most(room: Sequence[int]) -> int:
+    return max(range(len(room)), key=lambda p: (room[p], -p))

@@ -16,6 +16,7 @@ from pengserve.planners.types.names import NAMESPACE, fingerprint_name
 from pengserve.planners.types.orders import RequestOrder
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot
+from pengserve.replicas.domain import domain_of
 from pengserve.replicas.ending import GentleEnd, LeaseWatch, answer_within
 from pengserve.replicas.instance import Instance
 from pengserve.replicas.lease import Lease
@@ -30,9 +31,13 @@ class InstanceActor:
 
     def __init__(self, config: InstanceConfig, key: InstanceKey) -> None:
         logging.basicConfig(level=logging.INFO)
-        node_ip = ray.util.get_node_ip_address()
+        node_ip, name = ray.util.get_node_ip_address(), _device(config)
         device = DeviceInfo(
-            node_id=ray.get_runtime_context().get_node_id(), node_ip=node_ip, device=_device(config), pid=os.getpid()
+            node_id=ray.get_runtime_context().get_node_id(),
+            node_ip=node_ip,
+            device=name,
+            pid=os.getpid(),
+            domain=domain_of(name) if config.degrees or config.max_stages > 1 else "",
         )
         self._instance = Instance(config, key, device, bind_host=config.channel_host or node_ip)
         own = (ray.get_runtime_context().get_actor_name() or "").rpartition(":")[2]

@@ -5,44 +5,39 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import PeerDirectory
-from pengserve.planners.types.errors import EngineError, LinkLostError, PengServeError, StepError, one_line
+from pengserve.planners.types.errors import EngineError, PengServeError, StepError, one_line
 from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.orders import Migrate, Park, Place, RequestOrder, Resume
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, InstanceStats
-from pengserve.replicas.channel.frames import Buffer, Frame, FrameKind
-from pengserve.replicas.channel.server import ChannelServer
-from pengserve.replicas.deposits import Deposits
+from pengserve.replicas.contracts import KnownContracts
 from pengserve.replicas.failures import describe_failure
-from pengserve.replicas.open_requests import OpenRequests
 from pengserve.replicas.parking import ParkOrders
+from pengserve.replicas.request_channel import RequestChannel
 from pengserve.replicas.revisions import Revisions
 from pengserve.replicas.step_loop import StepLoop
 from pengserve.replicas.step_watch import StepWatch
 from pengserve.replicas.terms import TermFence
-from pengserve.replicas.trial_gate import TrialGate
 from pengserve.replicas.versions import versions
 
 if TYPE_CHECKING:
-    from pengserve.replicas.engine.lanes import Lanes
-    from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs, Request
-    from pengserve.replicas.engine.wire import Codec
+    from pengserve.replicas.engine.instance_lanes import Lanes
+    from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs
     from pengserve.replicas.migration.migrations import Migrations
     from pengserve.replicas.switching.agent import Agent
 
 logger = logging.getLogger(__name__)
 
 RETIRE_POLL_S = 0.2
+COMPILES_WITHIN_S = 900.0  # a model in another shape
 SEND_AGAIN_S = 5.0  # before an instance that leaves has to be empty: what is still here is sent again elsewhere
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -75,18 +70,20 @@ class Instance:
         self._lanes: Lanes | None = None
         self._agent: Agent | None = None  # where elasticity is on
         self._migrations: Migrations | None = None  # there too
-        self._codec: Codec | None = None  # the channel's thread's
-        self._step_codec: Codec | None = None
         self._idle = threading.Event()
         self._idle.set()
-        self._server = ChannelServer(
-            host=self._host, token=config.channel_token, handler=self, fingerprint=config.fingerprint
+        self._channel = RequestChannel(
+            key,
+            config,
+            self._host,
+            lanes=self._require_lanes,
+            agent=lambda: self._agent,
+            newest_stats=self._newest_stats,
+            submit=self._submit,
+            on_busy=self._idle.clear,
+            note_idle=self._note_idle,
         )
-        self._requests = OpenRequests(self._server, lambda: self._loop.submit(self._gate.requests_moved))
-        self.deposits = Deposits(self._requests.contract)  # of paced streams, for planners of pauses
-        self._gate: TrialGate[Request] = TrialGate(
-            let_in=self._let_in, tell=self._tell_trial, num_requests=self._num_requests, is_reading=self._is_reading
-        )
+        self._requests, self._server, self._gate = self._channel.requests, self._channel.server, self._channel.gate
         self._loop = StepLoop(
             build=self._build_lanes, on_ready=self._ready, on_step=self._stepped, on_failed=self._failed
         )
@@ -133,6 +130,7 @@ class Instance:
             phase=self._phase if self._state is InstanceState.STARTING else "",
             failure=self._failure,
             term=self.terms.newest,
+            placements=lanes.dp.placement_notes.newest if lanes else (),
         )
         return self._revisions.numbered(answer)
 
@@ -257,6 +255,13 @@ class Instance:
         except queue.Empty:
             return (f"instance {self.key} came to no step boundary within {timeout_s:g} s",)
 
+    def _submit(self, command: Callable[[], object]) -> None:
+        self._loop.submit(command)
+
+    def _require_lanes(self) -> "Lanes":
+        assert self._lanes is not None, "no frame comes before the instance is ready"
+        return self._lanes
+
     def _elastic(self) -> "Agent":
         if self._agent is None or self._state is not InstanceState.READY:
             raise StepError(f"instance {self.key} is not ready to change its shape")
@@ -268,16 +273,21 @@ class Instance:
         if self.config.versions and self.config.versions != (own := versions()):
             raise EngineError(f"this node has {own}, the application runs {self.config.versions}; install that here")
         # vLLM takes seconds to import and needs its environment set first: only a process with an engine imports it.
-        from pengserve.replicas.engine.lanes import Lanes
-        from pengserve.replicas.engine.wire import Codec
+        from pengserve.replicas.engine.instance_lanes import Lanes
 
         started_s = time.perf_counter()
         self._phase = "loading the model"
-        self._codec, self._step_codec = Codec(), Codec()
+        self._channel.load()
         lanes = Lanes(self.config)
-        lanes.dp.use_contracts(self._requests)
+        lanes.num_sent_back = lambda: self._requests.num_sent_back
+        lanes.on_stranded = lambda request_ids, leader: self._requests.moved(request_ids, leader, carried=False)
+        lanes.dp.use_contracts(KnownContracts(self._requests, self._channel.deposits))
         if self.config.degrees or self.config.max_stages > 1:
             self._try_to_build_agent(lanes)
+        if self._agent is not None:
+            self._phase = "compiling the model in its other shapes"
+            lanes.registry.build_ahead(self.key.instance_id)
+            lanes.registry.on_slow = lambda: self._loop.excuse(COMPILES_WITHIN_S)
         logger.info("instance %s: engine built in %.1f s", self.key, time.perf_counter() - started_s)
         return lanes
 
@@ -306,6 +316,7 @@ class Instance:
         )
         self._migrations = Migrations(agent.member, self._loop.submit, lambda: agent.is_switching, self._shape_changed)
         agent.before_switch, agent.before_break = self._migrations.give_way, self._migrations.break_off
+        lanes.before_tiers_end = self._migrations.break_off
         return agent
 
     def _ready(self, lanes: "Lanes") -> None:
@@ -325,13 +336,12 @@ class Instance:
 
     def _stepped(self, outputs: Mapping[int, "EngineCoreOutputs"], stats: InstanceStats) -> None:
         self._stats = self._with_held(stats)
-        assert self._step_codec is not None
-        self._send(self._step_codec, outputs, self._stats)
+        self._channel.send(outputs, self._stats)
         if self._requests.num_paced:
             now_s = time.monotonic()
-            self.deposits.note(chain.from_iterable(batch.outputs for batch in outputs.values()), now_s)
+            self._channel.deposits.note(chain.from_iterable(batch.outputs for batch in outputs.values()), now_s)
         if (pauses := self._lanes.take_pauses()) if self._lanes is not None else None:
-            self._tell_pauses(pauses)
+            self._channel.tell_pauses(pauses)
         if self._agent is not None:
             self._agent.boundary()
         if self._migrations is not None and self._migrations.is_busy:
@@ -353,164 +363,10 @@ class Instance:
         self._server.stop()  # every ingress sees the end at once and resumes elsewhere
 
     def _note_idle(self) -> None:
-        if self._lanes is None or self._num_requests() or self._gate.num_held:
+        if self._lanes is None or self._lanes.num_requests() or self._gate.num_held:
             return
         if self._migrations is None or not self._migrations.is_moving:
             self._idle.set()
-
-    # What the gate asks ---------------------------------------------------------------------------------------
-
-    def _num_requests(self) -> int:
-        assert self._lanes is not None
-        return self._lanes.num_requests()
-
-    def _is_reading(self) -> bool:
-        assert self._lanes is not None
-        return self._lanes.is_reading()
-
-    def _tell_trial(self, request: "Request", is_alone: bool) -> None:
-        from pengserve.replicas.engine.wire import Trial
-
-        frame = msgspec.msgpack.encode(Trial(request.request_id, is_alone))
-        self._server.send(request.client_index, [frame], FrameKind.TRIAL)
-
-    def _tell_pauses(self, pauses: Sequence[tuple["Request", float]]) -> None:
-        """Tells ingresses of requests with an SLO for how long they were parked."""
-        from pengserve.replicas.engine.wire import Paused
-
-        for request, seconds in pauses:
-            if self._requests.contract(request.request_id).slo is not None:
-                frame = msgspec.msgpack.encode(Paused(request.request_id, seconds))
-                self._server.send(request.client_index, [frame], FrameKind.PAUSED)
-
-    # The channel's side ---------------------------------------------------------------------------------------
-
-    def welcome(self) -> Sequence[Buffer]:
-        """Parts of the WELCOME frame."""
-        from pengserve.replicas.engine.wire import Welcome
-
-        assert self._lanes is not None
-        return [msgspec.msgpack.encode(Welcome(self.key, self._lanes.capacity, self._newest_stats()))]
-
-    def heartbeat(self) -> Sequence[Buffer]:
-        """Parts of an empty BATCH. What waits at the gate is looked after as often, also where no step is made."""
-        from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs
-
-        assert self._codec is not None
-        if self._gate.is_closed:
-            self._loop.submit(self._tend_gate)
-        return [self._codec.encode_stats(self._newest_stats()), *self._codec.encode_outputs(EngineCoreOutputs())]
-
-    def on_frame(self, client_index: int, frame: Frame) -> None:
-        """Takes an ADD, ABORT or REORDER."""
-        try:
-            if frame.kind is FrameKind.ADD:
-                self._add(client_index, frame.parts)
-            elif frame.kind is FrameKind.ABORT:
-                self._abort(client_index, msgspec.msgpack.decode(frame.parts[0], type=list[str]))
-            elif frame.kind is FrameKind.REORDER:
-                self._reorder(client_index, frame.parts[0])
-            else:
-                raise LinkLostError(f"an ingress sent a {frame.kind.name} frame")
-        except (msgspec.MsgspecError, IndexError) as error:
-            raise LinkLostError("an ingress sent what cannot be decoded") from error
-
-    def on_lost(self, client_index: int) -> None:
-        """An ingress is gone: its requests have no reader."""
-        request_ids = self._requests.remove_client(client_index)
-        if request_ids:
-            logger.info("instance %s: a client left; aborting its %d requests", self.key, len(request_ids))
-            self._submit_abort(request_ids)
-
-    def _add(self, client_index: int, parts: Sequence[Buffer]) -> None:
-        assert self._lanes is not None and self._codec is not None
-        lanes, add = self._lanes, self._codec.decode_add(parts)
-        add.request.client_index = client_index
-        request_id, is_tried_alone = add.request.request_id, add.is_tried_alone
-        self._requests.add(add.request, add.contract)
-        lanes.num_predicted += add.predicted_hit_tokens
-        self._idle.clear()
-
-        def admit(request: "Request") -> None:
-            self._loop.submit(lambda: self._gate.take(request, is_tried_alone=is_tried_alone))
-
-        try:
-            lanes.prepare(add.request, add.output_token_ids, admit)
-        except Exception:
-            # The ingress has checked this request already. The error fails this request alone.
-            logger.exception("instance %s cannot take request %s", self.key, request_id)
-            self._refuse(client_index, request_id)
-
-    def _tend_gate(self) -> None:
-        self._gate.tend()
-        self._note_idle()
-
-    def _let_in(self, request: "Request") -> None:
-        assert self._lanes is not None
-        if self._lanes.stepper.is_following and self._agent is not None:
-            # The ingress sent it before it learned that another instance leads.
-            self._requests.moved([request.request_id], self._agent.leader, carried=False)
-            self._note_idle()
-            return
-        try:
-            self._requests.order(request)
-            self._lanes.add(request)
-        except Exception:
-            # A half-decoded request of another instance may need what no runner here can do.
-            logger.exception("instance %s cannot take request %s over", self.key, request.request_id)
-            self._lanes.abort([request.request_id])
-            self._loop.submit(lambda: self._gate.forget([request.request_id]))
-            self._refuse(request.client_index, request.request_id)
-
-    def _refuse(self, client_index: int, request_id: str) -> None:
-        from pengserve.replicas.engine.vllm_seam import EngineCoreOutput, EngineCoreOutputs, FinishReason
-
-        output = EngineCoreOutput(request_id=request_id, new_token_ids=[], finish_reason=FinishReason.ERROR)
-        assert self._codec is not None
-        self._send(self._codec, {client_index: EngineCoreOutputs(outputs=[output])}, self._stats)
-        self._loop.submit(self._note_idle)
-
-    def _abort(self, client_index: int, request_ids: list[str]) -> None:
-        self._requests.remove(client_index, request_ids)
-        self._submit_abort(request_ids)
-
-    def _reorder(self, client_index: int, part: Buffer) -> None:
-        from pengserve.replicas.engine.wire import Reorder
-
-        orders = msgspec.msgpack.decode(part, type=Reorder).orders
-        self._requests.reorder(client_index, orders)
-        lanes = self._lanes
-        assert lanes is not None
-        by_id = {request_id: (priority, arrival_time) for request_id, priority, arrival_time in orders}
-        self._loop.submit(lambda: lanes.reorder(by_id))
-
-    def _submit_abort(self, request_ids: list[str]) -> None:
-        def abort() -> None:
-            assert self._lanes is not None
-            self._lanes.abort(request_ids)
-            self._gate.forget(request_ids)
-            self.deposits.forget(request_ids)
-            self._note_idle()
-
-        self._loop.submit(abort)
-
-    def _send(self, codec: "Codec", outputs: Mapping[int, "EngineCoreOutputs"], stats: InstanceStats) -> None:
-        head = codec.encode_stats(stats)
-        for client_index, batch in outputs.items():
-            finished = [o.request_id for o in batch.outputs if o.finish_reason is not None]
-            if finished:
-                self._requests.remove(client_index, finished)
-            self._server.send(self._addressee(client_index, batch), [head, *codec.encode_outputs(batch)])
-
-    def _addressee(self, client_index: int, batch: "EngineCoreOutputs") -> int:
-        """The client that gets `batch`.
-
-        vLLM addresses a step without tokens to client 0. Any connected client may take its statistics.
-        """
-        if batch.outputs:
-            return client_index
-        connected = self._server.client_indices()
-        return client_index if client_index in connected else next(iter(connected), client_index)
 
 
 def _rss_bytes() -> int:

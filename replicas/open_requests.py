@@ -12,7 +12,7 @@ from pengserve.replicas.channel.frames import FrameKind
 from pengserve.replicas.channel.server import ChannelServer
 
 if TYPE_CHECKING:
-    from pengserve.replicas.engine.handoff import Handoff
+    from pengserve.replicas.engine.lanes.handoff import Handoff
     from pengserve.replicas.engine.vllm_seam import EngineCoreRequest, Request
 
 
@@ -27,6 +27,7 @@ class OpenRequests:
         self._paced: set[str] = set()  # of these, those with an SLO for the time between tokens
         self._lock = threading.Lock()
         self._was_reordered = False  # ever
+        self.num_sent_back = 0  # requests that ingresses were told to send again, ever
 
     def add(self, request: "EngineCoreRequest", contract: Contract | None = None) -> None:
         """A request came, with its client's index in it. None: it has no contract."""
@@ -93,7 +94,7 @@ class OpenRequests:
 
     def handoff(self, request: "Request") -> "Handoff | None":
         """The request as it can travel; None where its ingress is gone."""
-        from pengserve.replicas.engine.handoff import Handoff
+        from pengserve.replicas.engine.lanes.handoff import Handoff
 
         client_id = self._server.client_id(request.client_index)
         with self._lock:
@@ -135,6 +136,7 @@ class OpenRequests:
                     self._forget(request_id)
                 if found:
                     going[client_index] = found
+                    self.num_sent_back += 0 if carried else len(found)
         for client_index, ids in going.items():
             frame = msgspec.msgpack.encode(Moved(ids, to, carried))
             self._server.send(client_index, [frame], FrameKind.MOVED)

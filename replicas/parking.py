@@ -10,7 +10,7 @@ from pengserve.replicas.taken_orders import TakenOrders
 
 
 class Parks(Protocol):
-    """Who parks: the lanes of an instance (`replicas/engine/lanes.py`)."""
+    """Who parks: the lanes of an instance (`replicas/engine/instance_lanes.py`)."""
 
     def park(self, request_ids: Sequence[str]) -> list[str]:
         """Parks running requests; those that were."""

@@ -111,7 +111,7 @@ def profile_engine(
 
 def main() -> None:
     """Starts the engine, runs every batch once, then times them all in each round."""
-    from pengserve.replicas.engine.dp_lane import DpLane
+    from pengserve.replicas.engine.lanes.dp_lane import DpLane
     from pengserve.replicas.engine.profiling import choose_batches, describe, profile
 
     config, plan = from_data(InstanceConfig, json.loads(sys.argv[1])), from_data(ProfilePlan, json.loads(sys.argv[2]))

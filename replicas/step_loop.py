@@ -67,7 +67,11 @@ class StepLoop(Generic[Lane]):
     def stalled_s(self) -> float:
         """For how long the loop has not come on though it has something to do; else 0.0. From any thread."""
         has_to = self._is_busy or not self._commands.empty()
-        return time.monotonic() - self._moved_s if has_to else 0.0
+        return max(0.0, time.monotonic() - self._moved_s) if has_to else 0.0
+
+    def excuse(self, allowed_s: float) -> None:
+        """In the loop's thread: what runs now may take so long, and counts as standing still only from then on."""
+        self._moved_s = time.monotonic() + allowed_s
 
     def start(self) -> None:
         """Begins to build the lane; `on_ready` or `on_failed` tells how it went."""

@@ -1,7 +1,8 @@
 """The ingress in virtual time: which instance each request goes to, and where it goes on after switches and deaths.
 
-The policy is production's (`cluster/ingress/records.py` and `dispatcher.py`), without its wire: words between instances
-and ingress take no time here, so that no copy of a request is ever unknown, and the newest stats are the present ones.
+The policy is production's (`cluster/ingress/in_flight/records.py` and `dispatcher.py`), without its wire: words between
+instances and ingress take no time here, so that no copy of a request is ever unknown, and the newest stats are the
+present ones.
 """
 
 import asyncio

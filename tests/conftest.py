@@ -40,3 +40,12 @@ def instances(model: Path) -> Iterator[list[InstanceProcess]]:
     for process in processes:
         assert process.process.poll() is None, f"instance {process.instance_id} died in a test"
         assert process.stop() == 0
+
+
+@pytest.fixture(scope="session")
+def no_blanks(model: Path) -> dict[str, int]:
+    """A logit bias against blanks: JSON allows any number of them, and the random model would write them for ever."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    return {str(i): -100 for i in range(len(tokenizer)) if not tokenizer.decode([i]).strip()}

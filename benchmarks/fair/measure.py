@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,13 +32,28 @@ SYSTEMS = ("vllm-fcfs", "vllm-priority", "pengserve", "pengserve-park")
 VOCABULARY = 1000  # token ids below this are plain in the demo model
 
 
+# Guests' requests are the same in both works, "calm" and "flood", and below their shares of what two places can serve.
+FLOOD = Work(
+    duration_s=40.0,
+    sessions_per_s=0.15,
+    flood=20.0,
+    flood_from=0.1,
+    flood_until=1.0,
+    turns=2.0,
+    output_tokens=80.0,
+    max_tokens=900,
+)
+SETTLED_S = 6.0  # after a flood begins: until requests wait, and shares have told who takes more than its own
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One benchmark run."""
 
     model: Path
     works: tuple[tuple[str, Work], ...] = (
-        ("flood", Work(duration_s=24.0, sessions_per_s=0.3, flood=20.0, turns=2.0, output_tokens=80.0, max_tokens=900)),
+        ("calm", replace(FLOOD, flood=1.0)),
+        ("flood", FLOOD),
         (
             "churn",
             Work(
@@ -65,9 +80,9 @@ class Run:
 
     work: str
     system: str
-    calm: Score  # of guests' requests before the flood
-    busy: Score  # ... while it lasts; under churn, of the requests of the two most urgent levels
+    busy: Score  # of guests' requests once the flood has settled; under churn, of the two most urgent levels
     everyone: Score
+    guest_tokens: int = 0  # of guests' answers in that time
 
 
 def measure(plan: Plan, on_run: Callable[[Run], None]) -> None:
@@ -97,17 +112,17 @@ def _run(plan: Plan, system: str, name: str, url: str, directory: Path) -> Run:
 def judged(plan: Plan, system: str, name: str, outcomes: list[dict[str, Any]], prompts: list[int]) -> Run:
     """The scores of a run."""
     work, pairs = dict(plan.works)[name], list(zip(outcomes, prompts, strict=True))
-    from_s, until_s = work.flood_from * work.duration_s, work.flood_until * work.duration_s
+    from_s, until_s = work.flood_from * work.duration_s + SETTLED_S, work.flood_until * work.duration_s
     guests = [pair for pair in pairs if pair[0]["tenant"] != tenant_name(0)]
-    calm = [pair for pair in guests if pair[0]["sent_s"] < from_s]
     busy = [pair for pair in guests if from_s <= pair[0]["sent_s"] < until_s]
+    tokens = sum(from_s <= at_s < until_s for outcome, _ in guests for at_s in outcome["token_s"])
     if work.pattern != "none":
         busy = [pair for pair in pairs if pair[0]["priority"] < work.levels // 2]
 
     def of(chosen: list[tuple[dict[str, Any], int]]) -> Score:
         return score([outcome for outcome, _ in chosen], [tokens for _, tokens in chosen], plan.limits)
 
-    return Run(work=name, system=system, calm=of(calm), busy=of(busy), everyone=of(pairs))
+    return Run(work=name, system=system, busy=of(busy), everyone=of(pairs), guest_tokens=tokens)
 
 
 @contextmanager

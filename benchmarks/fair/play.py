@@ -73,7 +73,7 @@ async def _ask(http: httpx.AsyncClient, turn: Turn, target: Target, start_s: flo
     }
     if target.has_priorities and turn.priority:
         body["priority"] = turn.priority
-    headers = {"x-session-id": turn.session}
+    headers = {"x-session-id": turn.session, "x-request-id": f"{turn.session}.{turn.turn}"}
     if target.has_tenants:
         headers["x-pengserve-tenant"] = turn.tenant
     await asyncio.sleep(max(0.0, start_s + turn.at_s - time.perf_counter()))

@@ -10,7 +10,8 @@ from benchmarks.result_files import facts_line, table
 _TIMES = ("TTFT P50, s", "P99", "TBT P99, s", "P99.9")
 HEADING = ("system", "requests", *_TIMES, "attainment", "tokens/s", "kept tokens/s", "paused, s")
 PARTS = {
-    "flood": {"calm": "Guests before the flood", "busy": "Guests in the flood", "everyone": "All requests"},
+    "calm": {"busy": "Guests, in the time in which the other work has its flood", "everyone": "All requests"},
+    "flood": {"busy": "Guests, once the flood has settled", "everyone": "All requests"},
     "churn": {"busy": "Requests of the two most urgent levels", "everyone": "All requests"},
 }
 
@@ -25,6 +26,7 @@ def markdown(plan: Plan, runs: Sequence[Run], date: str) -> str:
     ]
     for name, work in plan.works:
         lines += _of_work(name, work, [run for run in runs if run.work == name])
+    lines += _flooded(runs)
     return "\n".join(lines)
 
 
@@ -39,6 +41,22 @@ def _of_work(name: str, work: Work, runs: Sequence[Run]) -> list[str]:
     for part, what in PARTS[name].items():
         lines += [f"{what}:", "", *table(HEADING, [row(run.system, getattr(run, part)) for run in runs]), ""]
     return [*lines, *table(("system", "Jain's index", "failed"), [_shares(run) for run in runs]), ""]
+
+
+def _flooded(runs: Sequence[Run]) -> list[str]:
+    """What the flood changes for guests, whose requests are the same in both works."""
+    found = {(run.system, run.work): run for run in runs}
+    rows = []
+    for (system, work), busy in found.items():
+        calm = found.get((system, "calm"))
+        if work != "flood" or calm is None:
+            continue
+        names = ("ttft_p50_s", "ttft_p99_s", "tbt_p99_s")
+        ratios = [getattr(busy.busy, name) / max(1e-9, getattr(calm.busy, name)) for name in names]
+        ratios.append(busy.guest_tokens / max(1, calm.guest_tokens))
+        rows.append((system, *(f"{ratio:.2f}" for ratio in ratios)))
+    heading = ("system", "TTFT P50", "TTFT P99", "TBT P99", "tokens served in that time")
+    return ["## What the flood changes for guests", "", "Flood to calm, 1: nothing.", "", *table(heading, rows), ""]
 
 
 def row(system: str, found: Score) -> tuple[str, ...]:

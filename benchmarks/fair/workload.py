@@ -86,7 +86,9 @@ class Workload:
 def make(plan: Plan) -> Workload:
     """The workload of a plan."""
     rng = random.Random(plan.seed)
-    drafts = [turn for number in range(plan.num_tenants) for turn in _tenant(plan, number, rng)]
+    # A source for each tenant: the others' requests are the same, however much one floods.
+    sources = [random.Random(f"{plan.seed}/{number}") for number in range(plan.num_tenants)]
+    drafts = [turn for number, source in enumerate(sources) for turn in _tenant(plan, number, source)]
     drafts.sort(key=lambda turn: (turn.at_s, turn.session))
     updates = _churn(plan, drafts, rng)
     by_session: dict[str, list[Update]] = {}

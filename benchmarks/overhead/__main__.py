@@ -20,27 +20,32 @@ from benchmarks.overhead.systems.ray_llm import RayLlm, make_environment
 from benchmarks.overhead.systems.vllm_server import VllmServers
 
 TABLE_WIDTH = 150  # columns; a narrower terminal or a pipe would cut the ratios off
+ELASTIC = {"shape": {"cuda": "experimental", "auto": False}}  # may change its shape, and does not
 SYSTEMS: dict[str, Callable[[Path], System]] = {
     "vllm": VllmServers,
     "vllm-uni": lambda logs: VllmServers(logs, in_engine_process=True),
     "ray-llm": RayLlm,
     "pengserve": PengServeUp,
+    "pengserve-elastic": lambda logs: PengServeUp(logs, name="pengserve-elastic", settings=ELASTIC),
 }
+ON_CPUS, ON_GPUS = ("vllm", "vllm-uni", "ray-llm", "pengserve"), ("vllm", "pengserve", "pengserve-elastic")
 
 
 def main() -> int:
     """Runs all systems in turn, prints the table, writes the result; the exit code."""
     options = _options()
     console = Console(stderr=True)
-    plan = Plan(model=options.model.resolve(), rounds=options.rounds)
+    model, rounds = options.model.resolve(), options.rounds
+    plan = Plan.on_gpus(model, rounds, options.gpus) if options.gpus else Plan(model=model, rounds=rounds)
+    names = options.systems or (ON_GPUS if options.gpus else ON_CPUS)
     if not has_model(plan.model, console):
         return 2
-    if "ray-llm" in options.systems:
+    if "ray-llm" in names:
         console.print("environment of ray.serve.llm (minutes, the first time)")
         make_environment()
     logs = Path(tempfile.mkdtemp(prefix="pengserve-bench-"))
     console.print(f"server logs: {logs}", highlight=False)
-    systems = [SYSTEMS[name](logs) for name in options.systems]
+    systems = [SYSTEMS[name](logs) for name in names]
     samples: list[Sample] = []
     for round_index in range(plan.rounds):
         for system in systems:
@@ -74,7 +79,8 @@ def _one_round(system: System, plan: Plan, round_index: int, console: Console) -
 def _options() -> argparse.Namespace:
     parser = option_parser("overhead", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))
+    parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="all that the devices have, if not given")
+    parser.add_argument("--gpus", type=int, default=0, help="instances on GPUs, one on each; 0: two on the CPU")
     return parser.parse_args()
 
 

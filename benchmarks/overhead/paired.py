@@ -3,7 +3,7 @@
 PengServe of this checkout and of another, with its own `.venv`, are up at the same time. Bursts of requests go to one
 and to the other in turn, so that both are measured in the same minute; each pair of bursts has the same prompts. A
 ratio is this checkout's figure over the other's. Steps of vLLM's schedulers are counted too: more steps for the same
-tokens mean smaller batches.
+tokens mean smaller batches. The time of a step is the median gap between two tokens of a stream.
 """
 
 import argparse
@@ -91,11 +91,14 @@ def main() -> int:
         "ratio ± standard error",
         "processor time",
         "steps",
+        "a step's time",
     ]
-    text = "\n".join(["# Two checkouts, in turn", "", facts_line(), "", *table(headings, rows), ""])
+    subject = "# Two checkouts, in turn" + (", instances that may form groups" if options.shapes else "")
+    text = "\n".join([subject, "", facts_line(), "", *table(headings, rows), ""])
     print(text)
+    name = "paired-shapes" if options.shapes else "paired"
     record = {"plan": plan_data(plan), "shapes": options.shapes, "bursts": bursts_data(bursts)}
-    tell_written(console, write_result(options.output, "paired", today(), record, text))
+    tell_written(console, write_result(options.output, name, today(), record, text))
     return 0
 
 
@@ -137,6 +140,7 @@ def bursts_data(bursts: list[Burst]) -> list[dict[str, float]]:
             "tokens_per_s": burst.figures.tokens_per_s,
             "cpu_s": burst.figures.machine_cpu_s,
             "num_steps": burst.num_steps,
+            "gap_s": burst.figures.itl_p50_s,
         }
         for burst in bursts
     ]
@@ -145,12 +149,13 @@ def bursts_data(bursts: list[Burst]) -> list[dict[str, float]]:
 def _row(level: Level, bursts: list[Burst]) -> list[str]:
     theirs = [burst for burst in bursts if not burst.is_this]
     ours = [burst for burst in bursts if burst.is_this]
-    speed, cpu, steps = (
+    speed, cpu, steps, gap = (
         Ratio.of([(figure(one), figure(other)) for one, other in zip(theirs, ours, strict=True)])
         for figure in (
             lambda burst: burst.figures.tokens_per_s,
             lambda burst: burst.figures.machine_cpu_s,
             lambda burst: burst.num_steps,
+            lambda burst: burst.figures.itl_p50_s,
         )
     )
     middle = [statistics.median(burst.figures.tokens_per_s for burst in side) for side in (theirs, ours)]
@@ -161,6 +166,7 @@ def _row(level: Level, bursts: list[Burst]) -> list[str]:
         str(speed),
         str(cpu),
         str(steps),
+        str(gap),
     ]
 
 

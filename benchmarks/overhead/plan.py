@@ -25,6 +25,7 @@ class Plan:
     """One benchmark run. The same for every system in it."""
 
     model: Path
+    device: str = "cpu"
     num_instances: int = 2
     rounds: int = 3
     levels: tuple[Level, ...] = (
@@ -39,6 +40,21 @@ class Plan:
     start_timeout_s: float = 240.0
     seed: int = 7
     engine: Mapping[str, Any] = field(default_factory=partial(engine_flags, max_num_batched_tokens=2048))
+
+    @classmethod
+    def on_gpus(cls, model: Path, rounds: int, num_instances: int) -> "Plan":
+        """One instance a GPU, with vLLM's own defaults: asynchronous scheduling, compilation, full CUDA graphs."""
+        return cls(
+            model=model,
+            device="cuda",
+            num_instances=num_instances,
+            rounds=rounds,
+            levels=tuple(Level(num_clients=n, num_requests=count) for n, count in ((1, 16), (8, 128), (64, 1024))),
+            output_tokens=128,
+            level_timeout_s=300.0,
+            start_timeout_s=900.0,
+            engine={"max_model_len": 4096, "enable_prefix_caching": True},
+        )
 
     def prompts(self, round_index: int, level: Level) -> list[str]:
         """The prompts of one level: equal for all systems, all different, so that no prefix is found in a cache."""

@@ -8,6 +8,7 @@ Each case is a trace at a scale on a machine, in virtual time. Cases that break 
     python -m benchmarks.regret --cases 12                   every so-many-th case, 12 in all
     python -m benchmarks.regret --small                      the ten cases that tests run, on generated traces
     python -m benchmarks.regret --policies pengserve merge   these beside the static layouts
+    python -m benchmarks.regret --small --seed 11            arrivals on which nothing was tuned
 """
 
 import argparse
@@ -15,6 +16,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -25,6 +27,7 @@ from benchmarks.harness import RESULTS, progress_bar, tell_written, today
 from benchmarks.regret import report
 from benchmarks.regret.calibrate import calibrate
 from benchmarks.regret.cases import (
+    SEED,
     STATIC,
     STATIC_LABELS,
     TRACES,
@@ -87,7 +90,8 @@ def _measured(cases: Sequence[Case], options: argparse.Namespace, console: Conso
 
 def _chosen(options: argparse.Namespace) -> list[Case]:
     """What the options name, in the order of the file."""
-    found = list(matching(small_cases() if options.small else all_cases(), options.only))
+    cases = small_cases() if options.small else all_cases()
+    found = [replace(case, seed=options.seed) for case in matching(cases, options.only)]
     if options.cases is not None and options.cases < len(found):
         found = [found[number * len(found) // options.cases] for number in range(options.cases)]
     return found
@@ -107,6 +111,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--only", action="append", default=[], metavar="PART", help="cases whose names hold this")
     parser.add_argument("--cases", type=int, metavar="N", help="so many of them, evenly chosen")
     parser.add_argument("--small", action="store_true", help="the ten cases of the tests")
+    parser.add_argument(
+        "--seed", type=int, default=SEED, help=f"of arrivals that are drawn; {SEED} is what was tuned on"
+    )
     parser.add_argument("--policies", nargs="+", choices=others, help="beside the static layouts; default: all")
     parser.add_argument("--traces", type=Path, default=TRACES, help="folder of the public traces")
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1), help="side by side")

@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent
 TRACES = ROOT.parent / "shared" / "traces"  # where they are present
 CASES, CALIBRATED = FOLDER / "cases.yaml", FOLDER / "calibrated.yaml"
 OURS = "pengserve"
-SEED = 1
+SEED = 1  # of arrivals that are drawn: what the policies were tuned on
 MOST_SPAN_S = 300.0  # of a trace that is stretched
 WIDEST, MOST_STAGES = (2, 4), 4  # of the groups that PengServe may form
 SLO_SCALE = 5.0  # KunServe's for chat; limits are so many times the mean that dp has at half load
@@ -74,6 +74,7 @@ class Case:
     machine: str
     trace: str
     scale: float  # of what dp serves
+    seed: int = SEED  # of arrivals that are drawn, and of which of a trace's requests come more than once
 
     @property
     def name(self) -> str:
@@ -133,11 +134,11 @@ def arrivals_of(case: Case, folder: Path) -> tuple[Arrival, ...]:
     Raises:
         ConfigError: the trace cannot be read, or was not calibrated on this machine.
     """
-    arrivals = clipped(case.machine, case.trace, folder)
-    factor = case.scale * rate_of(case.machine, case.trace) / (len(arrivals) / span_of(case.trace, folder))
+    arrivals = clipped(case.machine, case.trace, folder, case.seed)
+    factor = case.scale * rate_of(case.machine, case.trace) / (len(arrivals) / span_of(case.trace, folder, case.seed))
     if factor < 1 and any(arrival.prefix_ids for arrival in arrivals):
         return stretched(arrivals, 1 / factor, MOST_SPAN_S)
-    return upscale(arrivals, factor, SEED)
+    return upscale(arrivals, factor, case.seed)
 
 
 def stretched(arrivals: Sequence[Arrival], times: float, most_s: float) -> tuple[Arrival, ...]:
@@ -146,14 +147,14 @@ def stretched(arrivals: Sequence[Arrival], times: float, most_s: float) -> tuple
     return tuple(arrival for arrival in later if arrival.at_s < most_s)
 
 
-def clipped(machine: str, trace: str, folder: Path) -> tuple[Arrival, ...]:
+def clipped(machine: str, trace: str, folder: Path, seed: int = SEED) -> tuple[Arrival, ...]:
     """The requests of the trace's window as they were recorded, but for those longer than the machine's longest."""
-    return clip(_window(trace, folder), _data()["machines"][machine]["longest_tokens"])
+    return clip(_window(trace, folder, seed), _data()["machines"][machine]["longest_tokens"])
 
 
-def span_of(trace: str, folder: Path) -> float:
+def span_of(trace: str, folder: Path, seed: int = SEED) -> float:
     """Seconds of the trace's window that hold its requests."""
-    arrivals = _window(trace, folder)
+    arrivals = _window(trace, folder, seed)
     return max(1.0, arrivals[-1].at_s - arrivals[0].at_s)
 
 
@@ -167,7 +168,7 @@ def config_of(case: Case, variant: Variant, arrivals: tuple[Arrival, ...]) -> Si
     return SimulationConfig.parse(
         {
             "name": f"{case.name}/{variant.label}",
-            "seed": SEED,
+            "seed": case.seed,
             "cluster": cluster,
             "scheduler": "vllm" if has_prefixes else "fast",  # vLLM's alone finds prefixes
             "policy": {"name": variant.policy, "options": dict(variant.options)},
@@ -237,5 +238,5 @@ def _section(trace: str) -> dict[str, Any]:
 
 
 @cache
-def _window(trace: str, folder: Path) -> tuple[Arrival, ...]:
-    return build(parse(_section(trace), str(CASES)), SEED, folder)
+def _window(trace: str, folder: Path, seed: int) -> tuple[Arrival, ...]:
+    return build(parse(_section(trace), str(CASES)), seed, folder)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.regret import plot
-from benchmarks.regret.cases import OURS, STATIC_LABELS, all_cases, left_out, small_cases
+from benchmarks.regret.cases import OURS, SEED, STATIC_LABELS, all_cases, left_out, small_cases
 from benchmarks.regret.law import (
     LEAST_GOODPUT,
     MOST_TTFT,
@@ -97,11 +97,15 @@ def text(found: Sequence[Measured], picture: str) -> str:
     """The report in Markdown."""
     heading, *body = rows(found)
     seconds = sum(row.cpu_s for measured in found for row in measured.rows)
-    whole = len(small_cases() if found[0].case in small_cases() else all_cases())
+    seed = found[0].case.seed
+    whole = len(small_cases() if dataclasses.replace(found[0].case, seed=SEED) in small_cases() else all_cases())
+    drawn = f"Arrivals are drawn with seed {seed}, " + (
+        "on which the policies were tuned." if seed == SEED else f"and the policies were tuned with seed {SEED} alone."
+    )
     lines = [
         "# PengServe against the best static layout", "",
         f"`make bench-regret`, {len(found)} of {whole} cases. Virtual time, simulated in {seconds:,.0f} s of a core."
-        f" {facts_line()}", "",
+        f" {drawn} {facts_line()}", "",
         f"![Ratios of goodput and of P99 TTFT]({picture})", "",
         "A case is `machine/trace/scale`; `benchmarks/regret/cases.yaml` lists machines and windows. Scale 1 is what"
         " vLLM dp serves, measured by `calibrate.py`. Goodput counts requests within 5 times the mean TTFT and TPOT"
@@ -127,7 +131,8 @@ def text(found: Sequence[Measured], picture: str) -> str:
 
 def write(folder: Path, found: Sequence[Measured], date: str, *, is_small: bool) -> tuple[Path, ...]:
     """Writes table, picture and JSON; their paths."""
-    name = "regret-small" if is_small else "regret"
+    seed = found[0].case.seed
+    name = ("regret-small" if is_small else "regret") + (f"-seed{seed}" if seed != SEED else "")
     record = {"cases": [case_record(measured) for measured in found]}
     json_path, text_path = write_result(folder, name, date, record, "")
     picture = text_path.with_suffix(".svg")

@@ -12,7 +12,7 @@ from typing import Any
 
 from vllm import SamplingParams
 
-from pengserve.replicas.engine.dp_lane import DpLane
+from pengserve.replicas.engine.lanes.dp_lane import DpLane
 from tests.support.tiered_engine import Driver, opened
 
 VOCABULARY = 2000
@@ -94,7 +94,8 @@ def measure(lane: DpLane, given: dict[str, Any]) -> dict[str, Any]:
 
 def main(model: str, given: dict[str, Any]) -> None:
     """Builds the engine, measures, prints."""
-    with opened(model, given) as lane:
+    with opened(model, given) as lanes:
+        lane = lanes.dp
         found = {
             "num_blocks": lane.capacity.num_blocks,
             "device_blocks": lane.tiers.pool.num_blocks if lane.tiers is not None else lane.capacity.num_blocks,

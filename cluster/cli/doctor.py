@@ -22,6 +22,8 @@ from rich.console import Console
 from rich.text import Text
 
 from pengserve.cluster.devices import has_cuda_driver
+from pengserve.cluster.forecast import forecast_shapes, missing_bytes, read_facts
+from pengserve.cluster.gpus import Gpus, look_for_gpus
 from pengserve.cluster.haproxy.launcher import proxy_remarks
 from pengserve.cluster.instance_settings import CPU_INSTANCES
 from pengserve.cluster.placement import local_devices, remarks, settle
@@ -101,10 +103,14 @@ def examine(config: Path | None, model: str | None, port: int | None) -> Iterato
     yield from check_port(
         settings.http.host if settings else "127.0.0.1", port or (settings.http.port if settings else 8000)
     )
+    gpus = look_for_gpus() if device == "cuda" else None
+    yield from check_gpus(device, gpus)
     if settings is not None:
         mistakes = list(check_settings(settings))
         yield from mistakes
         yield from check_model(settings, is_readable=not mistakes)
+        if not mistakes and settings.is_counted:
+            yield from check_shapes(settings, gpus)
 
 
 def check_python() -> Iterator[Finding]:
@@ -198,6 +204,54 @@ def check_devices(settings: Settings) -> Generator[Finding, None, Settings]:
     for remark in remarks(settings):
         yield Finding(level=Level.OK, subject="shape", text=remark)
     return settings
+
+
+def check_gpus(device: str, gpus: Gpus | None) -> Iterator[Finding]:
+    """Memory, driver and NVLink of each visible device."""
+    if device != "cuda":
+        return
+    if gpus is None:
+        text = "nvidia-smi gives no answer"
+        yield Finding(level=Level.WARN, subject="gpu", text=text, action="see that it runs; memory is not checked here")
+        return
+    for gpu in gpus.found:
+        used_bytes = gpu.total_bytes - gpu.free_bytes
+        is_used = used_bytes > GIB
+        yield Finding(
+            level=Level.WARN if is_used else Level.OK,
+            subject=f"gpu {gpu.index}",
+            text=f"{gpu.name}, {format_bytes(gpu.free_bytes)} of {format_bytes(gpu.total_bytes)} free,"
+            f" driver {gpu.driver}",
+            action=f"others use {format_bytes(used_bytes)}: end them, or lower engine.gpu_memory_utilization"
+            if is_used
+            else "",
+        )
+    if len(gpus.found) > 1:
+        text = "between all devices" if gpus.have_nvlink(gpus.found) else "not between all devices"
+        yield Finding(level=Level.OK, subject="nvlink", text=text)
+
+
+def check_shapes(settings: Settings, gpus: Gpus | None) -> Iterator[Finding]:
+    """Whether the model fits a device, and which shapes it will work in."""
+    facts = read_facts(Path(settings.model), settings)
+    if facts is None:
+        return
+    if gpus is not None and gpus.found:
+        missing, text = missing_bytes(settings, facts, gpus)
+        fits = missing <= 0
+        yield Finding(
+            level=Level.OK if fits else Level.FAIL,
+            subject="gpu memory",
+            text=text if fits else f"{format_bytes(missing)} are missing: {text}",
+            action=""
+            if fits
+            else "lower engine.max_model_len, raise engine.tensor_parallel_size, or use another model",
+        )
+    for found in forecast_shapes(settings, facts, gpus):
+        text = f"{found.shape} works" + (f" {found.remark}" if found.remark else "")
+        if found.why_not:
+            text = f"no {found.shape}: {found.why_not}; instances serve alone instead"
+        yield Finding(level=Level.OK, subject="shape", text=text)
 
 
 def check_machine(device: str, num_instances: int, host_bytes: int = 0) -> Iterator[Finding]:

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 def ray_environment(settings: Settings, scratch: str, ports: PortBlock) -> dict[str, str]:
     """Variables of a local cluster's processes. `scratch` is a private directory with a short path."""
-    from pengserve.cluster.ingress import serve_front  # it needs starlette, which the base install lacks
+    from pengserve.cluster.ingress import serve_front
 
     environment = {
         serve_front.VARIABLE: serve_front.IMPORT_PATH,  # Serve's own proxies read its headers as ingresses do

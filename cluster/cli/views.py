@@ -104,7 +104,7 @@ def status_view(snapshot: ClusterSnapshot) -> RenderableType:
         used, _, total = kv_tokens(instance)
         table.add_row(
             f"{branch}{instance.key}",
-            Text(instance.state.value, STATE_STYLES[instance.state]),
+            _state(instance, snapshot),
             _shape(instance, group),
             instance.device.node_ip,
             instance.device.device,
@@ -137,7 +137,7 @@ def top_view(before: ClusterSnapshot | None, now: ClusterSnapshot, note: str = "
         rate, stats = rates[instance.key], instance.stats
         table.add_row(
             f"{branch}{instance.key}",
-            Text(instance.state.value, STATE_STYLES[instance.state]),
+            _state(instance, now),
             Text(role(instance, group), _shape_style(instance)),
             _kv_bar(instance),
             _memory_bar(instance, leader_of(now.instances, instance, group)),
@@ -158,7 +158,7 @@ def tenants_view(uses: Sequence[TenantUse]) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("tenant", "class"):
         table.add_column(name, no_wrap=True)
-    for name in ("run", "wait", "share", "tokens", "ended", "SLO kept"):
+    for name in ("run", "wait", "share", "tokens", "ended", "SLO kept", "parked", "recomputed", "swapped"):
         table.add_column(name, justify="right", no_wrap=True)
     for use in uses:
         table.add_row(
@@ -170,6 +170,9 @@ def tenants_view(uses: Sequence[TenantUse]) -> RenderableType:
             f"{use.total_tokens:,}",
             f"{use.total_ended:,}",
             "-" if use.attainment is None else f"{use.attainment:.0%}",
+            f"{use.total_parked:,}",
+            f"{use.total_recomputed:,}",
+            format_bytes(use.swapped_bytes),
         )
     return table if uses else Text("no requests yet", "dim")
 
@@ -229,6 +232,13 @@ def _totals(snapshot: ClusterSnapshot, rates: Sequence[Rates]) -> Text:
         + (f"   paused {paused}" if (paused := sum(s.num_paused for s in stats)) else "")
         + (f"   parked {parked}" if (parked := sum(s.num_parked for s in stats)) else "")
     )
+
+
+def _state(instance: InstanceSnapshot, snapshot: ClusterSnapshot) -> Text:
+    """One that is drained and still serves in a group is leaving, though it is ready."""
+    if instance.instance_id in snapshot.leaving:
+        return Text("leaving", STATE_STYLES[InstanceState.DRAINING])
+    return Text(instance.state.value, STATE_STYLES[instance.state])
 
 
 def _shape(instance: InstanceSnapshot, group: Group | None) -> Text:

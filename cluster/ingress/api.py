@@ -10,24 +10,24 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from pengserve.cluster.ingress import errors, openai_front
-from pengserve.cluster.ingress.admin import AdminDoor
-from pengserve.cluster.ingress.cluster_api import attach_cluster_routes, cluster_router
 from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.demand import DemandReporter
 from pengserve.cluster.ingress.engine_client import ClusterEngineClient
-from pengserve.cluster.ingress.fair_queue import fair_queue
-from pengserve.cluster.ingress.guard import Guard, current_ticket
-from pengserve.cluster.ingress.keys import KeyRing
-from pengserve.cluster.ingress.links import LinkPool
+from pengserve.cluster.ingress.guards.admin import AdminDoor
+from pengserve.cluster.ingress.guards.guard import Guard, current_ticket
+from pengserve.cluster.ingress.guards.keys import KeyRing
+from pengserve.cluster.ingress.in_flight.records import RequestBook
+from pengserve.cluster.ingress.in_flight.traffic import Ticket, Traffic
 from pengserve.cluster.ingress.meters import IngressMeters
-from pengserve.cluster.ingress.priority_api import priority_router, tenants_router
-from pengserve.cluster.ingress.records import RequestBook
 from pengserve.cluster.ingress.request_log import RequestLog
-from pengserve.cluster.ingress.routes import RouteWatcher, RoutingSource
+from pengserve.cluster.ingress.routing.links import LinkPool
+from pengserve.cluster.ingress.routing.routes import RouteWatcher, RoutingSource
+from pengserve.cluster.ingress.steering.cluster_api import attach_cluster_routes, cluster_router
+from pengserve.cluster.ingress.steering.priority_api import priority_router, tenants_router
 from pengserve.cluster.ingress.tasks import forever
-from pengserve.cluster.ingress.tenants import Tenants
+from pengserve.cluster.ingress.tenants.fair_queue import fair_queue
+from pengserve.cluster.ingress.tenants.tenants import Tenants
 from pengserve.cluster.ingress.traces import Traces
-from pengserve.cluster.ingress.traffic import Ticket, Traffic
 from pengserve.cluster.ingress.usage_sharing import UsageSharing
 from pengserve.cluster.metrics import catalog
 from pengserve.cluster.metrics.facade import Metrics

@@ -5,8 +5,8 @@ import logging
 from collections.abc import Callable
 from time import monotonic
 
-from pengserve.cluster.ingress.records import RequestBook
-from pengserve.cluster.ingress.routes import RoutingSource
+from pengserve.cluster.ingress.in_flight.records import RequestBook
+from pengserve.cluster.ingress.routing.routes import RoutingSource
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.snapshot import Demand
 

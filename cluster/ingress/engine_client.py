@@ -5,27 +5,26 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from copy import copy
 from time import monotonic
-from typing import Any, NoReturn
+from typing import Any
 
+from pengserve.cluster.ingress.answering import collector_of, next_output, refuse_guide_fault
 from pengserve.cluster.ingress.config import LimitConfig
-from pengserve.cluster.ingress.deposit import DepositCollector
 from pengserve.cluster.ingress.errors import OverloadedError
-from pengserve.cluster.ingress.guide_check import GuideChecker, describe_tokenizer
-from pengserve.cluster.ingress.guide_rules import parse_without_compiling
-from pengserve.cluster.ingress.kept import KeptAnswer, current_kept
+from pengserve.cluster.ingress.guides.guide_check import guide_checker
+from pengserve.cluster.ingress.in_flight.records import RequestBook
 from pengserve.cluster.ingress.meters import IngressMeters
-from pengserve.cluster.ingress.record import RequestRecord, Resumption
-from pengserve.cluster.ingress.records import RequestBook
-from pengserve.cluster.ingress.reject import require_ttft
+from pengserve.cluster.ingress.request.kept import current_kept
+from pengserve.cluster.ingress.request.record import RequestRecord, Resumption
+from pengserve.cluster.ingress.request.request_options import current_deadline_s, current_options
 from pengserve.cluster.ingress.request_log import RequestLog
-from pengserve.cluster.ingress.request_options import current_deadline_s, current_options
-from pengserve.cluster.ingress.tenant_figures import TenantFigures
-from pengserve.cluster.ingress.tenant_meters import TenantMeters
-from pengserve.cluster.ingress.tenants import Tenants
+from pengserve.cluster.ingress.slo.reject import require_ttft
+from pengserve.cluster.ingress.tenants.tenant_figures import TenantFigures
+from pengserve.cluster.ingress.tenants.tenant_meters import TenantMeters
+from pengserve.cluster.ingress.tenants.tenants import Tenants
 from pengserve.cluster.ingress.traces import Traces
+from pengserve.cluster.ingress.unoffered import UnofferedCalls
 from pengserve.cluster.ingress.vllm_openai_seam import (
     STREAM_FINISHED,
-    EngineClient,
     EngineCoreOutput,
     EngineCoreRequest,
     EngineGenerateError,
@@ -37,7 +36,6 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
     ParentRequest,
     RequestOutput,
     RequestOutputCollector,
-    RequestOutputKind,
     RetryableRequestError,
     VLLMClientError,
     VllmConfig,
@@ -47,22 +45,15 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
 from pengserve.planners.types.contract import SloPolicy
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.tenants import FairnessConfig
-from pengserve.replicas.engine.grammars import DEAD_END, TOO_COSTLY
 from pengserve.replicas.engine.link import InstanceLink, Moved, Paused, StepBatch, Trial
 
 logger = logging.getLogger(__name__)
 
 NO_LIMITS = Tenants(FairnessConfig())
 OUTPUTS_PER_SLICE = 128  # outputs processed before other tasks get a turn
-GUIDE_FAULTS = {
-    DEAD_END: "No text meets the constraint of this request: its grammar, pattern or schema comes to where it allows no"
-    " token, for example by a rule that never ends.",
-    TOO_COSTLY: "The schema, pattern or grammar of this request takes too much time for each token: make it simpler,"
-    " for example by having only one way to read a text.",
-}
 
 
-class ClusterEngineClient(EngineClient):
+class ClusterEngineClient(UnofferedCalls):
     """What vLLM's OpenAI layer calls. Also the `LinkHandler` of the link pool and the `RecordEvents` of the book.
 
     The path of a token: link -> `on_batch` -> book (noted, stale ones dropped) -> OutputProcessor (text, stop
@@ -84,7 +75,7 @@ class ClusterEngineClient(EngineClient):
         self.model_config = vllm_config.model_config
         self.renderer = renderer_from_config(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
-        self._guides = _guide_checker(vllm_config, self.renderer, limits)
+        self._guides = guide_checker(vllm_config, self.renderer, limits)
         self.book: RequestBook  # set by `use_book`: book and links need this client, and it needs them
         self._output_processor = OutputProcessor(
             self.renderer.tokenizer,
@@ -185,11 +176,11 @@ class ClusterEngineClient(EngineClient):
                 if deadline_s is None:
                     output = collector.get_nowait() or await collector.get()
                 else:
-                    output = await _next_output(collector, deadline_s)
+                    output = await next_output(collector, deadline_s)
                 finished = output.finished
                 if output is not STREAM_FINISHED:
                     if is_guided:
-                        _refuse_guide_fault(output)
+                        refuse_guide_fault(output)
                     yield output
             outcome = "ok"
         except (asyncio.CancelledError, GeneratorExit):
@@ -215,16 +206,6 @@ class ClusterEngineClient(EngineClient):
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Aborts requests by the ids they were given to `generate` with."""
         self._abort([request_id] if isinstance(request_id, str) else list(request_id), internal=False)
-
-    async def is_tracing_enabled(self) -> bool:
-        """No traces are exported."""
-        return False
-
-    async def do_log_stats(self) -> None:
-        """Metrics are recorded with every batch."""
-
-    async def check_health(self) -> None:
-        """Always healthy; `/ready` tells whether there are instances."""
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Frees the renderer's threads."""
@@ -306,13 +287,13 @@ class ClusterEngineClient(EngineClient):
 
     def on_ended(self, record: RequestRecord, finish: str) -> None:
         """A request is over."""
+        if record.kept is not None:
+            record.kept.finish = finish
+            self._meters.kept(record, finish)
         self.tenants.ended(record)
         self.tenant_figures.ended(record)
         self._tenant_meters.ended(record)
         self._request_log.note(record, finish)
-        if record.kept is not None:
-            record.kept.finish = finish
-            self._meters.kept(record, finish)
         if self._traces is not None:
             self._traces.ended(record, finish)
 
@@ -364,7 +345,7 @@ class ClusterEngineClient(EngineClient):
         options = current_options.get()
         self.book.check(request, options)
         kept = current_kept.get()
-        collector = _collector(request.request_id, params.output_kind, kept)
+        collector = collector_of(request.request_id, params.output_kind, kept)
         if params.n == 1:
             self._output_processor.add_request(request, prompt_text, None, 0, collector)
             self.tenants.come(request, options)
@@ -406,105 +387,3 @@ class ClusterEngineClient(EngineClient):
 
     def _abort(self, request_ids: list[str], *, internal: bool, finish: str = "abort") -> None:
         self.book.abort(self._output_processor.abort_requests(request_ids, internal), finish)
-
-    # What a cluster does not do; no route leads here -----------------------------------------------------------
-
-    async def encode(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
-        """Pooling models are not served."""
-        _unsupported("encode")
-        yield
-
-    async def notify_kv_transfer_request_rejected(self, *args: Any, **kwargs: Any) -> None:
-        """No request carries KV transfer parameters."""
-
-    async def start_profile(self, *args: Any, **kwargs: Any) -> None:
-        """Not offered."""
-        _unsupported("start_profile")
-
-    async def stop_profile(self) -> None:
-        """Not offered."""
-        _unsupported("stop_profile")
-
-    async def reset_mm_cache(self) -> None:
-        """Not offered."""
-        _unsupported("reset_mm_cache")
-
-    async def reset_encoder_cache(self) -> None:
-        """Not offered."""
-        _unsupported("reset_encoder_cache")
-
-    async def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """Not offered."""
-        _unsupported("reset_prefix_cache")
-
-    async def sleep(self, level: int = 1, mode: Any = "abort") -> None:
-        """Not offered."""
-        _unsupported("sleep")
-
-    async def release_kv_cache_memory(self) -> None:
-        """Not offered."""
-        _unsupported("release_kv_cache_memory")
-
-    async def wake_up(self, tags: list[str] | None = None) -> bool:
-        """Not offered."""
-        _unsupported("wake_up")
-
-    async def is_sleeping(self) -> bool:
-        """Never."""
-        return False
-
-    async def add_lora(self, lora_request: Any) -> bool:
-        """Not offered."""
-        _unsupported("add_lora")
-
-    async def pause_generation(self, *, mode: Any = "abort", clear_cache: bool = True) -> None:
-        """Not offered."""
-        _unsupported("pause_generation")
-
-    async def resume_generation(self) -> None:
-        """Not offered."""
-        _unsupported("resume_generation")
-
-    async def is_paused(self) -> bool:
-        """Never."""
-        return False
-
-
-def _collector(request_id: str, kind: RequestOutputKind, kept: KeptAnswer | None) -> RequestOutputCollector:
-    """What hands a request's outputs to the task that answers it: at once, or paced."""
-    if kept is not None and kept.is_paced and kind is RequestOutputKind.DELTA:
-        return DepositCollector(kind, request_id, kept.interval_s)
-    return RequestOutputCollector(kind, request_id)
-
-
-def _guide_checker(vllm_config: VllmConfig, renderer: Any, limits: LimitConfig) -> GuideChecker | None:
-    """None for the libraries other than xgrammar: vLLM's own checks compile with those, in a thread."""
-    if vllm_config.structured_outputs_config.backend != "xgrammar":
-        return None
-    parse_without_compiling()
-    return GuideChecker(lambda: describe_tokenizer(vllm_config, renderer.get_tokenizer()), limits.compile_cpu_s)
-
-
-async def _next_output(collector: RequestOutputCollector, deadline_s: float) -> Any:
-    """The next output. vLLM takes each output of a list of prompts in a task of its own, so each wait has its time-out.
-
-    Raises:
-        TimeoutError: `deadline_s` has passed.
-    """
-    async with asyncio.timeout_at(deadline_s):
-        output = collector.get_nowait()
-        if output is None:
-            return await collector.get()
-        await asyncio.sleep(0)  # where a time-out that is due is noticed
-        return output
-
-
-def _refuse_guide_fault(output: RequestOutput) -> None:
-    """Raises VLLMClientError where what guides the request has ended it."""
-    for choice in output.outputs:
-        if choice.finish_reason == "error" and choice.stop_reason in GUIDE_FAULTS:
-            raise VLLMClientError(GUIDE_FAULTS[choice.stop_reason])
-
-
-def _unsupported(name: str) -> NoReturn:
-    raise NotImplementedError(f"a PengServe ingress has no {name}")

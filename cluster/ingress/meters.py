@@ -2,10 +2,9 @@
 
 from collections.abc import Callable, Sequence
 
-from pengserve.cluster.ingress.expected_lengths import LEARNED_ENDS
-from pengserve.cluster.ingress.kept import UNCOUNTED_ENDS
-from pengserve.cluster.ingress.record import RequestRecord, Resumption
-from pengserve.cluster.ingress.slo_meters import SloMeters
+from pengserve.cluster.ingress.request.record import RequestRecord, Resumption
+from pengserve.cluster.ingress.slo.expected_lengths import LEARNED_ENDS
+from pengserve.cluster.ingress.slo.slo_meters import SloMeters
 from pengserve.cluster.ingress.vllm_openai_seam import (
     IterationStats,
     PrometheusStatLogger,
@@ -113,7 +112,7 @@ class IngressMeters:
     def kept(self, record: RequestRecord, finish: str) -> None:
         """A request with an SLO ended."""
         kept, service_class = record.kept, record.options.contract.service_class
-        if kept is None or finish in UNCOUNTED_ENDS:
+        if kept is None or not kept.is_counted:
             return
         meters = self._slo.get(service_class)
         if meters is None:

@@ -12,7 +12,7 @@ from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.engine_client import ClusterEngineClient
 from pengserve.cluster.ingress.errors import RequestRefused, guard_serving
 from pengserve.cluster.ingress.leaving import ends_with_client
-from pengserve.cluster.ingress.usage import tell_what_was_kept
+from pengserve.cluster.ingress.slo.usage import tell_what_was_kept
 from pengserve.cluster.ingress.vllm_openai_seam import (
     AsyncEngineArgs,
     BaseModelPath,
@@ -31,7 +31,7 @@ from pengserve.cluster.ingress.vllm_openai_seam import (
     responses_router,
     tokenize_router,
 )
-from pengserve.replicas.engine.dp_lane import engine_arguments
+from pengserve.replicas.engine.lanes.dp_lane import engine_arguments
 
 MAX_NAME_CHARS = 128  # of an unknown model's name in the answer
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic, time
 from typing import Any
 
-from pengserve.cluster.ingress.record import RequestRecord
+from pengserve.cluster.ingress.request.record import RequestRecord
 from pengserve.controller.line_file import DEFAULT_LIMITS, FileLimits, LineFile
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,8 @@ from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pengserve.cluster.ingress import connection_guard, request_ids
+from pengserve.cluster.ingress.guards import connection_guard
+from pengserve.cluster.ingress.request import request_ids
 
 logger = logging.getLogger(__name__)
 

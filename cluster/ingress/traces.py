@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from importlib import import_module
 from typing import Any
 
-from pengserve.cluster.ingress.record import RequestRecord
+from pengserve.cluster.ingress.request.record import RequestRecord
 from pengserve.planners.types.errors import ConfigError
 
 STAYS = frozenset({"sent", "resumed", "carried"})  # notes that say where it runs from then on

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 
-from pengserve.cluster.ingress.records import RequestBook
-from pengserve.cluster.ingress.routes import RoutingSource
+from pengserve.cluster.ingress.in_flight.records import RequestBook
+from pengserve.cluster.ingress.routing.routes import RoutingSource
 from pengserve.planners.fairness import FairShares
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.tenants import UsageReport

@@ -43,7 +43,7 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.sampling_params import RequestOutputKind, check_json_nesting
 from vllm.usage.usage_lib import UsageContext
 from vllm.utils.gc_utils import freeze_gc_heap
-from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest, FinishReason
 from vllm.v1.engine.exceptions import EngineGenerateError
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector, RequestState
@@ -65,6 +65,7 @@ __all__ = [
     "AsyncEngineArgs",
     "BaseModelPath",
     "EngineClient",
+    "EngineCoreEventType",
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "EngineCoreRequest",

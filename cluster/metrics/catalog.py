@@ -213,6 +213,35 @@ TENANT_TOKENS = _counter(
     "tenant",
     "service_class",
 )
+TENANT_SLO_REQUESTS = _counter(
+    "pengserve_tenant_slo_requests_total",
+    _TRAFFIC,
+    "requests",
+    "Answers of requests with an SLO, by tenant, class and outcome: `kept` (TTFT and the 99th percentile of the time "
+    "between tokens), `missed`. Requests whose client left are not counted.",
+    "tenant",
+    "service_class",
+    "outcome",
+)
+TENANT_PREEMPTIONS = _counter(
+    "pengserve_tenant_preemptions_total",
+    _TRAFFIC,
+    "preemptions",
+    "Times that requests which ended had lost their places, by tenant, class and kind: `parked` (with their KV), "
+    "`recomputed` (their KV was lost and computed again).",
+    "tenant",
+    "service_class",
+    "kind",
+)
+TENANT_SWAPPED_BYTES = _counter(
+    "pengserve_tenant_swapped_bytes_total",
+    _TRAFFIC,
+    "bytes",
+    "KV of requests which ended that was copied between device and host while they were parked, by tenant and class. "
+    "A copy of KV that requests share counts for the one that goes on first.",
+    "tenant",
+    "service_class",
+)
 
 # Instances: one series per slot. A replacement takes over the series of the dead one.
 INSTANCE_UP = _gauge(
@@ -443,7 +472,7 @@ DECISIONS = _counter(
     "pengserve_decisions_total",
     _SHAPE,
     "decisions",
-    "New decisions about the layout, by what was chosen: `merge`, `split`, `drop`, `restore`, `keep`.",
+    "New decisions, by what was chosen: `merge`, `split`, `drop`, `restore`, `migrate`, `keep`.",
     "action",
 )
 DECISION_TTFT = _gauge(

@@ -13,9 +13,9 @@ from urllib.parse import parse_qs
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
 
-from pengserve.cluster.ingress.admin import AdminDoor
 from pengserve.cluster.ingress.errors import RequestRefused
-from pengserve.cluster.ingress.own_machine import is_cross_site
+from pengserve.cluster.ingress.guards.admin import AdminDoor
+from pengserve.cluster.ingress.guards.own_machine import is_cross_site
 from pengserve.cluster.ui.feed import Feed
 from pengserve.cluster.ui.stream import FeedResponse
 

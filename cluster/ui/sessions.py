@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from starlette.requests import cookie_parser
 
-from pengserve.cluster.ingress.keys import Keys
+from pengserve.cluster.ingress.guards.keys import Keys
 from pengserve.planners.types.cluster_id import cluster_id
 
 LIFETIME_S = 12 * 3600

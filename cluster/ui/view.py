@@ -49,7 +49,9 @@ def view_of(snapshot: ClusterSnapshot) -> View:
     for instance in snapshot.instances:
         group = group_of.get(instance.instance_id)
         leader = by_id.get(group.leader, instance) if group is not None else instance
-        instances[str(instance.instance_id)] = _instance(instance, leader, group)
+        instances[str(instance.instance_id)] = _instance(instance, leader, group) | {
+            "leaving": instance.instance_id in snapshot.leaving
+        }
     return {
         "app": snapshot.app,
         "time_s": round(snapshot.time_s, 3),

@@ -73,7 +73,7 @@ def tp_changes(
                 continue
             group, is_merge = step
             why, before = f"{goal} computes each layer together", view.groups_over(goal.members)
-            yield Change("merge" if is_merge else "split", group, (), before, (goal,), why, True)
+            yield Change("merge" if is_merge else "split", group, (), before, _with_rest(goal, before), why, True)
             count += 1
             if count == MOST:
                 break
@@ -106,10 +106,16 @@ def pp_changes(
                 group, is_merge = step
                 why = f"the stages of {goal} read prompts side by side, and share their memory"
                 before = view.groups_over(goal.members)
-                yield Change("drop" if is_merge else "split", group, (), before, (goal,), why, True)
+                yield Change("drop" if is_merge else "split", group, (), before, _with_rest(goal, before), why, True)
                 count += 1
             if count == MOST:
                 break
+
+
+def _with_rest(goal: Group, before: Collection[Group]) -> tuple[Group, ...]:
+    """What becomes of the groups that end for `goal`: their members that it has no need of are alone."""
+    rest = [member for group in before for member in group.members if member not in goal.members]
+    return (goal, *alone(rest))
 
 
 def drop_changes(demand: MemoryDemand, verdict: Verdict) -> Iterator[Change]:
@@ -117,7 +123,7 @@ def drop_changes(demand: MemoryDemand, verdict: Verdict) -> Iterator[Change]:
     for pipeline in verdict.plan.pipelines[:MOST] if verdict.plan is not None else ():
         group = pipeline.group
         before = tuple(dict.fromkeys(demand.by_member[m].group for m in group.members))
-        yield Change("drop", group, (), before, (group,), pipeline.why)
+        yield Change("drop", group, (), before, _with_rest(group, before), pipeline.why)
 
 
 def restore_changes(

@@ -43,7 +43,7 @@ class Lengths(NamedTuple):
 
     def running(self, age: Floats, num_steps: Floats) -> tuple[Floats, Floats]:
         """Share of those of this age that run after so many more tokens; and in the mean until then."""
-        sure = np.clip(self.sure - age, 0.0, num_steps)
+        sure = np.minimum(np.maximum(self.sure - age, 0.0), num_steps)  # `np.clip` takes twice as long for few
         ended = -np.expm1((sure - num_steps) / self.rest)
         return 1.0 - ended, (sure + self.rest * ended) / num_steps
 
@@ -118,6 +118,12 @@ class Ends:
         return float(np.sqrt(within / max(SPREAD_BELIEF, self.batches - 1.0 + SPREAD_BELIEF))) / mean
 
 
+def _sum(cohorts: Floats) -> Floats:
+    """Of all cohorts, by row; as `sum`, which takes twice as long for few."""
+    found: Floats = np.add.reduce(cohorts, axis=0)
+    return found
+
+
 class Later(NamedTuple):
     """What becomes of cohorts within some tokens."""
 
@@ -144,8 +150,8 @@ class Cohorts:
         """What becomes of them within so many tokens."""
         end, mean = self._lengths.running(self.age, num_steps)
         count = self.count * end
-        held = (count * (self.base + self.age + num_steps)).sum(axis=0)
-        return Later(count, count.sum(axis=0), (self.count * mean).sum(axis=0), held)
+        held = _sum(count * (self.base + self.age + num_steps))
+        return Later(count, _sum(count), _sum(self.count * mean), held)
 
     def move(self, later: Later, num_steps: Floats, new: Floats, read: Floats, done: Floats) -> Floats:
         """They become that, and `new` ones run that began meanwhile; the KV of all.

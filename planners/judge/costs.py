@@ -8,9 +8,10 @@ import numpy as np
 
 from pengserve.planners.columns import Floats
 from pengserve.planners.types.layout import GroupKind, degree_of
-from pengserve.planners.types.step_cost import TERMS, StepCost
+from pengserve.planners.types.step_cost import NOMINAL, TERMS, StepCost
 
 BELIEF_S = 2.0  # seconds of steps that a profile counts as
+RIDGE = 1e-4  # weight of the guess that a fit begins with, where that of what was measured is 1
 TP_EFFICIENCY, PP_EFFICIENCY = 0.85, 0.92  # of shapes that were neither profiled nor run, of what dp does
 
 
@@ -91,13 +92,18 @@ def _scaled(cost: StepCost, factor: float) -> StepCost:
 
 
 def _fitted(work: Work) -> StepCost:
-    """Least squares over the looks; a term that would be negative is left out, and terms alike share what they cost."""
+    """Least squares over the looks; a term that would be negative is left out.
+
+    Looks at steady traffic are alike, and do not tell terms apart: they have the proportions of `NOMINAL` then.
+    """
     scale = np.sqrt(np.maximum(np.diag(work.gram), 1e-30))
     gram, moment = work.gram / np.outer(scale, scale), work.moment / scale
+    nominal = np.array(NOMINAL.terms)
+    guess = nominal * scale * work.seconds / float(nominal @ work.moment)
     used = [at for at in range(len(TERMS)) if work.moment[at] > 0]
     while used:
-        ridge = gram[np.ix_(used, used)] + 1e-4 * np.eye(len(used))
-        found = np.linalg.solve(ridge, moment[used])
+        ridge = gram[np.ix_(used, used)] + RIDGE * np.eye(len(used))
+        found = np.linalg.solve(ridge, moment[used] + RIDGE * guess[used])
         if found.min() >= 0:
             break
         del used[int(np.argmin(found))]

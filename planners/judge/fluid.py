@@ -14,7 +14,8 @@ the end counts as long as it will take. So queues, TTFT, TPOT, computing again a
 layout that serves the same with fewer requests in flight is better (Little's law).
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
@@ -27,7 +28,9 @@ WAIT_WEIGHT = 16.0  # request-seconds of a second without a first token
 STEP_TOKENS = 2048  # new tokens of a full step, as vLLM's default is
 SLICES = 12  # of the horizon; the later ones are longer
 GROWTH = 1.15  # of a slice over the one before
+ATTEMPTS, NEAR = 3, 0.1  # to find how many steps fit into a slice; a share of them by which they may be wrong
 TPOT_SPREAD = 0.15  # of the logarithm of requests' TPOT around the mean
+LEAST_STEP_S = 1e-5  # no engine steps faster: a fit over few steps may say that reading the weights costs nothing
 RESERVE = 0.25  # of its answer, that a request must find room for before it is read: those that run grow meanwhile
 
 
@@ -59,13 +62,18 @@ class Rows:
     miss_s: Floats  # request-seconds that one costs which is beyond a limit
     routes: Floats  # groups of the whole layout that requests are sent to, this one among them
 
+    @classmethod
+    def joined(cls, parts: "Sequence[Rows]") -> "Rows":
+        """All rows of `parts`, in their order: to predict them together takes hardly longer than a part alone."""
+        return cls(**{f.name: np.concatenate([getattr(rows, f.name) for rows in parts]) for f in fields(cls)})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fate:
     """What becomes of each row."""
 
     cost_s: Floats  # request-seconds, see above
-    ttft_s: Floats  # mean of those that begin
+    ttft_s: Floats  # mean of those that begin; those that still wait at the end count with their wait until then
     tpot_s: Floats  # mean
     queue: Floats  # requests that wait at the end
     running: Floats  # ... and that run
@@ -74,32 +82,33 @@ class Fate:
     missed: Floats  # requests beyond a limit
     read_share: Floats  # of the time that reading prompts takes at the rate at which they come
     request_s: Floats  # of all that wait and run within the horizon, alike
+    full_s: Floats  # seconds in which memory alone keeps prompts from being read, or takes KV from those that run
 
 
-def slices(horizon_s: float) -> Floats:
-    """Seconds of each slice of time."""
+def slices(horizon_s: Floats | float) -> Floats:
+    """Seconds of each slice of time: `[slice]`, or `[slice, row]` of rows with a horizon each."""
     lengths = GROWTH ** np.arange(SLICES)
-    found: Floats = horizon_s * lengths / lengths.sum()
+    found: Floats = np.multiply.outer(lengths, horizon_s) / lengths.sum()
     return found
 
 
-def bursts(burst_s: Floats, horizon_s: float) -> Floats:
+def bursts(burst_s: Floats, horizon_s: Floats | float) -> Floats:
     """How much of a burst is left in each slice, in the mean: `[slice, row]`."""
-    lengths = slices(horizon_s)[:, None]
+    lengths = slices(horizon_s).reshape(SLICES, -1)
     ends = np.cumsum(lengths, axis=0)
     found: Floats = burst_s * (np.exp((lengths - ends) / burst_s) - np.exp(-ends / burst_s)) / lengths
     return found
 
 
-def mean_rate(rows: Rows, horizon_s: float) -> Floats:
+def mean_rate(rows: Rows, horizon_s: Floats | float) -> Floats:
     """Requests that come by second, in the mean over the horizon."""
     share = rows.burst_s / horizon_s * (1.0 - np.exp(-horizon_s / rows.burst_s))
     found: Floats = rows.later_rate + share * (rows.rate - rows.later_rate)
     return found
 
 
-def predict(rows: Rows, horizon_s: float) -> Fate:
-    """The fate of each row within `horizon_s`."""
+def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
+    """The fate of each row within `horizon_s`, which may differ from row to row."""
     kv, prompt, output = rows.kv_tokens, rows.prompt_tokens, rows.output_tokens
     lengths = Lengths.of(output, rows.output_spread)
     running, waiting, waiting_tokens = rows.running.copy(), rows.waiting.copy(), rows.waiting_tokens.copy()
@@ -107,7 +116,9 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
     cohorts, held = Cohorts(running, rows.held_tokens, rows.ages, lengths), rows.held_tokens
     zero = np.zeros_like(kv)
     done = zero  # tokens of answers, of those that wait: they were preempted
-    wait_s, run_s, read_s, begun, finished, decoded, recomputed, late, slow, long_s = (zero.copy() for _ in range(10))
+    wait_s, run_s, read_s, begun, finished, decoded, recomputed, late, slow, long_s, full_s = (
+        zero.copy() for _ in range(11)
+    )
     each = np.where(running > 0, held / np.maximum(running, 1e-9), usual)
     steps = _steps(rows, running, each, prompt)
     for length, burst in zip(slices(horizon_s), bursts(rows.burst_s, horizon_s), strict=True):
@@ -121,23 +132,34 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
         # Read, as far as there are memory, slots and time; a request will need more memory than its prompt.
         had = done / np.maximum(waiting, 1e-9)  # of its answer
         to_come, grown = lengths.after(had), 1.0 + RESERVE * output / mean
-        middle, num_steps = running, live / steps.decode_s
-        for _ in range(2):  # the second time at the batch of the middle of this slice
+        middle, num_steps, to_read = running, live / steps.decode_s, waiting_tokens
+        many, too_many = num_steps, zero
+        for attempt in range(ATTEMPTS):  # from the second one on at the batch of the middle of this slice
             steps, taken = _steps(rows, middle, each, mean), np.maximum(num_steps, 1e-4 * lengths.rest)
             later, (still, meanwhile) = cohorts.after(taken), to_come.begun(taken)
             by_memory = np.maximum(0.0, kv - later.held_tokens) / (grown * still)
             by_slots = np.maximum(0.0, rows.slots - later.running) * mean / still
-            read = np.minimum(np.minimum(waiting_tokens, np.minimum(by_memory, by_slots)), steps.rate * live)
+            read = np.minimum(np.minimum(to_read, np.minimum(by_memory, by_slots)), steps.rate * live)
             busy, new = np.minimum(live, read / steps.rate), read / mean
-            num_steps = busy / steps.full_s + (live - busy) / steps.decode_s
-            middle = later.mean + new * meanwhile
+            fit = busy / steps.full_s + (live - busy) / steps.decode_s
+            middle, missing = later.mean + new * meanwhile, fit - num_steps
+            if attempt and (np.abs(missing) <= NEAR * fit).all():
+                break
+            # More steps end more requests; with their memory more is read, and fewer steps fit. Where many end at
+            # once, what fits would lead to and fro: the truth is between too many and too few.
+            is_few = missing > 0.0
+            between = num_steps + (many - num_steps) * missing / np.maximum(1e-9, missing + too_many)
+            many, too_many = np.where(is_few, many, num_steps), np.where(is_few, too_many, -missing)
+            num_steps = np.where(is_few, between, fit)
         end = later.running + new * still
         ended = np.maximum(0.0, running + new - end)
         chance, longest_s = _behind(rows, rate, steps)
-        read_s += new * (steps.alone_s + chance * longest_s)
-        long_s += new * (steps.long_s + chance * longest_s)
+        # Of a long prompt: the mean size by token, which is what most tokens' prompts are like.
+        alone_s, of_long_s = _first_s(rows, steps, mean), _first_s(rows, steps, np.maximum(mean, rows.pairs))
+        read_s += new * (alone_s + chance * longest_s)
+        long_s += new * (of_long_s + chance * longest_s)
         queue_s = np.minimum(horizon_s, np.maximum(0.0, waiting - new) * length / np.maximum(new, 1e-9))
-        late += new * _late(rows, steps, queue_s, chance, longest_s)
+        late += new * _late(rows, alone_s, queue_s, chance, longest_s)
         slow_share = _share_above(live / taken, rows.tpot_limit_s, TPOT_SPREAD)
         slow += ended * np.where(live > 0, slow_share, 0.0)
         waiting_tokens, waiting = waiting_tokens - read, np.maximum(0.0, waiting - new)
@@ -147,6 +169,7 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
         # Preempted, where those that run have grown beyond the memory.
         held, done = cohorts.move(later, taken, new * still, mean, had), np.maximum(0.0, done - new * had)
         excess, running = np.maximum(0.0, held - kv), end
+        full_s += length * ((excess > 0.0) | (by_memory < np.minimum(np.minimum(by_slots, to_read), steps.rate * live)))
         if excess.any():
             lost, their = cohorts.preempt(excess)
             running, held, done = end - lost, held - excess, done + their
@@ -164,7 +187,7 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
     missed = late + slow * (1.0 - late / np.maximum(begun + waiting, late + 1e-9))
     return Fate(
         cost_s=WAIT_WEIGHT * (wait_s + long_s) + run_s + left_s + rows.miss_s * missed,
-        ttft_s=(wait_s + read_s) / np.maximum(begun, 1e-9),
+        ttft_s=(wait_s + read_s) / np.maximum(begun + waiting, 1e-9),
         tpot_s=run_s / np.maximum(decoded, 1e-9),
         queue=waiting,
         running=running,
@@ -173,6 +196,7 @@ def predict(rows: Rows, horizon_s: float) -> Fate:
         missed=missed,
         read_share=mean_rate(rows, horizon_s) * prompt / steps.rate,
         request_s=wait_s + read_s + run_s,
+        full_s=full_s,
     )
 
 
@@ -187,11 +211,11 @@ def _behind(rows: Rows, rate: Floats, steps: "_Steps") -> tuple[Floats, Floats]:
     return chance, rows.pairs / steps.rate / (2.0 * rows.routes * (1.0 - share))
 
 
-def _late(rows: Rows, steps: "_Steps", queue_s: Floats, chance: Floats, longest_s: Floats) -> Floats:
+def _late(rows: Rows, alone_s: Floats, queue_s: Floats, chance: Floats, longest_s: Floats) -> Floats:
     """Share of requests whose first token comes beyond the limit: long ones, and those that wait behind long ones."""
     slack_s = np.maximum(1e-3, rows.ttft_limit_s - queue_s)
-    long = _share_above(steps.alone_s * np.exp(-0.5 * rows.spread**2), slack_s, rows.spread)
-    behind = chance * np.exp(-np.maximum(0.0, slack_s - steps.alone_s) / np.maximum(1e-6, longest_s * rows.routes))
+    long = _share_above(alone_s * np.exp(-0.5 * rows.spread**2), slack_s, rows.spread)
+    behind = chance * np.exp(-np.maximum(0.0, slack_s - alone_s) / np.maximum(1e-6, longest_s * rows.routes))
     late: Floats = np.minimum(1.0, long + behind)
     return late
 
@@ -199,44 +223,49 @@ def _late(rows: Rows, steps: "_Steps", queue_s: Floats, chance: Floats, longest_
 def _share_above(median: Floats, limit: Floats, spread: Floats | float) -> Floats:
     """Share of what is spread around `median`, as a normal distribution of logarithms, that is above `limit`."""
     distance = np.log(np.maximum(1e-9, limit) / np.maximum(1e-9, median)) / np.maximum(0.05, spread)
-    share: Floats = 1.0 / (1.0 + np.exp(np.clip(1.702 * distance, -50.0, 50.0)))
+    share: Floats = 1.0 / (1.0 + np.exp(np.minimum(np.maximum(1.702 * distance, -50.0), 50.0)))
     return share
 
 
 class _Steps(NamedTuple):
     """Steps of each row with so many running."""
 
+    batch: Floats  # requests that run, of one server
+    room: Floats  # tokens of prompts that a full step takes
+    fixed_s: Floats  # of what runs, but for what every token costs
     decode_s: Floats  # of decoding alone
     full_s: Floats  # with as much of prompts as a step takes
     rate: Floats  # tokens of prompts that a second of full steps reads
-    alone_s: Floats  # from arriving to the first token, where nothing is in the way but the step under way
-    long_s: Floats  # ... of a long prompt
 
 
 def _steps(rows: Rows, running: Floats, each_tokens: Floats, prompt: Floats) -> _Steps:
     """`each_tokens`: KV of one that runs. `prompt`: tokens of one that waits."""
     load, token, extra, seq, context, pair = rows.cost.T
     batch = running / rows.servers
-    fixed_s = load + seq * batch + context * batch * each_tokens
+    fixed_s = np.maximum(LEAST_STEP_S, load + seq * batch + context * batch * each_tokens)
     decode_s = fixed_s + token * batch + extra * np.maximum(0.0, batch - KNOT_TOKENS)
     room = np.maximum(64.0, STEP_TOKENS - batch)
     read_s = pair * rows.pairs + context  # of a token of a prompt, beside what every token costs
     full = batch + room
     full_s = fixed_s + token * full + extra * np.maximum(0.0, full - KNOT_TOKENS) + room * (read_s + seq / prompt)
+    rate = rows.servers * room / (full_s * rows.read_share)
+    return _Steps(batch, room, fixed_s, decode_s, full_s, rate)
 
-    def alone_s(num_tokens: Floats) -> Floats:
-        """A prompt waits for the step under way, and takes its own steps, among others' decodes."""
-        share = np.minimum(num_tokens, room)
-        own = batch + share
-        own_s = fixed_s + token * own + extra * np.maximum(0.0, own - KNOT_TOKENS)
-        own_s = own_s * num_tokens / share + (pair * num_tokens + context) * num_tokens
-        # The stages of a pipeline read chunks of one prompt side by side: n chunks take n + s - 1 times a stage's time.
-        num_chunks = np.maximum(rows.servers, num_tokens / room)
-        filled = (num_chunks + rows.servers - 1.0) / (num_chunks * rows.servers)
-        first_s: Floats = own_s * filled + 0.5 * np.minimum(1.0, batch) * decode_s / rows.servers
-        return first_s
 
-    long = np.maximum(prompt, rows.pairs)  # mean size by token: what most tokens' prompts are like
-    read = rows.read_share
-    rate = rows.servers * room / (full_s * read)
-    return _Steps(decode_s, full_s, rate, alone_s(read * prompt), alone_s(read * long))
+def _first_s(rows: Rows, steps: _Steps, prompt: Floats) -> Floats:
+    """From arriving to the first token, where nothing is in the way but the step under way: a prompt of so many tokens
+    waits for this step, and takes its own steps, among others' decodes.
+    """
+    _, token, extra, _, context, pair = rows.cost.T
+    num_tokens = rows.read_share * prompt
+    share = np.minimum(num_tokens, steps.room)
+    own = steps.batch + share
+    own_s = token * own + extra * np.maximum(0.0, own - KNOT_TOKENS)
+    own_s = own_s * num_tokens / share + (pair * num_tokens + context) * num_tokens
+    # The stages of a pipeline read chunks of one prompt side by side: n chunks take n + s - 1 times a stage's time,
+    # which is 1/s of a step, and of the prompt itself 1/(n s).
+    num_chunks = np.maximum(rows.servers, num_tokens / share)
+    turns = (num_chunks + rows.servers - 1.0) / rows.servers
+    waiting_s = 0.5 * np.minimum(1.0, steps.batch) * steps.decode_s / rows.servers
+    first_s: Floats = waiting_s + steps.fixed_s * turns + own_s * turns / num_chunks
+    return first_s

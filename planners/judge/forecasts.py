@@ -5,20 +5,22 @@ is held against what was measured there, where the groups still stand. The load 
 predicts again with it, so that what is left between the two is the model's own error, by shape.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, log
 
 import numpy as np
 
-from pengserve.planners.columns import ReadyInstances
+from pengserve.planners.columns import ReadyInstances, group_table
 from pengserve.planners.judge.fluid import Rows, predict
-from pengserve.planners.judge.pricing import Prediction
+from pengserve.planners.judge.prediction import Prediction
 from pengserve.planners.judge.watch import Traffic
+from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.snapshot import ClusterSnapshot
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceStats
 
 KEEP = "keep"  # the action of a forecast of the layout as it is
+STANDING = KEEP, "migrate"  # actions whose groups stand already
 MOST_GROUPS = 16  # of one forecast
 LEARN = 0.3  # weight of the newest error
 MOST_CORRECTION = log(1.5)
@@ -71,22 +73,25 @@ class Forecast:
     rows: Rows = field(compare=False)
     predicted: Prediction
     made_s: float
+    horizon_s: float
     begun_s: float | None = None  # since when the groups stand
     seen_s: float = 0.0
     first: tuple[int, int, int] = (0, 0, 0)  # requests, finished, generated
     measured: Measured = field(default_factory=Measured)
 
     def seen(
-        self, snapshot: ClusterSnapshot, instances: ReadyInstances, standing: frozenset[Group]
+        self, snapshot: ClusterSnapshot, instances: ReadyInstances, group_of: Mapping[InstanceId, Group]
     ) -> "Forecast | None":
-        """With this look; None where its groups do not stand any more, or never came to stand."""
-        now_s = snapshot.time_s
-        stats = [instances[g.leader].stats for g in self.groups if g in standing and g.leader in instances]
-        is_whole = len(stats) == len(self.groups) and all(
-            s.shape == g.shape for s, g in zip(stats, self.groups, strict=True)
-        )
-        if not is_whole:
-            return self if self.begun_s is None and now_s - self.made_s < LATE_S else None
+        """With this look; None where its groups do not stand any more, or never came to stand.
+
+        `group_of`: the group of each member, in the layout.
+        """
+        now_s, stats = snapshot.time_s, list[InstanceStats]()
+        for group in self.groups:
+            leader = instances.get(group.leader)
+            if leader is None or group_of.get(group.leader) != group or leader.stats.shape != group.shape:
+                return self if self.begun_s is None and now_s - self.made_s < LATE_S else None
+            stats.append(leader.stats)
         counts = (
             sum(s.total_requests for s in stats),
             sum(s.total_finished for s in stats),
@@ -94,7 +99,8 @@ class Forecast:
         )
         if self.begun_s is None:
             return replace(self, begun_s=now_s, seen_s=now_s, first=counts)
-        waiting, running = sum(s.num_waiting for s in stats), sum(s.num_running for s in stats)
+        waiting = sum(s.num_waiting - s.num_holding for s in stats)
+        running = sum(s.num_running + s.num_holding for s in stats)
         gap_s, before = now_s - self.seen_s, self.measured
         measured = Measured(
             seconds=now_s - self.begun_s,
@@ -108,28 +114,41 @@ class Forecast:
         )
         return replace(self, seen_s=now_s, measured=measured)
 
-    def outcome(self, traffic: Traffic) -> Outcome:
-        """What became of it, and the model's error with the requests that really came."""
+    def again(self, traffic: Traffic) -> Rows:
+        """What the model predicts from, with the requests that really came."""
         rows, measured = self.rows, self.measured
         share = rows.later_rate / max(1e-9, float(rows.later_rate.sum()))
         ones = np.ones_like(share)
         rate = share * measured.requests / max(1e-9, measured.seconds)
-        again = replace(
+        return replace(
             rows,
             rate=rate,
             later_rate=rate,
             prompt_tokens=traffic.prompt_tokens * ones,
             output_tokens=traffic.output_tokens * ones,
         )
-        expected_s = float(predict(again, max(1e-3, measured.seconds)).request_s.sum())
+
+    def outcome(self, expected_s: float) -> Outcome:
+        """What became of it. `expected_s`: request-seconds that the model gives for the requests that really came."""
         return Outcome(
             action=self.action,
             groups=self.groups,
             made_s=self.made_s,
             predicted=self.predicted,
-            measured=measured,
-            error=(measured.request_s + MIN_REQUEST_S) / (expected_s + MIN_REQUEST_S),
+            measured=self.measured,
+            error=(self.measured.request_s + MIN_REQUEST_S) / (expected_s + MIN_REQUEST_S),
         )
+
+
+def outcomes_of(over: Sequence[Forecast], traffic: Traffic) -> tuple[Outcome, ...]:
+    """What became of forecasts whose time is over. A tick in which ten end predicts once, and not ten times."""
+    if not over:
+        return ()
+    parts = [forecast.again(traffic) for forecast in over]
+    sizes = [len(rows.servers) for rows in parts]
+    horizons_s = np.repeat([max(1e-3, forecast.measured.seconds) for forecast in over], sizes)
+    request_s = np.split(predict(Rows.joined(parts), horizons_s).request_s, np.cumsum(sizes)[:-1])
+    return tuple(forecast.outcome(float(found.sum())) for forecast, found in zip(over, request_s, strict=True))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,28 +159,25 @@ class Forecasts:
     log_errors: Mapping[str, float] = field(default_factory=dict)  # by shape, of the newest ones
 
     def seen(
-        self, snapshot: ClusterSnapshot, instances: ReadyInstances, traffic: Traffic, horizon_s: float
+        self, snapshot: ClusterSnapshot, instances: ReadyInstances, traffic: Traffic
     ) -> "tuple[Forecasts, tuple[Outcome, ...]]":
         """With this look; and the outcomes of those whose time is over."""
         if not self.open:
             return self, ()
-        standing = frozenset(snapshot.layout.groups)
-        left, outcomes, errors = [], [], dict(self.log_errors)
+        group_of = group_table(snapshot.layout.groups).group_of
+        left, over, errors = list[Forecast](), list[Forecast](), dict(self.log_errors)
         for forecast in self.open:
-            found = forecast.seen(snapshot, instances, standing)
-            if found is None:
-                continue
-            if found.measured.seconds < horizon_s:
-                left.append(found)
-                continue
-            outcome = found.outcome(traffic)
-            outcomes.append(outcome)
+            found = forecast.seen(snapshot, instances, group_of)
+            if found is not None:
+                (left if found.measured.seconds < found.horizon_s else over).append(found)
+        outcomes = outcomes_of(over, traffic)
+        for outcome in outcomes:
             shapes = {group.shape for group in outcome.groups}
             if len(shapes) == 1 and outcome.measured.request_s >= MIN_REQUEST_S:
                 (shape,) = shapes
                 before = errors.get(shape, 0.0)
                 errors[shape] = before + LEARN * (log(outcome.error) - before)
-        return Forecasts(open=tuple(left), log_errors=errors), tuple(outcomes)
+        return Forecasts(open=tuple(left), log_errors=errors), outcomes
 
     def correction(self, shape: str) -> float:
         """Factor on the request-seconds that the model gives for `shape`; of one that was never tried, that of dp.
@@ -173,5 +189,5 @@ class Forecasts:
 
     def goals(self) -> tuple[Group, ...]:
         """Groups that a change has begun to lead to, and that do not stand yet."""
-        waiting = (f.groups for f in self.open if f.begun_s is None and f.action != KEEP)
+        waiting = (f.groups for f in self.open if f.begun_s is None and f.action not in STANDING)
         return tuple(group for groups in waiting for group in groups if group.kind is not GroupKind.DP)

@@ -7,9 +7,10 @@ from math import inf
 from pengserve.planners.columns import ReadyInstances
 from pengserve.planners.judge.changes import Change
 from pengserve.planners.judge.forecasts import KEEP, MOST_GROUPS, Forecast, Forecasts, Outcome
-from pengserve.planners.judge.pricing import Prediction, Priced, Pricing
+from pengserve.planners.judge.prediction import Prediction, Priced
+from pengserve.planners.judge.pricing import Pricing
 from pengserve.planners.judge.switch_costs import SwitchPrices, first_link
-from pengserve.planners.judge.watch import Watched
+from pengserve.planners.judge.watch import Watched, traffic_of
 from pengserve.planners.types.config import DropConfig, JudgeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind, Layout
@@ -51,7 +52,7 @@ class JudgeHistory:
         watched, switches = self.watched.seen(snapshot, instances), self.switches.learned(snapshot)
         if not watched.is_known:
             return replace(self, watched=watched, switches=switches, outcomes=())
-        forecasts, outcomes = self.forecasts.seen(snapshot, instances, watched.traffic(), config.horizon_s)
+        forecasts, outcomes = self.forecasts.seen(snapshot, instances, traffic_of(watched))
         return replace(self, watched=watched, switches=switches, forecasts=forecasts, outcomes=outcomes)
 
     def owed_now(self, priced: Sequence[Priced], now_s: float, horizon_s: float) -> dict[What, float]:
@@ -89,7 +90,7 @@ class JudgeHistory:
         """Tensor-parallel groups of these degrees have tokens later than an instance alone, as far as is known."""
         if not self.knows(instances):
             return frozenset()
-        costs, traffic = self.watched.costs(instances), self.watched.traffic()
+        costs, traffic = self.watched.costs(instances), traffic_of(self.watched)
         batch = max(1.0, float(instances.stat("num_running").sum()) / max(1, len(instances)))
         held = batch * (traffic.prompt_tokens + 0.5 * traffic.output_tokens)
 
@@ -141,7 +142,7 @@ def pricing_of(
     return Pricing(
         snapshot,
         instances,
-        watched.traffic(),
+        traffic_of(watched),
         watched.costs(instances),
         history.switches,
         config,
@@ -168,7 +169,7 @@ def judge(
     forecasts, pricing = history.forecasts, pricing_of(snapshot, instances, config, drop, history)
     priced = pricing.price(changes)
     now_s = snapshot.time_s
-    owed = history.owed_now(priced, now_s, config.horizon_s)
+    owed = history.owed_now(priced, now_s, pricing.horizon_s)
     history = replace(history, owed=owed, judged_s=now_s)
     paying = [p for p in priced if _pays(p, owed, config)]
     paying.sort(key=lambda p: (-p.gain_s, p.change.group.members))
@@ -180,6 +181,7 @@ def judge(
                 rows=pricing.rows_after(p.change),
                 predicted=p.then,
                 made_s=now_s,
+                horizon_s=pricing.horizon_s,
             )
             for p in paying
         }
@@ -198,5 +200,7 @@ def judge(
     if kept is None:
         return Judgement(history=history, priced=priced)
     groups, rows, prediction = kept
-    forecast = Forecast(action=KEEP, groups=groups, rows=rows, predicted=prediction, made_s=now_s)
+    forecast = Forecast(
+        action=KEEP, groups=groups, rows=rows, predicted=prediction, made_s=now_s, horizon_s=pricing.horizon_s
+    )
     return Judgement(history=history.expecting(forecast), priced=priced, keep=prediction)

@@ -6,19 +6,20 @@ it did in that shape.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pengserve.planners.columns import Ints, ReadyInstances
+from pengserve.planners.columns import Ints, Kept, ReadyInstances
+from pengserve.planners.judge.arrivals import Arrivals
+from pengserve.planners.judge.away import Away
 from pengserve.planners.judge.cohorts import Ends, Lengths, ages_of
 from pengserve.planners.judge.costs import Costs, Work
 from pengserve.planners.types.snapshot import ClusterSnapshot
 from pengserve.planners.types.step_cost import TERMS
 
-SHORT_S, LONG_S = 5.0, 40.0  # windows of the rate of requests
-FRESH_S, SURE = 0.9, 3.0  # seconds; standard deviations of a count by which a change of the rate is no chance
-BURST = 2.0  # times as long as it has been seen, until 1/e of a burst is left
+SHORT_S, LONG_S = 5.0, 40.0  # what counts as now, and as the long run
 MOST_FOUND = 0.95  # of a prompt: the last token is always computed
 MIN_SEEN_S = 1.0  # of watching; before it nothing is known
 STEP_MEMORY_S = 60.0  # what steps took longer ago counts 1/e
@@ -37,21 +38,21 @@ _REQUESTS = (
 _PAIRS = ("total_step_pairs", "total_step_tokens")
 _STEPS = ("total_costed_steps", "total_step_tokens", "total_step_extra_tokens", "total_step_seqs")
 _WORK = (*_STEPS, "total_step_context", "total_step_pairs")  # in the order of `TERMS`
-_ALL = tuple(dict.fromkeys((*_REQUESTS, *_WORK, "total_step_us")))
+_AGAIN = ("total_sent_back", "total_sent_again")
+_ALL = tuple(dict.fromkeys((*_REQUESTS, *_WORK, *_AGAIN, "total_step_us")))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
     """Requests that come to the whole cluster."""
 
-    rates: tuple[float, float, float]  # by second, in the long run: few, as expected, many
-    rate_now: float  # of the last seconds
-    burst_s: float  # how long a rate that is not that of the long run may be expected to last
+    coming: Arrivals
     prompt_tokens: float  # mean
     read_share: float  # of a prompt, that is computed and not found in a prefix cache
     output_tokens: float  # mean
     output_spread: float  # standard deviation of answers, as a share of the mean
     ages: tuple[float, ...]  # tokens that running requests have, in cohorts of as many (`judge.cohorts`)
+    away: Away  # sent back by an instance, and not come to another yet
     is_settled: bool  # requests have come for so long that their rate is known
     pairs: float  # by token of a prompt, see `StepCost.pair_s`
 
@@ -60,7 +61,7 @@ class Traffic:
 class _Look:
     time_s: float
     counts: tuple[float, ...]  # `_REQUESTS` since the first look
-    running: float  # requests, of all instances
+    running: float  # requests of all instances that hold KV
     waiting: float
 
 
@@ -71,6 +72,7 @@ class Watched:
     looks: tuple[_Look, ...] = ()
     work: Mapping[str, Work] = field(default_factory=dict, compare=False)
     ends: Ends = field(default_factory=Ends)
+    away: Away = field(default_factory=Away)
     ids: Ints | None = field(default=None, compare=False)  # of the newest look
     shapes: NDArray[np.str_] | None = field(default=None, compare=False)
     totals: Mapping[str, Ints] = field(default_factory=dict, compare=False)
@@ -91,10 +93,13 @@ class Watched:
         now_s = snapshot.time_s
         before = self if self.is_of_late(now_s) else Watched(work=self.work, ends=self.ends)
         ids, shapes = instances.ids, np.array([i.stats.shape for i in instances.values()], dtype=np.str_)
-        totals = {name: instances.stat(name)[ids] for name in _ALL}
-        now = float(instances.stat("num_running").sum()), float(instances.stat("num_waiting").sum())
+        loads = instances.stats((*_ALL, "num_running", "num_waiting", "num_holding"))
+        totals = {name: loads[name][ids] for name in _ALL}
+        num_holding = float(loads["num_holding"].sum())
+        running = float(loads["num_running"].sum()) + num_holding
+        waiting = float(loads["num_waiting"].sum()) - num_holding
         if not before.looks:
-            first = _Look(now_s, (0.0,) * len(_REQUESTS), *now)
+            first = _Look(now_s, (0.0,) * len(_REQUESTS), running, waiting)
             return replace(before, looks=(first,), ids=ids, shapes=shapes, totals=totals)
         if now_s <= before.looks[-1].time_s:
             return self
@@ -102,13 +107,14 @@ class Watched:
         counts = tuple(
             at + float(deltas[name].sum()) for at, name in zip(before.looks[-1].counts, _REQUESTS, strict=True)
         )
-        looks = (*before.looks, _Look(now_s, counts, *now))
+        away = before.away.seen(ids, deltas["total_sent_back"], deltas["total_sent_again"], now_s)
+        looks = (*before.looks, _Look(now_s, counts, running, waiting + away.count))
         if len(looks) > 2 and looks[1].time_s < now_s - LONG_S:
             looks = looks[1:]
         work = before._worked(shapes, ids, deltas, now_s)
         keep = float(np.exp(-(now_s - before.looks[-1].time_s) / STEP_MEMORY_S))
         ends = before.ends.seen(deltas["total_finished"], deltas["total_finished_tokens"], keep)
-        return Watched(looks=looks, work=work, ends=ends, ids=ids, shapes=shapes, totals=totals)
+        return Watched(looks=looks, work=work, ends=ends, away=away, ids=ids, shapes=shapes, totals=totals)
 
     def _deltas(self, ids: Ints, totals: Mapping[str, Ints]) -> dict[str, Ints]:
         """What each instance has added; 0 where it is new, or counts anew."""
@@ -153,20 +159,10 @@ class Watched:
         looks, now = self.looks, self.looks[-1]
         first = looks[0]
         recent = next((look for look in reversed(looks) if now.time_s - look.time_s >= SHORT_S), first)
-        long_s, short_s = now.time_s - first.time_s, now.time_s - recent.time_s
         came, came_tokens, ended, ended_tokens, generated, asked, found = (
             b - a for a, b in zip(first.counts, now.counts, strict=True)
         )
-        newest = now.counts[0] - recent.counts[0]
-        long_rate, short_rate = came / max(1e-9, long_s), newest / max(1e-9, short_s)
-        # A burst shows in the newest second: a change that is no chance counts at once.
-        fresh = next((look for look in reversed(looks) if now.time_s - look.time_s >= FRESH_S), first)
-        fresh_s, arrived = now.time_s - fresh.time_s, now.counts[0] - fresh.counts[0]
-        if abs(arrived - short_rate * fresh_s) > SURE * np.sqrt(short_rate * fresh_s + 1.0):
-            newest, short_s, short_rate = arrived, fresh_s, arrived / max(1e-9, fresh_s)
-        spread = np.sqrt(newest + 1.0) / max(1.0, short_s)
-        few = max(0.0, min(long_rate, short_rate - spread))
-        many = max(long_rate, short_rate + spread)
+        times, counts = np.array([(look.time_s, look.counts[0]) for look in looks]).T
         prompt, output = self._usual_tokens()
         if came:
             prompt = came_tokens / came
@@ -174,17 +170,17 @@ class Watched:
         spread = self.ends.spread
         under_way = min(1.0, spread * spread) * max(0.0, generated - ended_tokens)
         output = max(1.0, (ended_tokens + under_way + output) / (ended + 1.0))
+        output = min(output, self._most_tokens(output, ended, ended_tokens, recent))
         begun_s = next((look.time_s for look in looks if look.counts[0] > 0), now.time_s)
         return Traffic(
-            rates=(few, long_rate, many),
-            rate_now=short_rate,
-            burst_s=max(FRESH_S, BURST * short_s),
+            coming=Arrivals.of(times, counts),
             prompt_tokens=max(1.0, prompt),
             read_share=1.0 - MOST_FOUND * min(1.0, found / asked) if asked > 0 else 1.0,
             output_tokens=output,
             output_spread=spread,
             is_settled=now.time_s - begun_s >= SHORT_S,
             ages=self._ages(output, recent),
+            away=self.away,
             pairs=self._pairs(prompt),
         )
 
@@ -194,16 +190,31 @@ class Watched:
         prompt, output = DEFAULT_TOKENS
         return came_tokens / came if came else prompt, max(1.0, ended_tokens / ended) if ended else output
 
+    def _most_tokens(self, output_tokens: float, ended: float, ended_tokens: float, recent: _Look) -> float:
+        """The most that answers may be expected to have: those under way twice what the oldest of them have by now.
+
+        While few have ended, all tokens over the answers that ended say nothing: a hundred answers that began together
+        have a hundred times as many tokens as each of them.
+        """
+        running = self.looks[-1].running
+        oldest = self._ages(output_tokens, recent)[-1]
+        known = ended_tokens + 2.0 * oldest * running
+        return max(known / max(1.0, ended + running), DEFAULT_TOKENS[1] if not ended else 1.0)
+
     def _ages(self, output_tokens: float, recent: _Look) -> tuple[float, ...]:
         """How many tokens running requests have, from when they began and how fast tokens came since `recent`."""
         times, running, waiting, came = np.array([(k.time_s, k.running, k.waiting, k.counts[0]) for k in self.looks]).T
-        at = self.looks.index(recent)
-        run_s = float((running[at:-1] * np.diff(times[at:])).sum())
-        token_rate = (self.looks[-1].counts[4] - recent.counts[4]) / run_s if run_s > 0 else 0.0
+        token_rate = self._token_rate(recent)
         begun = np.maximum(0.0, np.diff(came) - np.diff(waiting))[::-1]
         ages = token_rate * (times[-1] - 0.5 * (times[1:] + times[:-1]))[::-1]
         lengths = Lengths.of(np.array(output_tokens), np.array(self.ends.spread))
         return tuple(ages_of(begun, ages, float(running[-1]), lengths).tolist())
+
+    def _token_rate(self, recent: _Look) -> float:
+        """Tokens that a request that runs has by second, since `recent`."""
+        looks = self.looks[self.looks.index(recent) :]
+        run_s = sum(look.running * (after.time_s - look.time_s) for look, after in pairwise(looks))
+        return (looks[-1].counts[4] - recent.counts[4]) / run_s if run_s > 0 else 0.0
 
     def _pairs(self, prompt_tokens: float) -> float:
         """Pairs that a token of a prompt adds, as seen: long prompts have most of them."""
@@ -222,3 +233,6 @@ class Watched:
             if lane.step_cost is not None:
                 profiles[lane.shape] = lane.step_cost
         return Costs(profiles, self.work)
+
+
+traffic_of = Kept(Watched.traffic)  # one look is asked several times

@@ -3,8 +3,9 @@
 A paused request frees its cells and its share of the link; its client goes on for as long as its deposit lasts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,18 +17,45 @@ def victims(requests: Sequence[Decode], config: PlacementConfig) -> list[Decode]
     """All that may be paused, in that order: much KV, and much time until the client notices. One is always stepped.
 
     OrbitFlow section 3.4 adds KV blocks and deposited tokens; here KV is multiplied by slack in seconds, and slack
-    shrinks the longer a request has been paused. Past `max_paused_s` it may not be paused at all: none starves.
+    shrinks the longer a request has been paused. None starves: after `max_paused_s` a request is paused only behind all
+    others, of several the one that has been paused for longest last. So it has its turn, and keeps its place for a
+    while (`may_pause`).
     """
 
     def slack_s(request: Decode) -> float:
         slo_s = 1.0 if request.slo_s is None else request.slo_s
         return (request.deposit_tokens + 1) * slo_s / (1.0 + (request.paused_s or 0.0))
 
+    return _in_order(requests, config, lambda r: (-r.num_tokens * slack_s(r), r.request_id))
+
+
+def least_moved(requests: Sequence[Decode], machine: Machine, config: PlacementConfig) -> list[Decode]:
+    """As `victims`, so that as little changes as can: first those that are paused, the least urgent first, then those
+    that run whose clients do not notice, and those that do.
+    """
+
+    lead_s = config.lead_s(machine)
+
+    def key(request: Decode) -> tuple[bool, bool, int, float, str]:
+        band, arrived_s = request.rank
+        return request.is_stepped, request.will_notice(lead_s), -band, -arrived_s, request.request_id
+
+    return _in_order(requests, config, key)
+
+
+def is_overdue(request: Decode, config: PlacementConfig) -> bool:
+    """Whether a request has been paused for so long that it comes before others."""
+    return request.paused_s is not None and request.paused_s >= config.max_paused_s
+
+
+def _in_order(requests: Sequence[Decode], config: PlacementConfig, key: Callable[[Decode], Any]) -> list[Decode]:
     if not config.may_pause:
         return []
-    able = [r for r in requests if r.paused_s is None or r.paused_s < config.max_paused_s]
-    able.sort(key=lambda r: (-r.num_tokens * slack_s(r), r.request_id))
-    return able[: max(0, len(requests) - 1)]
+    able = [r for r in requests if r.may_pause]
+    willing = sorted((r for r in able if not is_overdue(r, config)), key=key)
+    overdue = sorted((r for r in able if is_overdue(r, config)), key=lambda r: (r.paused_s, r.request_id))
+    protected = [r for r in requests if not r.may_pause]
+    return [*willing, *overdue, *protected][: max(0, len(requests) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +68,7 @@ class Prospect:
     gain: NDArray[
         np.float64
     ]  # what tokens a second are divided by: pausing none is preferred, some beside layers away not
+    is_whole: NDArray[np.bool_]  # no layer is away
     max_late: int
 
     def best(self) -> int:
@@ -47,6 +76,22 @@ class Prospect:
         beyond = np.where(np.isinf(self.step_s), np.iinfo(np.int64).max, np.maximum(0, self.num_late - self.max_late))
         tokens_per_s = self.num_stepped / self.step_s / self.gain
         return int(np.lexsort((np.arange(len(beyond)), -tokens_per_s, beyond))[0])
+
+    def first_whole(self) -> int | None:
+        """How few paused ones let all others be on the device in all layers; None: no number does."""
+        return int(self.is_whole.argmax()) if self.is_whole.any() else None
+
+    def value(self, num_late: int, num_stepped: int, step_s: float) -> tuple[int, float]:
+        """What a step comes to; the least is the best: SLOs missed beyond the cap, then seconds of a token."""
+        return max(0, num_late - self.max_late), step_s / max(1, num_stepped)
+
+    def at_once(self) -> int:
+        """How many to pause before any search: as few as are enough, or the best number that leaves no layer away.
+
+        One distance for all makes each step wait for a slow link; pausing those that do not fit whole does not.
+        """
+        best = self.best()
+        return best if self.is_whole[best] else self.first_that_fits()
 
     def first_that_fits(self) -> int:
         """How few paused ones are enough."""
@@ -60,19 +105,26 @@ class Prospects:
     def __init__(
         self, requests: Sequence[Decode], order: Sequence[Decode], machine: Machine, config: PlacementConfig
     ) -> None:
-        """`order`: the victims."""
-        self._machine, self._config = machine, config
+        """`order`: those that may be paused, the first one first."""
+        self.order, self.machine, self.config = order, machine, config
         ids = {request.request_id for request in order}
         arranged = [*order, *(request for request in requests if request.request_id not in ids)]
         self._tokens = np.array([request.num_tokens for request in arranged], dtype=np.int64)
         self._slo_s = np.array([np.inf if r.slo_s is None else r.slo_s for r in arranged])
-        notices = np.array([r.slo_s is not None and r.deposit_tokens == 0 for r in order], dtype=np.int64)
+        notices = np.array([r.will_notice(config.lead_s(machine)) for r in order], dtype=np.int64)
         self._late_paused = np.concatenate([[0], np.cumsum(notices)])
         self._counts = np.arange(len(order) + 1)
+        self._is_stepped = np.arange(len(arranged)) >= self._counts[:, None]
+        self._known: dict[int, Prospect] = {}
 
     def after(self, steps: int) -> Prospect:
         """With so many tokens more each. Cells that must be away are spread evenly, and two layers take turns."""
-        machine, counts = self._machine, self._counts
+        if steps not in self._known:
+            self._known[steps] = self._after(steps)
+        return self._known[steps]
+
+    def _after(self, steps: int) -> Prospect:
+        machine, counts = self.machine, self._counts
         tokens = self._tokens + steps
         num_stepped = len(tokens) - counts
         full = _from(tokens // machine.block_size, counts)
@@ -80,18 +132,16 @@ class Prospects:
         spare = machine.num_cells - (full + num_stepped) * machine.num_layers
         staged = -spare * machine.num_layers / max(1, machine.num_layers - 2)
         stalls_s = staged / machine.cells_per_s - computed_s * (1.0 - 1.0 / machine.num_layers)
-        step_s = computed_s + np.where(spare < 0, np.maximum(0.0, stalls_s), 0.0)
+        step_s = computed_s + np.where(spare < 0, machine.staged_s + np.maximum(0.0, stalls_s), 0.0)
         step_s = np.where(full * machine.num_layers + spare < full, np.inf, step_s)
         is_late = step_s[:, None] > self._slo_s
-        is_stepped = np.arange(len(tokens)) >= counts[:, None]
         return Prospect(
             step_s=step_s,
-            num_late=self._late_paused + (is_late & is_stepped).sum(axis=1),
+            num_late=self._late_paused + (is_late & self._is_stepped).sum(axis=1),
             num_stepped=num_stepped,
-            gain=np.where(
-                counts == 0, 1.0 - self._config.min_gain, np.where(spare < 0, 1.0 + self._config.min_gain, 1)
-            ),
-            max_late=self._config.max_late,
+            gain=np.where(counts == 0, 1.0 - self.config.min_gain, np.where(spare < 0, 1.0 + self.config.min_gain, 1)),
+            is_whole=(spare >= 0) & np.isfinite(step_s),
+            max_late=self.config.max_late,
         )
 
 

@@ -8,12 +8,12 @@ below (`least_stalls_s`), and `stall_s` prices the most promising ones.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pengserve.planners.placement.latency import Cells, Seconds, least_stalls_s, stall_s
+from pengserve.planners.placement.options import layers_of_options, masks, numbers, stays
 from pengserve.planners.placement.spread import (
     RESIDENT,
     Spread,
@@ -25,7 +25,8 @@ from pengserve.planners.placement.spread import (
 
 MOST_EXHAUSTIVE = 1 << 16  # numbers of all placements together up to which all of them are looked at
 MOST_NUMBERS = 1 << 14  # of one round
-MOST_ROUNDS = 6
+MOST_ROUNDS = 5
+FEW_ROUNDS = 1  # of a search after another one
 MOST_PRICED = 3  # changes of a round
 
 
@@ -41,6 +42,7 @@ class Problem:
     window: int  # steps
     now: tuple[Spread, ...]  # how they are
     can_leave_free: tuple[bool, ...]  # the host has a copy of their full blocks
+    staged_s: float = 0.0  # more for each step in which a layer is staged
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +50,29 @@ class Found:
     """A placement and what it costs."""
 
     spreads: tuple[Spread, ...]
-    stall_s: float  # of each step
+    stall_s: float  # of each step, `staged_s` included
     moved_cells: int  # over the link, before it is in force
     cost_s: float  # of the window: all stalls, and the move
 
 
-def search(problem: Problem) -> Found | None:
-    """The best placement that was found; None where none fits. It is never worse than one spread for all requests."""
+def search(problem: Problem, near: Found | None = None, rounds: int = MOST_ROUNDS) -> Found | None:
+    """The best placement that was found; None where none fits. It is never worse than one spread for all requests.
+
+    Args:
+        near: of the same requests, what a search has found for another window.
+        rounds: of changes, at most.
+    """
     state = _State(problem)
     if problem.num_spare >= 0 and all(spread == RESIDENT for spread in problem.now):
         return state.found([RESIDENT] * len(problem.full))
     options = spreads(problem.num_layers)
     if len(options) ** len(problem.full) * problem.num_layers <= MOST_EXHAUSTIVE:
         return state.best_of_all()
-    for start in (problem.now, _spread_out(problem)):
+    for start in (problem.now, near.spreads if near is not None else _spread_out(problem)):
         state.found(start)
     state.try_uniform()
     if state.best is not None:
-        state.descend(state.best)
+        state.descend(state.best, rounds)
     return state.best
 
 
@@ -82,6 +89,12 @@ def most_resident(problem: Problem) -> Found | None:
     return None
 
 
+def as_now(problem: Problem) -> Found | None:
+    """The placement that is in force; None where it does not fit."""
+    state = _State(problem)
+    return state.found(problem.now) if state.fits(problem.now) else None
+
+
 class _State:
     """One search. `best` is the best placement that was priced so far."""
 
@@ -89,8 +102,9 @@ class _State:
         self.problem = problem
         self.full = np.array(problem.full, dtype=np.float32)
         self.best: Found | None = None
-        self._option = _numbers(problem.num_layers)
-        self._masks = _masks(problem.num_layers)
+        self._option = numbers(problem.num_layers)
+        self._masks = masks(problem.num_layers)
+        self._now = [self._option.get(spread) for spread in problem.now]
         self._moved = self._moves()
 
     def _moves(self) -> NDArray[np.float32]:
@@ -98,10 +112,11 @@ class _State:
 
         What leaves costs nothing where the host has a copy.
         """
-        now = np.array([mask_of(spread, self.problem.num_layers) for spread in self.problem.now])
+        num_layers, now = self.problem.num_layers, self.problem.now
+        stay = np.stack([stays(spread, num_layers) for spread in now])  # layers on the host before and after
+        come = np.array([len(spread.layers(num_layers)) for spread in now], dtype=np.float32)[:, None] - stay
         must = np.array([not free for free in self.problem.can_leave_free], dtype=np.float32)
-        one = np.float32(1)
-        cells: Cells = now @ (one - self._masks).T + (one - now) @ self._masks.T * must[:, None]
+        cells: Cells = come + (self._masks.sum(axis=1) - stay) * must[:, None]
         return cells * self.full[:, None]
 
     # Prices -----------------------------------------------------------------------------------------------------------
@@ -138,6 +153,7 @@ class _State:
             stall = float("inf")
         else:
             stall = stall_s(staged.tolist(), problem.layer_s, problem.cells_per_s, num_free)
+            stall += problem.staged_s * bool(staged.any())
         cost_s = stall * problem.window + moved / problem.cells_per_s
         found = Found(tuple(chosen), stall, moved, cost_s)
         if cost_s < (self.best.cost_s if self.best is not None else float("inf")):
@@ -149,6 +165,8 @@ class _State:
         problem = self.problem
         num_free = problem.num_spare + staged.sum(axis=1)
         stalls = least_stalls_s(staged, problem.layer_s, problem.cells_per_s, num_free)
+        if problem.staged_s:
+            stalls = stalls + problem.staged_s * staged.any(axis=1)
         return stalls * problem.window + moved / problem.cells_per_s
 
     # All placements ---------------------------------------------------------------------------------------------------
@@ -171,16 +189,17 @@ class _State:
 
     # Local search -----------------------------------------------------------------------------------------------------
 
-    def descend(self, here: Found) -> None:
+    def descend(self, here: Found, rounds: int) -> None:
         """Changes one request at a time, for the best, as long as that helps."""
         groups = self._groups()
-        num_vain = 0
-        for turn in range(MOST_ROUNDS):
-            changed = self._best_change(here, groups[turn % len(groups)])
+        num_vain, staged = 0, self._staged(here.spreads)
+        for turn in range(rounds):
+            changed = self._best_change(here, staged, groups[turn % len(groups)])
             num_vain = num_vain + 1 if changed is None else 0
             if num_vain == len(groups):
                 return
-            here = changed or here
+            if changed is not None:
+                here, staged = changed, self._staged(changed.spreads)
 
     def _groups(self) -> list[NDArray[np.int64]]:
         """Requests that rounds look at in turns, the largest ones first."""
@@ -189,15 +208,15 @@ class _State:
         order = np.argsort(-self.full, kind="stable")
         return [order[first : first + size] for first in range(0, len(order), size)]
 
-    def _best_change(self, here: Found, requests: NDArray[np.int64]) -> Found | None:
+    def _best_change(self, here: Found, all_staged: Cells, requests: NDArray[np.int64]) -> Found | None:
         """The best change of one of `requests`, if it is better than what is."""
         chosen = here.spreads
-        others = self._staged(chosen) - np.array(
+        others = all_staged - np.array(
             [mask_of(chosen[request], self.problem.num_layers) * self.full[request] for request in requests]
         )
         picks = self._best_phases(others, requests)
         staged = others[:, None, :] + self._masks[picks] * self.full[requests, None, None]
-        moved_others = self._moved_by(chosen) - np.array([self._moved_of(r, chosen[r]) for r in requests])
+        moved_others = here.moved_cells - np.array([self._moved_of(r, chosen[r]) for r in requests])
         moved = moved_others[:, None] + self._moved[requests[:, None], picks]
         rows = staged.reshape(-1, self.problem.num_layers)
         least = self._least(rows, moved.ravel())
@@ -226,22 +245,23 @@ class _State:
         Returns:
             Indices of `spreads`, `[requests, distances + 2]`.
         """
-        num_layers = self.problem.num_layers
         columns = [np.zeros(len(requests), dtype=np.int64)]
-        columns.append(np.array([self._option.get(self.problem.now[request], 0) for request in requests]))
-        first = 1
-        for distance in distances(num_layers):
-            padded = np.zeros((len(requests), -(-num_layers // distance) * distance), dtype=np.float32)
-            padded[:, :num_layers] = others
-            peaks = padded.reshape(len(requests), -1, distance).max(axis=1)
+        columns.append(np.array([self._now[request] or 0 for request in requests]))
+        layers, starts = layers_of_options(self.problem.num_layers)
+        peaks = np.maximum.reduceat(others[:, layers], starts, axis=1)  # of all options but `RESIDENT`
+        first = 0
+        for distance in distances(self.problem.num_layers):
+            stop = first + distance
             # Of equal peaks the latest phase: its layers are needed later.
-            columns.append(first + distance - 1 - np.argmin(peaks[:, ::-1], axis=1))
-            first += distance
+            columns.append(stop - peaks[:, first:stop][:, ::-1].argmin(axis=1))
+            first = stop
         return np.stack(columns, axis=1)
 
     def try_uniform(self) -> None:
         """Prices each placement with one spread for all requests that could be better than the best."""
-        options = uniform_spreads(self.problem.num_layers)
+        num_layers = self.problem.num_layers
+        # Where layers are away already, the phase that moves least may be any.
+        options = spreads(num_layers) if any(s.distance for s in self.problem.now) else uniform_spreads(num_layers)
         rows = np.array([self._option[spread] for spread in options])
         staged = self._masks[rows] * int(self.full.sum())
         moved = self._moved[:, rows].sum(axis=0)
@@ -285,15 +305,3 @@ def _least_peak(staged: Cells, distance: int) -> int:
     padded[: len(staged)] = staged
     peaks = padded.reshape(-1, distance).max(axis=0)
     return distance - 1 - int(np.argmin(peaks[::-1]))
-
-
-@cache
-def _numbers(num_layers: int) -> dict[Spread, int]:
-    """Where each spread is among `spreads`."""
-    return {spread: index for index, spread in enumerate(spreads(num_layers))}
-
-
-@cache
-def _masks(num_layers: int) -> NDArray[np.float32]:
-    """Which layers each option keeps away, `[options, layers]`."""
-    return np.array([mask_of(spread, num_layers) for spread in spreads(num_layers)])

@@ -9,41 +9,84 @@ layer is away: there a paused request costs less than a stall of all the others.
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from pengserve.planners.placement.latency import stall_s
-from pengserve.planners.placement.pausing import Prospects, victims
-from pengserve.planners.placement.search import Found, Problem, most_resident, search
+from pengserve.planners.placement.pausing import Prospects, is_overdue, least_moved, victims
+from pengserve.planners.placement.search import FEW_ROUNDS, MOST_ROUNDS, Found, Problem, as_now, most_resident, search
 from pengserve.planners.placement.spread import RESIDENT, Spread, mask_of
 from pengserve.planners.placement.values import Decode, Machine, PlacementConfig, Solution
 
+WHOLE_WINDOWS = 4  # shortest windows for which all that are stepped fit: so long none is paused again
 
-def solve(requests: Sequence[Decode], machine: Machine, config: PlacementConfig | None = None) -> Solution:
+
+def solve(
+    requests: Sequence[Decode],
+    machine: Machine,
+    config: PlacementConfig | None = None,
+    prospects: Prospects | None = None,
+) -> Solution:
     """The placement for the next steps. Pure; takes milliseconds, so call it a step ahead, beside the steps.
 
     Args:
         requests: with the tokens that they will have when the solution is in force.
+        prospects: of these requests and their `victims`, where they are known.
     """
     config = config or PlacementConfig()
-    choice = _Choice(requests, machine, config)
-    window = choice.window()
-    found = search(choice.problem(window))
-    if window > config.min_window and (found is None or choice.num_late(found, window) > config.max_late):
-        window = config.min_window
-        found = search(choice.problem(window)) or found
+    prospects = prospects or Prospects(requests, victims(requests, config), machine, config)
+    choice = _Choice(requests, prospects, prospects.after(config.min_window).best())
+    window, found = choice.searched()
+    if found is None or found.stall_s > 0:
+        # The bound that chose who is paused spreads cells evenly. Few requests or layers cannot: then more are paused.
+        count = choice.num_paused_without_stall(found, window)
+        if count is not None:
+            choice = _Choice(requests, prospects, count)
+            window, found = choice.searched(FEW_ROUNDS)
     return choice.said(found, window, choice.why(found)) if found is not None else choice.nothing()
 
 
 def fallback(requests: Sequence[Decode], machine: Machine, config: PlacementConfig | None = None) -> Solution:
-    """A placement that fits, at once: the widest distance for all, with as few paused as that takes."""
+    """A placement that fits, at once: the widest distance for all, or none and those paused that do not fit whole."""
     config = config or PlacementConfig()
-    choice = _Choice(requests, machine, config, fewest_paused=True)
+    prospects = Prospects(requests, victims(requests, config), machine, config)
+    choice = _Choice(requests, prospects, prospects.after(config.min_window).at_once())
     found = most_resident(choice.problem(config.min_window))
+    if found is None or found.stall_s > 0:
+        count = choice.num_paused_without_stall(found, config.min_window)
+        if count is not None:
+            choice = _Choice(requests, prospects, count)
+            found = most_resident(choice.problem(config.min_window))
     if found is None:
         return choice.nothing()
     return choice.said(found, config.min_window, "one distance for all, until the search has ended")
+
+
+def as_it_is(requests: Sequence[Decode], machine: Machine, config: PlacementConfig) -> Solution | None:
+    """What is in force, as a solution; None where it does not fit for a while, or a request was paused too long."""
+    paused = [request for request in requests if not request.is_stepped]
+    if len(paused) == len(requests) or any(is_overdue(request, config) for request in paused):
+        return None
+    choice = _Choice(requests, Prospects(requests, paused, machine, config), len(paused))
+    found = as_now(choice.problem(config.min_window))
+    return choice.said(found, config.min_window, "what is in force stays") if found is not None else None
+
+
+def whole(requests: Sequence[Decode], machine: Machine, config: PlacementConfig) -> Solution | None:
+    """No layer is away, and as few requests are paused as that takes for some windows. As little changes as can.
+
+    None where not one request fits whole.
+    """
+    prospects = Prospects(requests, least_moved(requests, machine, config), machine, config)
+    counts = [prospects.after(windows * config.min_window).first_whole() for windows in (WHOLE_WINDOWS, 1)]
+    count = next((count for count in counts if count is not None), None)
+    if count is None:
+        return None
+    choice = _Choice(requests, prospects, count)
+    found = most_resident(choice.problem(config.min_window))
+    assert found is not None, "the bound that says so is exact where no layer is away"
+    why = f"{count} paused and no layer away" if count else "all requests fit on the device"
+    return choice.said(found, config.min_window, why)
 
 
 def predicted_s(requests: Sequence[Decode], machine: Machine, steps: int = 0) -> float:
@@ -53,16 +96,32 @@ def predicted_s(requests: Sequence[Decode], machine: Machine, steps: int = 0) ->
     """
     if not requests:
         return 0.0
-    tokens = np.array([request.num_tokens for request in requests]) + steps
-    masks = np.stack([mask_of(request.spread, machine.num_layers) for request in requests])
-    full = (tokens // machine.block_size).astype(np.float32)
-    staged = (full @ masks).astype(np.int64)
-    num_held = machine.num_layers * (int(full.sum()) + len(requests)) - int(staged.sum())
-    if num_held > machine.num_cells:
-        return math.inf
-    computed_s = machine.step_s + machine.context_s * float(tokens.sum())
-    layer_s = computed_s / machine.num_layers
-    return computed_s + stall_s(staged.tolist(), layer_s, machine.cells_per_s, machine.num_cells - num_held)
+    return _Foretold(requests, [request.spread for request in requests], machine).step_s(steps)
+
+
+class _Foretold:
+    """What steps of the same requests take, one after the other."""
+
+    def __init__(self, requests: Sequence[Decode], spreads: Sequence[Spread], machine: Machine) -> None:
+        """There is one request at least."""
+        self._machine = machine
+        self._tokens = np.array([request.num_tokens for request in requests])
+        self._masks = np.stack([mask_of(spread, machine.num_layers) for spread in spreads])
+
+    def step_s(self, steps: int) -> float:
+        """As `predicted_s`."""
+        machine, tokens = self._machine, self._tokens + steps
+        full = (tokens // machine.block_size).astype(np.float32)
+        staged = (full @ self._masks).astype(np.int64)
+        num_held = machine.num_layers * (int(full.sum()) + len(tokens)) - int(staged.sum())
+        if num_held > machine.num_cells:
+            return math.inf
+        computed_s = machine.step_s + machine.context_s * float(tokens.sum())
+        layer_s = computed_s / machine.num_layers
+        if not staged.any():
+            return computed_s
+        computed_s += machine.staged_s
+        return computed_s + stall_s(staged.tolist(), layer_s, machine.cells_per_s, machine.num_cells - num_held)
 
 
 def cells_of(num_tokens: int, spread: Spread, machine: Machine) -> int:
@@ -78,22 +137,34 @@ def _computed_s(requests: Iterable[Decode], machine: Machine) -> float:
 class _Choice:
     """Who is paused, and the placement of the others."""
 
-    def __init__(
-        self,
-        requests: Sequence[Decode],
-        machine: Machine,
-        config: PlacementConfig,
-        *,
-        fewest_paused: bool = False,
-    ) -> None:
-        self.machine, self.config = machine, config
-        order = victims(requests, config)
-        self._prospects = Prospects(requests, order, machine, config)
-        prospect = self._prospects.after(config.min_window)
-        self.count = prospect.first_that_fits() if fewest_paused else prospect.best()
-        self.paused = order[: self.count]
+    def __init__(self, requests: Sequence[Decode], prospects: Prospects, count: int) -> None:
+        """`count`: so many of those that `prospects` pauses are paused, the first ones."""
+        self.machine, self.config = prospects.machine, prospects.config
+        self._prospects, self.count, self.paused = prospects, count, prospects.order[:count]
         ids = {request.request_id for request in self.paused}
         self.stepped = [request for request in requests if request.request_id not in ids]
+
+    def searched(self, rounds: int = MOST_ROUNDS) -> tuple[int, Found | None]:
+        """The window, and the best placement for it; None where none fits."""
+        config, window = self.config, self.window()
+        found = search(self.problem(window), rounds=rounds)
+        if window > config.min_window and (found is None or self.num_late(found, window) > config.max_late):
+            window = config.min_window
+            found = search(self.problem(window), found, FEW_ROUNDS) or found
+        return window, found
+
+    def num_paused_without_stall(self, found: Found | None, window: int) -> int | None:
+        """How many to pause so that no layer is away, where that is better than `found`; else None."""
+        prospect = self._prospects.after(self.config.min_window)
+        count = prospect.first_whole()
+        if count is None or count <= self.count:
+            return None
+        if found is None:
+            return count
+        step_s = self._computed_s(window) + found.stall_s
+        here = prospect.value(self._num_late(step_s), len(self.stepped), step_s)
+        there = prospect.value(int(prospect.num_late[count]), int(prospect.num_stepped[count]), prospect.step_s[count])
+        return count if there < here else None
 
     def problem(self, window: int) -> Problem:
         """For the search: sizes are those at the end of the window."""
@@ -108,6 +179,7 @@ class _Choice:
             window=window,
             now=tuple(request.spread for request in self.stepped),
             can_leave_free=tuple(request.is_on_host for request in self.stepped),
+            staged_s=machine.staged_s,
         )
 
     def window(self) -> int:
@@ -169,25 +241,38 @@ class _Choice:
         if not self.paused:
             return "all requests fit on the device"
         step_s = self._prospects.after(self.config.min_window).step_s
+        said = f"{len(self.paused)} paused and no layer away"
+        if math.isinf(step_s[0]):
+            return f"{said}: all of them do not fit, not even one layer after the other"
         return (
-            f"{len(self.paused)} paused and no layer away: with layers of all of them away a step would take"
-            f" {step_s[0] * 1e3:.0f} ms, and takes {step_s[self.count] * 1e3:.0f} ms"
+            f"{said}: with layers of all of them away a step would take {step_s[0] * 1e3:.0f} ms,"
+            f" and takes {step_s[self.count] * 1e3:.0f} ms"
         )
 
     def _computed_s(self, steps: int) -> float:
         return _computed_s(self.stepped, self.machine) + self.machine.context_s * steps * len(self.stepped)
 
     def _num_late(self, step_s: float) -> int:
+        lead_s = self.config.lead_s(self.machine)
         is_late = [r.slo_s is not None and step_s > r.slo_s for r in self.stepped]
-        return sum(is_late) + sum(r.slo_s is not None and r.deposit_tokens == 0 for r in self.paused)
+        return sum(is_late) + sum(r.will_notice(lead_s) for r in self.paused)
 
     def _expiry(self, chosen: Sequence[Spread], window: int, most_late: int) -> int:
         """Steps for which it fits and the cap holds, within four longest windows."""
-        placed = [replace(r, spread=spread) for r, spread in zip(self.stepped, chosen, strict=True)]
-        low, high = window, 4 * self.config.max_window
+        most = 4 * self.config.max_window
+        if not self.stepped:
+            return most
+        foretold = _Foretold(self.stepped, chosen, self.machine)
+
+        def is_good(steps: int) -> bool:
+            step_s = foretold.step_s(steps)
+            return math.isfinite(step_s) and self._num_late(step_s) <= most_late
+
+        low = window
+        while 2 * low <= most and is_good(2 * low):  # most end soon
+            low *= 2
+        high = min(most, 2 * low - 1)
         while low < high:
             middle = (low + high + 1) // 2
-            step_s = predicted_s(placed, self.machine, middle)
-            is_good = math.isfinite(step_s) and self._num_late(step_s) <= most_late
-            low, high = (middle, high) if is_good else (low, middle - 1)
+            low, high = (middle, high) if is_good(middle) else (low, middle - 1)
         return low

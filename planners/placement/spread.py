@@ -58,3 +58,14 @@ def mask_of(spread: Spread, num_layers: int) -> NDArray[np.float32]:
     mask = np.zeros(num_layers, dtype=np.float32)
     mask[list(spread.layers(num_layers))] = 1
     return mask
+
+
+def evenly(num_away: int, num_layers: int, *, at_most: bool = False) -> Spread:
+    """The spread that keeps so many layers away, or a few more; `at_most`: or a few less. The latest phase of it."""
+    found = [distance for distance in distances(num_layers) if num_layers // distance >= num_away]
+    if at_most:
+        fewer = [distance for distance in distances(num_layers) if num_layers // distance <= num_away]
+        found = fewer[:1]
+    if num_away <= 0 or not found:
+        return RESIDENT
+    return Spread(found[-1], found[-1] - 1)

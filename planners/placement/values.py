@@ -16,6 +16,20 @@ class Decode:
     paused_s: float | None = None  # for so long; None: it runs
     spread: Spread = RESIDENT  # how its layers are now
     is_on_host: bool = True  # the host has a copy of its full blocks
+    may_pause: bool = True  # False: it came back a moment ago
+    is_coming: bool = False  # it is paused still, and goes on as soon as its KV has come back
+    rank: tuple[int, float] = (0, 0.0)  # the least urgent has the greatest: its priority, and when it arrived
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether it runs, or will as soon as its KV has come back."""
+        return self.paused_s is None or self.is_coming
+
+    def will_notice(self, lead_s: float) -> bool:
+        """Whether its client notices a pause within so many seconds. One that has noticed already does not again."""
+        if self.slo_s is None or (lead_s and self.paused_s is not None and not self.deposit_tokens):
+            return False
+        return self.deposit_tokens * self.slo_s <= lead_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +42,7 @@ class Machine:
     step_s: float  # computing a step, without attention
     context_s: float  # more for each token of KV that it reads
     cells_per_s: float  # from the host
+    staged_s: float = 0.0  # more for a step in which any layer is staged: tables of its own, copies that begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,8 +60,13 @@ class PlacementConfig:
         0.02  # tokens a second that pausing must win over not pausing, and layers away beside it over none
     )
     may_pause: bool = True
+    lead_steps: int = 0  # so long before its deposit is spent a paused request counts as late; 0: once it is
     max_paused_s: float = 10.0  # nothing is paused longer for the sake of others
     drift: float = 0.25  # of the predicted time of a step, beyond which the figures are measured anew
+
+    def lead_s(self, machine: Machine) -> float:
+        """`lead_steps` in seconds."""
+        return self.lead_steps * machine.step_s
 
     def __post_init__(self) -> None:
         if self.max_late < 0:

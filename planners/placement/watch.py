@@ -1,13 +1,11 @@
-"""When a placement is made anew, and which orders carry a new one out (OrbitFlow section 3.4)."""
+"""When a placement is made anew, whether that pays, and whose layers move with it (OrbitFlow section 3.4)."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from pengserve.planners.placement.solver import predicted_s
-from pengserve.planners.placement.spread import RESIDENT
+from pengserve.planners.placement.spread import Spread
 from pengserve.planners.placement.values import Decode, Machine, PlacementConfig, Solution
-from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.orders import Park, Place, RequestOrder, Resume
 
 SMOOTHING = 0.2  # of a new measurement, in the figures that predictions stand on
 
@@ -73,23 +71,7 @@ def pays(solution: Solution, requests: Sequence[Decode], machine: Machine) -> bo
     return (as_it_is_s - solution.step_s) * solution.window > solution.moved_cells / machine.cells_per_s
 
 
-def orders(
-    solution: Solution, requests: Iterable[Decode], instance: InstanceKey, num_layers: int, order_id: str
-) -> tuple[RequestOrder, ...]:
-    """What an instance is told: who is parked, who goes on, and whose layers change. Nothing for what stays."""
-    before: Mapping[str, Decode] = {request.request_id: request for request in requests}
-    found: list[RequestOrder] = []
-    parked = tuple(i for i in solution.paused if before[i].paused_s is None)
-    resumed = tuple(i for i, _ in solution.spreads if before[i].paused_s is not None)
-    if parked:
-        found.append(Park(order_id=f"{order_id}/park", instance=instance, request_ids=parked))
-    for request_id, spread in solution.spreads:
-        was = before[request_id].spread if request_id in before else RESIDENT
-        if spread != was:
-            layers = spread.layers(num_layers)
-            found.append(
-                Place(order_id=f"{order_id}/{request_id}", instance=instance, request_id=request_id, layers=layers)
-            )
-    if resumed:
-        found.append(Resume(order_id=f"{order_id}/resume", instance=instance, request_ids=resumed))
-    return tuple(found)
+def moved(solution: Solution, requests: Iterable[Decode]) -> dict[str, Spread]:
+    """The spreads of the requests whose layers change; those that stay are left out."""
+    before = {request.request_id: request.spread for request in requests}
+    return {request_id: spread for request_id, spread in solution.spreads if spread != before[request_id]}

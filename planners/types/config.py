@@ -56,13 +56,16 @@ class InstanceConfig:
     max_stages: int = 1  # of pipelines to build lanes for; 1: parameters are never dropped
     microbatches: MicrobatchPolicy = MicrobatchPolicy.LOOKAHEAD  # what fills the stages of a pipeline
     max_in_flight: int = 0  # microbatches of a pipeline; 0: one a stage, fewer where instances share processors
-    memory_bytes: int = 0  # for weights and KV together; 0: weights as they are, and KV as the engine's flags say
+    # For weights and KV together. 0: weights as they are, and KV as the engine's flags say; -1: what is free.
+    memory_bytes: int = 0
     chunk_bytes: int = 2 << 20  # unit in which the arena moves memory between weights and KV
     host_bytes: int = 0  # of the host tier of KV; 0: none, -1: a share of the node's free memory
     link_bytes_per_s: float = 0.0  # between device and host, emulated: copies take at least as long; 0: as they are
     host_file: str = ""  # a file that holds the host tier instead of memory
+    places_by_slo: bool = False  # KV is placed by SLOs (LayerKV, OrbitFlow); needs a host tier
     session_pin_s: float = 0.0  # for so long after an answer, the KV of its session is kept where there is room
     peer_timeout_s: float = 5.0  # a collective or a peer's answer; then the group counts as broken
+    communicator: str = ""  # of groups: "direct" or "nccl"; empty: what fits the device
     lease_s: float = 30.0  # without a word from a controller for so long, the instance asks whether its app is gone
     drain_timeout_s: float = 60.0
 
@@ -121,15 +124,18 @@ class DropConfig:
             )
 
 
+MOST_HORIZONS = 5.0  # times `JudgeConfig.horizon_s`, beyond which nothing is predicted
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JudgeConfig:
     """When a change of the layout pays (`planners.judge`). The unit is request-seconds."""
 
     is_on: bool = True  # False: changes come by thresholds, in the order of `planners.selector`
-    horizon_s: float = 20.0  # what is predicted
+    horizon_s: float = 20.0  # what is predicted; longer where requests live longer
     margin: float = 0.15  # of what is predicted without the change, that it must save beyond its price
     least_s: float = 1.0  # ... and at least so many request-seconds
-    slo_scale: float = 5.0  # limits of TTFT and TPOT, times what a request alone would have on the fastest shape
+    slo_scale: float = 5.0  # limits of TTFT and TPOT, times what a request alone would have on an instance alone
     miss_weight: float = 20.0  # a request beyond a limit costs so many times the seconds of a request alone
     regret: float = 0.5  # weight of what would be lost if fewer or more requests come than expected
 
@@ -139,6 +145,10 @@ class JudgeConfig:
         for name in ("margin", "least_s", "slo_scale", "miss_weight", "regret"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} ({getattr(self, name):g}) must not be below 0")
+
+    def horizon(self, life_s: float) -> float:
+        """Seconds to predict where a request takes `life_s`: memory is as full as it will be no sooner."""
+        return max(self.horizon_s, min(life_s, MOST_HORIZONS * self.horizon_s))
 
     def least(self, kept_s: float) -> float:
         """Request-seconds that a change must save where `kept_s` are predicted without it."""

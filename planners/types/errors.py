@@ -8,6 +8,7 @@
     +-- EngineError              an engine or its instance failed
     |   +-- SupersededError      a controller of a newer term has taken over; ask that one
     |   +-- LinkLostError        the connection to an instance broke; its requests must be resumed elsewhere
+    |   +-- HostTierError        KV can no longer be copied between device and host; the device alone serves on
     +-- UnsupportedShapeError    this model or device cannot run that shape; other shapes still work
 
 `assert` is for programmers' mistakes; these are for everything the world can do.
@@ -51,6 +52,10 @@ class SupersededError(EngineError):
 
 class LinkLostError(EngineError):
     """The channel to an instance closed. Tokens it had not delivered are generated again elsewhere."""
+
+
+class HostTierError(EngineError):
+    """A copy between device and host has failed, and what waited for it cannot go on. The host tier ends with it."""
 
 
 class UnsupportedShapeError(PengServeError):

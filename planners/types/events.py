@@ -26,6 +26,7 @@ class EventKind(StrEnum):
     POLICY_CHANGED = "policy_changed"  # who decides about the layout
     PLAN_DECIDED = "plan_decided"  # what the arbiter of the layout chose, and what else was possible
     PLAN_OUTCOME = "plan_outcome"  # what was predicted of a layout, and what became of it within the horizon
+    PLACEMENT_CHANGED = "placement_changed"  # a search has changed which layers are on the host, or who is paused
     TRANSITION_START = "transition_start"
     TRANSITION_END = "transition_end"
     TRANSITION_ERROR = "transition_error"

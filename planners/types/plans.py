@@ -41,8 +41,8 @@ class LayoutTarget:
 class SwitchPlan:
     """Turn several groups into one, or back. The one primitive: any layout change is a row of these.
 
-    To begin a pp group is a drop of parameters, to end it their restore (KunServe). A tp group is of dp groups; the
-    `parts` of a pp group may be pipelines themselves, of which it keeps what running requests have.
+    To begin a pp group is a drop of parameters, to end it their restore (KunServe). The `parts` of a group may be
+    narrower groups of its kind, of which it keeps what running requests have; but a tp group ends in its members alone.
     """
 
     plan_id: str
@@ -66,6 +66,8 @@ class SwitchPlan:
             raise ValueError(f"{' '.join(map(str, self.parts))} are not the parts of {self.group}")
         if any(part.kind not in (GroupKind.DP, self.group.kind) or part == self.group for part in self.parts):
             raise ValueError(f"{self.group} is of dp groups, or of narrower {self.group.kind} groups")
+        if self.verb == "split" and len(self.parts) < self.group.degree:
+            raise ValueError(f"{self.group} ends in its members alone, not in {' '.join(map(str, self.parts))}")
 
     @property
     def before(self) -> tuple[Group, ...]:
@@ -117,9 +119,14 @@ class SwitchPlan:
 
     @property
     def inverse(self) -> "SwitchPlan":
-        """The plan that undoes this one, for the epoch it leads to."""
+        """The plan that undoes this one, for the epoch it leads to. A tp group ends in its members alone."""
         return replace(
-            self, plan_id=f"{self.plan_id}^-1", epoch=Epoch(self.epoch + 1), is_merge=not self.is_merge, why="undo"
+            self,
+            plan_id=f"{self.plan_id}^-1",
+            epoch=Epoch(self.epoch + 1),
+            is_merge=not self.is_merge,
+            parts=() if self.verb == "merge" else self.parts,
+            why="undo",
         )
 
 

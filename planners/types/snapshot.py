@@ -11,6 +11,7 @@ from typing import Any
 
 from pengserve.planners.types.ids import NO_VERSION, Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Group, Layout
+from pengserve.planners.types.placements import PlacementNote
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.step_cost import StepCost
 
@@ -64,8 +65,10 @@ class InstanceStats:
     total_resumed: int = 0  # requests taken over from a lost instance
     total_migrated: int = 0  # requests that left for another instance with their KV, while both served,
     total_migrated_bytes: int = 0  # ... and that KV
-    total_requests: int = 0  # requests that came, without those that had begun elsewhere
+    total_requests: int = 0  # requests that came, without those that another instance had before
     total_request_tokens: int = 0  # ... and the tokens of their prompts
+    total_sent_back: int = 0  # requests that went back to ingresses, to be sent again,
+    total_sent_again: int = 0  # ... and that came here so
     total_finished: int = 0  # requests that ended here
     total_finished_tokens: int = 0  # ... and the tokens that they generated
     # What steps computed and took (`StepCost`); of a pipeline, what its stages took together, idle or not.
@@ -106,6 +109,8 @@ class InstanceStats:
     step_limit_s: float = 0.0  # the age beyond which the instance gives up
     prefilling_tokens: int = 0  # of running requests: those that are not computed yet
     total_prefix_predicted: int = 0  # tokens that ingresses expected in the prefix cache
+    # Of `num_waiting`: they hold KV and go on with it, once all of it has come after a drop, or a slot is free.
+    num_holding: int = 0
 
     @property
     def hang(self) -> str:
@@ -126,9 +131,10 @@ class DeviceInfo:
     node_ip: str = "127.0.0.1"
     device: str = "cpu"  # "cpu", or "cuda:<index on the node>"
     pid: int = 0
+    domain: str = ""  # devices of a node with the same name here are linked best (`planners/device_links.py`)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _device, (self.node_id, self.node_ip, self.device, self.pid)
+        return _device, (self.node_id, self.node_ip, self.device, self.pid, self.domain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,8 +167,8 @@ def _lane(shape: str, capacity: KvCapacity | None, why_not: str, step_cost: Step
 
 
 @lru_cache(maxsize=4096)
-def _device(node_id: str, node_ip: str, device: str, pid: int) -> DeviceInfo:
-    return DeviceInfo(node_id=node_id, node_ip=node_ip, device=device, pid=pid)
+def _device(node_id: str, node_ip: str, device: str, pid: int, domain: str) -> DeviceInfo:
+    return DeviceInfo(node_id=node_id, node_ip=node_ip, device=device, pid=pid, domain=domain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,6 +193,7 @@ class InstanceSnapshot:
     # Of one life, answers of one revision differ in their loads and their term alone. 0: the instance gave no number.
     revision: int = 0
     term: int = 0  # of the newest controller that has called it; 0: none has
+    placements: tuple[PlacementNote, ...] = ()  # the newest changes of where KV is, by searches
 
     @property
     def instance_id(self) -> InstanceId:
@@ -250,6 +257,7 @@ class ClusterSnapshot:
     last_switch: SwitchRecord | None = None  # that has begun, gone on or ended most recently
     switching: tuple[SwitchPlan, ...] = ()  # under way; no two have a member in common
     resting: tuple[SwitchPlan, ...] = ()  # that were aborted a moment ago: their members wait for the next try
+    leaving: tuple[InstanceId, ...] = ()  # are being drained, and serve on until their groups have ended
 
     @property
     def epoch(self) -> Epoch:

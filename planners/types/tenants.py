@@ -68,4 +68,7 @@ class TenantUse:
     share: float = 0.0  # of the tokens that were served lately, computed prompts and answers
     total_tokens: int = 0  # of them, ever
     total_ended: int = 0
+    total_parked: int = 0  # times that requests which ended had been parked with their KV,
+    total_recomputed: int = 0  # ... or had lost it, so that all of it was computed again
+    swapped_bytes: int = 0  # of their KV, copied between device and host for parks
     attainment: float | None = None  # share of the requests with an SLO that kept it; None: none had one

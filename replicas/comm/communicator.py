@@ -67,6 +67,18 @@ class Communicator(ABC):
     def exchange(self, moves: Sequence[Move]) -> None:
         """Makes all moves at once, without deadlock. Members list the moves between two ranks in the same order."""
 
+    @property
+    def posts(self) -> bool:
+        """Whether there is `post`: the device sends beside what it computes."""
+        return False
+
+    def post(self, moves: Sequence[Move]) -> None:
+        """As `exchange` for moves of this member to others, and returns at once. The others call `exchange`.
+
+        Tensors must stay as they are until they have been received; they are kept alive until then. Only where `posts`.
+        """
+        raise NotImplementedError(f"group {self.name} sends nothing by itself")
+
     @abstractmethod
     def abort(self) -> None:
         """Breaks the group; a thread that waits in a call raises. From any thread; idempotent, never raises."""

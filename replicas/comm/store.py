@@ -1,7 +1,7 @@
 """A rendezvous store without a server, so that none can die: the member that sets a value sends it to the others.
 
 Seen with torch 2.13: ProcessGroupGloo calls `set`, `wait`, `get` and nothing that would need one owner of a key. The
-source of ProcessGroupNCCL does the same; it has not run over this store, as no CUDA path has run on a GPU yet.
+source of ProcessGroupNCCL does the same; it has not run over this store, as no group of two GPUs has been made yet.
 """
 
 import threading

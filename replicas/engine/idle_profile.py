@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from pengserve.planners.cost_model import CostModel, Sample, fit
 from pengserve.planners.types.errors import PengServeError, one_line
-from pengserve.replicas.engine.dp_lane import DpLane
+from pengserve.replicas.engine.lanes.dp_lane import DpLane
 from pengserve.replicas.engine.profiling import choose_batches, profile_steps
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class IdleProfile:
     def __init__(self, dp: DpLane, now: Callable[[], float] = time.monotonic) -> None:
         max_tokens = dp.core.vllm_config.scheduler_config.max_num_batched_tokens
         self._dp, self._now = dp, now
-        self._batches = choose_batches(dp.capacity, max_tokens, NUM_BATCHES, repetitions=NUM_STEPS)
+        self._batches = choose_batches(dp.device_capacity, max_tokens, NUM_BATCHES, repetitions=NUM_STEPS)
         self._samples: list[Sample] = []
         self._not_before_s = now() + PATIENCE_S
         self._is_given_up = False
@@ -62,6 +62,11 @@ class IdleProfile:
         finally:
             self._dp.put_back_totals(totals)
             self.spent_s += time.perf_counter() - started_s
+
+    @property
+    def samples(self) -> tuple[Sample, ...]:
+        """What was timed, once all is; empty where steps could not be timed."""
+        return () if self._is_given_up else tuple(self._samples)
 
     def model(self) -> CostModel | None:
         """What the samples say, once all are there; None where steps could not be timed."""

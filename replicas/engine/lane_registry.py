@@ -2,21 +2,27 @@
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from pengserve.planners.cost_model import CostModel
+from pengserve.planners.cost_model import CostModel, Sample
+from pengserve.planners.groups import likely_groups
 from pengserve.planners.stages import microbatches_in_flight
+from pengserve.planners.step_fit import step_costs
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import StepError, UnsupportedShapeError, one_line
+from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.snapshot import LaneInfo
-from pengserve.replicas.engine.dp_lane import DpLane
-from pengserve.replicas.engine.group_lane import GroupLane
-from pengserve.replicas.engine.lane_groups import ActiveGroup
-from pengserve.replicas.engine.microbatches import FIRST_MODEL
-from pengserve.replicas.engine.pp_lane import PpLane
-from pengserve.replicas.engine.stage_clock import StageClock
-from pengserve.replicas.engine.tp_lane import TpLane
+from pengserve.planners.types.step_cost import StepCost
+from pengserve.replicas.engine.groups.group_lane import GroupLane
+from pengserve.replicas.engine.groups.pp_lane import PpLane
+from pengserve.replicas.engine.groups.stage_clock import StageClock
+from pengserve.replicas.engine.groups.tp_lane import TpLane
+from pengserve.replicas.engine.lanes.dp_lane import DpLane
+from pengserve.replicas.engine.lanes.lane_build import LaneModel
+from pengserve.replicas.engine.lanes.lane_groups import ActiveGroup
+from pengserve.replicas.engine.lanes.warm_up import is_compiled
+from pengserve.replicas.engine.scheduling.microbatches import FIRST_MODEL
 from pengserve.replicas.memory.weight_views import Shard
 from pengserve.replicas.processors import num_cores, processors_each
 
@@ -32,9 +38,11 @@ class LaneRegistry:
         self._cores, self._processors = num_cores(), 1.0  # of this machine; of each instance on it
         self._active = ActiveGroup()
         self._cost_model = FIRST_MODEL
+        self._step_costs: Mapping[str, StepCost] = {}  # by shape; none until `dp` was profiled
         self._lanes: dict[Group, GroupLane] = {}
         self._why_not: dict[str, str] = {}  # by shape
         self._gone: Counter[str] = Counter()  # totals of lanes that are gone and could not be built anew
+        self.on_slow: Callable[[], None] = lambda: None  # called before what may take minutes
         self.clock = StageClock()  # of all pipelines, one after the other
 
     def __iter__(self) -> Iterator[GroupLane]:
@@ -47,34 +55,51 @@ class LaneRegistry:
         if group not in self._lanes and group.shape not in self._why_not:
             self._try_to_make(group, rank)
 
+    def build_ahead(self, instance_id: InstanceId) -> None:
+        """Before the instance serves: builds the lanes that it will probably need, where they have to be compiled.
+
+        That takes up to minutes, for which lanes that are built later hold up `dp`: where groups come out otherwise.
+        """
+        if self._dp.pristine_config is None or not is_compiled(self._dp.pristine_config):
+            return
+        for group in likely_groups(instance_id, self._config.degrees, self._config.max_stages):
+            self.build(group, group.members.index(instance_id))
+
     def rebuild(self, lane: GroupLane) -> None:
         """Builds a new lane in place of this one: its scheduler may hold requests. Without effect on one replaced."""
         group = next((group for group, other in self._lanes.items() if other is lane), None)
         if group is None:
             return
         del self._lanes[group]
-        self._try_to_make(group, lane.rank)
+        self._try_to_make(group, lane.rank, lane)
         if group in self._lanes:
             self._lanes[group].count_on_from(lane)
         else:
             self._gone.update(lane.totals())
 
-    def _try_to_make(self, group: Group, rank: int) -> None:
+    def rebuild_all(self) -> None:
+        """Builds all lanes anew, of which none runs: what `dp` has for them has changed."""
+        for lane in list(self):
+            self.rebuild(lane)
+
+    def _try_to_make(self, group: Group, rank: int, replaced: GroupLane | None = None) -> None:
         """Nothing that goes wrong is raised. An unforeseen fault leaves its traceback in the log, once."""
         try:
-            self._lanes[group] = self._make(group, rank)
+            self._lanes[group] = self._make(group, rank, replaced.model.emptied() if replaced is not None else None)
         except Exception as error:
             is_foreseen = isinstance(error, UnsupportedShapeError)
             why = str(error) if is_foreseen else f"its lane cannot be built ({one_line(error)})"
             logger.warning("no lane for %s: %s", group, why, exc_info=not is_foreseen)
             self._why_not[group.shape] = why
 
-    def _make(self, group: Group, rank: int) -> GroupLane:
+    def _make(self, group: Group, rank: int, model: LaneModel | None = None) -> GroupLane:
         dp = self._dp
         if dp.pristine_config is None:
             raise UnsupportedShapeError("vLLM's configuration could not be copied for it; the instance's log says why")
+        if model is None and is_compiled(dp.pristine_config):
+            self.on_slow()
         if group.kind is GroupKind.TP:
-            return TpLane(dp, self._active, str(group), Shard(rank, group.degree), self._on_lease)
+            return TpLane(dp, self._active, str(group), Shard(rank, group.degree), self._on_lease, model)
         if dp.memory is None:
             raise UnsupportedShapeError(dp.memory_failure or "parameters can be dropped where memory_bytes is set")
         lane = PpLane(
@@ -87,6 +112,7 @@ class LaneRegistry:
             cost_model=self._cost_model,
             policy=self._config.microbatches,
             clock=self.clock,
+            model=model,
         )
         lane.max_in_flight = self._max_in_flight(lane)
         return lane
@@ -109,6 +135,10 @@ class LaneRegistry:
         for lane in self._pipelines():
             lane.assume(cost_model)
 
+    def tell_costs(self, samples: Sequence[Sample]) -> None:
+        """From now on `infos` say what steps of `dp` and of pipelines cost, by steps of `dp` that were timed."""
+        self._step_costs = step_costs(samples, self._config.max_stages)
+
     def share_machine(self, num_instances: int) -> None:
         """So many instances run on this machine from now on, this one among them."""
         self._processors = processors_each(self._config, self._cores, num_instances)
@@ -126,10 +156,15 @@ class LaneRegistry:
 
     def infos(self) -> tuple[LaneInfo, ...]:
         """The shapes that can run here, and those that cannot, with the reason."""
-        shapes = {lane.shape: LaneInfo(shape=lane.shape, capacity=lane.capacity) for lane in self}
+        costs = self._step_costs
+        shapes = {
+            lane.shape: LaneInfo(shape=lane.shape, capacity=lane.capacity, step_cost=costs.get(lane.shape))
+            for lane in self
+        }
         for shape, why_not in self._why_not.items():
             shapes[shape] = LaneInfo(shape=shape, capacity=None, why_not=why_not)
-        return (LaneInfo(shape="dp", capacity=self._dp.capacity), *(shapes[shape] for shape in sorted(shapes)))
+        dp = LaneInfo(shape="dp", capacity=self._dp.capacity, step_cost=costs.get("dp"))
+        return (dp, *(shapes[shape] for shape in sorted(shapes)))
 
     def find(self, group: Group | None) -> GroupLane | None:
         """The lane of `group`, where there is one. From any thread."""

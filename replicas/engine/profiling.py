@@ -19,9 +19,8 @@ from pengserve.planners.cost_model import Chunk, Sample
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.planners.types.units import blocks_for
-from pengserve.replicas.engine.dp_lane import DpLane
-from pengserve.replicas.engine.handoff import Handoff, revive
-from pengserve.replicas.engine.lane import Lane
+from pengserve.replicas.engine.lanes.dp_lane import DpLane
+from pengserve.replicas.engine.lanes.handoff import Handoff, revive
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest, Request
 
 MIXES = ((True, False), (False, True), (True, True))  # decodes, prefill
@@ -117,7 +116,7 @@ def _forward_times(worker: Any) -> Iterator[list[float]]:
 
 
 def _time(
-    lane: Lane, chunks: Sequence[Chunk], repetitions: int, forward_s: list[float]
+    lane: DpLane, chunks: Sequence[Chunk], repetitions: int, forward_s: list[float]
 ) -> Generator[Sample | None, None, None]:
     decodes = [chunk for chunk in chunks if chunk.num_tokens == 1]
     prefill = [chunk for chunk in chunks if chunk.num_tokens > 1]
@@ -147,7 +146,7 @@ def _time(
     yield Sample(chunks=(*grown, *prefill), seconds=seconds, host_s=beside_s)
 
 
-def _enter(lane: Lane, chunk: Chunk) -> Request:
+def _enter(lane: DpLane, chunk: Chunk) -> Request:
     """Gives the lane a request whose next step is `chunk`."""
     num_tokens = chunk.prefix_tokens + chunk.num_tokens
     most = lane.capacity.max_model_len - num_tokens
@@ -168,9 +167,10 @@ def _enter(lane: Lane, chunk: Chunk) -> Request:
         return request
     request = revive(Handoff(asked, "", [], chunk.prefix_tokens), 0)
     lane.adopt(request)
-    if lane.admit(request, chunk.prefix_tokens) is None:
+    if (block_ids := lane.admit(request, chunk.prefix_tokens)) is None:
         lane.forget([request.request_id])
         raise EngineError(f"the lane has no room for a request of {num_tokens} tokens: profile smaller batches")
+    lane.take_as_computed(block_ids)
     return request
 
 

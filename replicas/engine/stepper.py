@@ -14,10 +14,10 @@ from types import MappingProxyType
 
 from pengserve.planners.types.errors import PengServeError
 from pengserve.replicas.channel.frames import Buffer
-from pengserve.replicas.engine.dp_lane import DpLane
-from pengserve.replicas.engine.group_lane import GroupLane
-from pengserve.replicas.engine.group_run import GroupRun
-from pengserve.replicas.engine.lane import Lane
+from pengserve.replicas.engine.groups.group_lane import GroupLane
+from pengserve.replicas.engine.groups.group_run import GroupRun
+from pengserve.replicas.engine.lanes.dp_lane import DpLane
+from pengserve.replicas.engine.lanes.lane import Lane
 from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs
 from pengserve.replicas.kv.transfers import Transfers
 
@@ -95,6 +95,10 @@ class Stepper:
             self._step_s = time.perf_counter() - started_s
         except Exception as error:
             self._break(error)
+
+    def break_off(self, error: Exception) -> None:
+        """The group that runs is left at once, between two steps."""
+        self._on_broken(error)
 
     def _break(self, error: Exception) -> None:
         """An error in a group's lane leaves the `dp` lane whole, so the instance does not die of it."""

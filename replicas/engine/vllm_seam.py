@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from vllm import SamplingParams, envs
 from vllm.config import (
     CacheConfig,
+    CompilationMode,
+    CUDAGraphMode,
     ObservabilityConfig,
     SchedulerConfig,
     StructuredOutputsConfig,
@@ -50,6 +52,7 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
     generate_scheduler_kv_cache_config,
+    get_block_hash,
     get_kv_cache_configs,
     get_request_block_hasher,
 )
@@ -72,6 +75,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.structured_output.backend_types import StructuredOutputBackend, StructuredOutputGrammar
+from vllm.v1.worker.block_table import BlockTable, MultiGroupBlockTable
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker as GPUWorker
@@ -82,10 +86,13 @@ __all__ = [
     "STR_DTYPE_TO_TORCH_DTYPE",
     "AsyncEngineArgs",
     "BlockPool",
+    "BlockTable",
+    "CUDAGraphMode",
     "CacheConfig",
     "CachedRequestData",
     "CachedRequestState",
     "ColumnParallelLinear",
+    "CompilationMode",
     "EngineCore",
     "EngineCoreEventType",
     "EngineCoreOutput",
@@ -108,6 +115,7 @@ __all__ = [
     "ModelRunnerOutput",
     "MsgpackDecoder",
     "MsgpackEncoder",
+    "MultiGroupBlockTable",
     "NewRequestData",
     "ObservabilityConfig",
     "PPMissingLayer",
@@ -131,6 +139,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "bind_kv_cache",
     "generate_scheduler_kv_cache_config",
+    "get_block_hash",
     "get_forward_context",
     "get_hash_fn_by_name",
     "get_kv_cache_configs",
@@ -157,7 +166,7 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "shutdown",
     ),
     Executor: ("get_class", "collective_rpc", "shutdown"),
-    BlockPool: ("get_new_blocks", "free_blocks", "get_num_free_blocks", "evict_blocks"),
+    BlockPool: ("get_new_blocks", "free_blocks", "get_num_free_blocks", "evict_blocks", "_maybe_evict_cached_block"),
     KVCacheManager: ("allocate_slots", "cache_blocks", "get_block_ids", "get_blocks", "free"),
     Scheduler: (
         "has_requests",
@@ -196,7 +205,11 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "get_kv_cache_spec",
         "execute_model",
         "sample_tokens",
-        "_model_forward",  # within the forward context: the one place where a step's tables can be exchanged
+        "capture_model",  # CUDA graphs of all sizes
+        "profile_run",  # runs dummy tokens without attention: compiles the model, and shows the peak of activations
+        "_model_forward",  # within the forward context: the one place where layers' tables can be exchanged
+        "_prepare_inputs",
+        "_build_attention_metadata",
     ),
     KVConnectorBase_V1: (  # around each attention, while `kv_transfer_state._KV_CONNECTOR_AGENT` is one
         "wait_for_layer_load",
@@ -204,7 +217,9 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "has_connector_metadata",
     ),
     GPUWorker: ("init_device", "execute_model", "load_model", "determine_available_memory"),
-    InputBatch: ("add_request", "remove_request"),
+    InputBatch: ("add_request", "remove_request", "req_ids"),
+    BlockTable: ("compute_slot_mapping", "get_device_tensor"),
+    MultiGroupBlockTable: ("commit_block_table",),  # before each step: kernels read what it has written
 }
 
 

@@ -10,6 +10,8 @@ from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs, EngineCoreRequest, MsgpackDecoder, MsgpackEncoder
 
+_COPY = "~"
+
 
 class AddRequest(msgspec.Struct, array_like=True):
     """A request, and what another instance had already generated for it."""
@@ -19,6 +21,16 @@ class AddRequest(msgspec.Struct, array_like=True):
     is_tried_alone: bool = False  # it may kill instances: see `replicas.trial_gate`
     predicted_hit_tokens: int = 0  # of its prompt, that the ingress expects in the instance's prefix cache
     contract: Contract | None = None  # None: `NO_CONTRACT`
+
+
+def copy_id(request_id: str, number: int) -> str:
+    """The id under which a request is sent for the second, third, ... time: no client may use the sign in its own."""
+    return f"{request_id}{_COPY}{number}"
+
+
+def is_copy(wire_id: str) -> bool:
+    """Whether a request was sent before, to this or another instance."""
+    return _COPY in wire_id
 
 
 class Welcome(msgspec.Struct):
@@ -61,10 +73,11 @@ class Trial(msgspec.Struct, array_like=True):
 
 
 class Paused(msgspec.Struct, array_like=True):
-    """A request with an SLO was parked for so long, and goes on. A PAUSED frame's only part."""
+    """A request was parked for so long, and goes on. A PAUSED frame's only part."""
 
     request_id: str
     seconds: float
+    swapped_bytes: int = 0  # of its KV, copied between device and host meanwhile
 
 
 class StepBatch(msgspec.Struct):

@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,11 +19,11 @@ from vllm.sampling_params import SamplingType
 
 from pengserve.planners.types.errors import ConfigError, PengServeError, one_line
 from pengserve.planners.types.units import format_bytes
-from pengserve.replicas.engine.base_memory import OPTIONS, BaseMemory, MemoryOptions, block_bytes_of, layer_of
-from pengserve.replicas.engine.block_groups import blocks_of, grouped
-from pengserve.replicas.engine.kv_binding import bind_memory
-from pengserve.replicas.engine.tier_memory import OPTIONS as TIER_OPTIONS
-from pengserve.replicas.engine.tier_memory import (
+from pengserve.replicas.engine.lanes.base_memory import OPTIONS, BaseMemory, MemoryOptions, block_bytes_of, layer_of
+from pengserve.replicas.engine.lanes.kv_binding import bind_memory
+from pengserve.replicas.engine.scheduling.block_groups import blocks_of, grouped
+from pengserve.replicas.engine.tiers.tier_memory import OPTIONS as TIER_OPTIONS
+from pengserve.replicas.engine.tiers.tier_memory import (
     TierOptions,
     TierSizes,
     check_engine,
@@ -33,7 +33,7 @@ from pengserve.replicas.engine.tier_memory import (
     open_tiers,
     tier_sizes,
 )
-from pengserve.replicas.engine.tier_runner import TierRunner
+from pengserve.replicas.engine.tiers.tier_runner import TierRunner
 from pengserve.replicas.engine.vllm_seam import (
     CachedRequestState,
     GPUWorker,
@@ -44,9 +44,15 @@ from pengserve.replicas.engine.vllm_seam import (
     set_default_torch_dtype,
 )
 from pengserve.replicas.kv.tiered import TieredKv
+from pengserve.replicas.memory.arena.cpu import available_bytes
+from pengserve.replicas.memory.arena.open import backend_of
 from pengserve.replicas.parent_death import signal_when_parent_ends
 
 logger = logging.getLogger(__name__)
+
+SHAPES = "pengserve_shapes"
+"""Key of vLLM's `additional_config`: how many lanes there will be beside `dp`."""
+CPU_SHARE = 0.2  # of the machine's free memory, for the KV of one instance whose memory_bytes is auto
 
 
 class ReplayGenerator(torch.Generator):
@@ -103,9 +109,18 @@ class LaneWorkerMixin:
             # seconds, and on processors with AVX2 alone what the compiler makes of it looks up rows that are not there.
             torch.compiler.set_stance("force_eager")
         super().load_model(*args, **kwargs)  # type: ignore[misc]
-        options = self.vllm_config.additional_config.get(OPTIONS)
-        if options is not None:
-            self._share_memory(MemoryOptions(**options))
+        options = self._memory_options()
+        if options is not None and not options.is_auto:
+            self._share_memory(options)
+
+    @cached_property
+    def _page_bytes(self) -> int:
+        """What the device's memory is mapped in."""
+        return backend_of(self.device).granularity
+
+    def _memory_options(self) -> MemoryOptions | None:
+        given = self.vllm_config.additional_config.get(OPTIONS)
+        return MemoryOptions(**given) if given is not None else None
 
     def _share_memory(self, options: MemoryOptions) -> None:
         """Weights and KV share memory from now on, or the log and `memory_failure` say why not, and `dp` serves.
@@ -117,7 +132,8 @@ class LaneWorkerMixin:
         try:
             block_bytes = block_bytes_of(runner)
             if TIER_OPTIONS in self.vllm_config.additional_config:
-                options = replace(options, chunk_bytes=chunks_of_blocks(options.chunk_bytes, block_bytes))
+                chunk_bytes = chunks_of_blocks(options.chunk_bytes, block_bytes, self._page_bytes)
+                options = replace(options, chunk_bytes=chunk_bytes)
             memory = BaseMemory(runner.get_model(), self.device, options, block_bytes)
         except ConfigError:
             raise
@@ -132,15 +148,41 @@ class LaneWorkerMixin:
 
     def determine_available_memory(self) -> int:
         """Bytes of KV: what the weights leave of the memory that they share, or were to share, with it."""
+        memory = self._memory_options()
+        free_bytes = 0
+        if memory is not None and memory.is_auto:
+            free_bytes = self._free_bytes()
+            self._share_memory(replace(memory, memory_bytes=self.weight_bytes() + free_bytes))
         if self.memory is not None:
             layers = self.memory.layers
             device_bytes = layers.base_blocks * layers.sizes.block_bytes * layers.sizes.num_layers
         else:
-            device_bytes = self._kv_bytes(int(super().determine_available_memory()))  # type: ignore[misc]
+            device_bytes = free_bytes or self._kv_bytes(int(super().determine_available_memory()))  # type: ignore[misc]
         options = self.vllm_config.additional_config.get(TIER_OPTIONS)
         if options is not None:
             self._open_tiers(TierOptions(**options), device_bytes)
         return device_bytes if self.tier_sizes is None else self.tier_sizes.num_bytes
+
+    def _free_bytes(self) -> int:
+        """What the loaded weights leave for KV. On CUDA vLLM runs the model to see what activations and graphs take;
+        each further shape has graphs of its own. On CPUs a share of what the machine has free: others share it too.
+
+        Raises:
+            ConfigError: nothing is left.
+        """
+        num_shapes = self.vllm_config.additional_config.get(SHAPES, 0)
+        if self.device.type == "cpu":
+            free = int(available_bytes() * CPU_SHARE) // self.vllm_config.parallel_config.world_size
+        else:
+            free = int(super().determine_available_memory())  # type: ignore[misc]
+            free -= num_shapes * int(getattr(self, "cudagraph_memory_estimate", 0))
+        if free <= 0:
+            weights = format_bytes(self.weight_bytes())
+            raise ConfigError(
+                f"{self.device} has no room for KV beside {weights} of weights: {format_bytes(-free)} are missing; take"
+                " a smaller model, lower engine.max_num_batched_tokens, or raise engine.gpu_memory_utilization"
+            )
+        return free
 
     def _kv_bytes(self, available: int) -> int:
         """Of the device: `available`, less the weights where these are counted in it."""
@@ -166,7 +208,8 @@ class LaneWorkerMixin:
                 block_size=block_size,
                 block_bytes=block_bytes,
                 device_bytes=device_bytes,
-                host_bytes=host_bytes_of(options, device_bytes),
+                host_bytes=host_bytes_of(options, device_bytes if self.device.type == "cpu" else 0),
+                page_bytes=self._page_bytes,
                 max_model_len=model.max_model_len,
                 fits_itself=model.original_max_model_len == -1,
             )
@@ -180,6 +223,13 @@ class LaneWorkerMixin:
         self.tiers, self.tier_sizes = tiers, sizes
         runner.initialize_kv_cache_tensors = partial(bind_memory, runner, lambda layer, _: tiers.pool.layer(layer))
         TierRunner(runner, tiers, list(runner.get_kv_cache_spec()), block_size)
+
+    def end_tiers(self) -> None:
+        """A copy has failed: KV is on the device alone, each block in its own place. `tier_failure` says why."""
+        assert self.tiers is not None
+        self.tier_failure = f"the host tier has ended: {self.tiers.failure}"
+        self.tiers.give_up()
+        self.tiers = self.tier_sizes = None
 
     def adopt_request(self, state: CachedRequestState) -> str:
         """Makes the runner know a half-decoded request as one that it had preempted itself; why not, where it cannot.
@@ -299,7 +349,7 @@ def replayable(update_states: Callable[[Any], Any], runner: Any) -> Callable[[An
 
 
 class LaneGPUWorker(LaneWorkerMixin, GPUWorker):
-    """vLLM's CUDA worker with a lane's additions. It has not run on a GPU yet."""
+    """vLLM's CUDA worker with a lane's additions. It has run on one H200 (benchmarks/results/gpu-h200.md)."""
 
 
 def end_with_parent() -> None:

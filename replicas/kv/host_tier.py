@@ -1,6 +1,7 @@
 """The host's part of an instance's KV: rows, each with room for one logical block in all layers."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -8,29 +9,24 @@ import torch
 from pengserve.replicas.memory.arena.free_chunks import FreeChunks
 
 
-class HostTier:
-    """Memory and free rows. A request's rows lie in as few runs as can be (FastSwitch section 3.1: block groups)."""
+class HostCells(Protocol):
+    """KV on the host, in rows that the caller numbers."""
 
-    def __init__(
-        self, num_layers: int, num_rows: int, block_bytes: int, *, is_pinned: bool = False, path: str | None = None
-    ) -> None:
-        """
-        Args:
-            is_pinned: the device copies to and from it directly; CUDA alone.
-            path: a file to keep it in instead of memory.
+    cells: torch.Tensor  # uint8 [n, block_bytes]
 
-        Raises:
-            RuntimeError: the system does not give the memory.
-        """
+    def at(self, layer: int, rows: np.ndarray) -> np.ndarray:
+        """Where these rows' cells of one layer are among `cells`, int64."""
+
+
+class HostRows:
+    """Who has which rows, without their memory. A request's rows lie in as few runs as can be (FastSwitch section 3.1:
+    block groups).
+    """
+
+    def __init__(self, num_rows: int, block_bytes: int) -> None:
         self.num_rows, self.block_bytes = num_rows, block_bytes
-        size = num_layers * num_rows * block_bytes
-        if path is not None:
-            flat = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
-        else:
-            flat = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)  # pages come with the first write
-        self.memory = flat.view(num_layers, num_rows, block_bytes)
-        """uint8 `[num_layers, num_rows, block_bytes]`."""
         self._free = FreeChunks(num_rows)
+        self._lent: set[int] = set()
 
     @property
     def num_free(self) -> int:
@@ -49,6 +45,52 @@ class HostTier:
     def free_rows(self) -> list[int]:
         """The free rows, ascending."""
         return list(self._free)
+
+    def lend(self, count: int) -> np.ndarray:
+        """As `take`, to a lane that keeps other than `dp` blocks in them, until `take_back`."""
+        rows = self.take(count)
+        self._lent.update(rows.tolist())
+        return rows
+
+    def take_back(self, rows: np.ndarray) -> None:
+        """Ends a loan."""
+        self._lent.difference_update(rows.tolist())
+        self.give(rows)
+
+    @property
+    def lent_rows(self) -> list[int]:
+        """The rows that are lent."""
+        return sorted(self._lent)
+
+
+class HostTier(HostRows):
+    """Rows with memory."""
+
+    def __init__(
+        self, num_layers: int, num_rows: int, block_bytes: int, *, is_pinned: bool = False, path: str | None = None
+    ) -> None:
+        """
+        Args:
+            is_pinned: the device copies to and from it directly; CUDA alone.
+            path: a file to keep it in instead of memory.
+
+        Raises:
+            RuntimeError: the system does not give the memory.
+        """
+        super().__init__(num_rows, block_bytes)
+        size = num_layers * num_rows * block_bytes
+        if path is not None:
+            flat = torch.from_file(path, shared=True, size=size, dtype=torch.uint8)
+        else:
+            flat = torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)  # pages come with the first write
+        self.memory = flat.view(num_layers, num_rows, block_bytes)
+        """uint8 `[num_layers, num_rows, block_bytes]`."""
+        self.cells = self.memory.view(-1, block_bytes)
+
+    def at(self, layer: int, rows: np.ndarray) -> np.ndarray:
+        """Where these rows' cells of one layer are among `cells`."""
+        places: np.ndarray = layer * self.num_rows + rows
+        return places
 
 
 def num_runs(sources: np.ndarray, targets: np.ndarray) -> int:

@@ -117,9 +117,10 @@ class CellLedger:
         return self.conflicts(Cells((0, self._copies.shape[1]), block_ids)) if self.num_in_flight else []
 
     def _count(self, cells: Cells, change: int, writes: bool) -> None:
-        (first, stop), num_blocks = cells.layers, self._copies.shape[2]
-        counts = self._copies[int(writes), first:stop]
-        counts += change * np.bincount(cells.blocks, minlength=num_blocks)
+        (first, stop), (ids, times) = cells.layers, np.unique(cells.blocks, return_counts=True)
+        # `[block, layer]`, of these alone: a GPU has millions of cells.
+        counts = self._copies[int(writes), first:stop, ids] + change * times[:, None]
+        self._copies[int(writes), first:stop, ids] = counts
         self.num_in_flight += change * cells.num_cells
         if change < 0 and (counts < 0).any():
             raise ValueError(f"no copy {'writes' if writes else 'reads'} all of {cells}")

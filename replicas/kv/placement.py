@@ -53,6 +53,7 @@ class Placement:
         self.is_home[0] = self.is_uniform[0] = True
         self._is_strange = np.zeros(num_blocks, dtype=bool)
         self._num_strange = 0  # blocks on the device that are not at home
+        self.version = 0  # grows when a block has another place, or gets a row
 
     @property
     def is_plain(self) -> bool:
@@ -129,6 +130,7 @@ class Placement:
             self._look(blocks)
 
     def _look(self, blocks: np.ndarray) -> None:
+        self.version += 1
         found = self.index[:, blocks]
         was_strange = np.count_nonzero(self._is_strange[blocks])
         self._is_strange[blocks] = found.any(axis=0) & (found != blocks).any(axis=0)
@@ -139,6 +141,10 @@ class Placement:
     def num_away(self, blocks: np.ndarray) -> int:
         """Cells of blocks that are not on the device."""
         return int((self.index[:, blocks] == 0).sum())
+
+    def num_coming(self, blocks: np.ndarray) -> int:
+        """Of them, those that are to be on the device."""
+        return int(((self.index[:, blocks] == 0) & ~self.is_away[:, blocks]).sum())
 
     # Rows -------------------------------------------------------------------------------------------------------------
 
@@ -156,6 +162,7 @@ class Placement:
         missing = blocks[self.row[blocks] == NO_ROW][: self._host.num_free]
         if len(missing):
             self.row[missing] = self._host.take(len(missing))
+            self.version += 1
         have: np.ndarray = blocks[self.row[blocks] != NO_ROW]
         return have
 
@@ -183,7 +190,8 @@ class Placement:
         is_strange = (self.index != 0).any(axis=0) & ~self.is_home
         if not np.array_equal(is_strange, self._is_strange) or self._num_strange != int(is_strange.sum()):
             wrong.append("the count of blocks that are not at home is wrong")
-        rows = np.concatenate([self.row[self.row != NO_ROW], np.array(self._host.free_rows, dtype=np.int64)])
+        others = np.array(self._host.free_rows + self._host.lent_rows, dtype=np.int64)
+        rows = np.concatenate([self.row[self.row != NO_ROW], others])
         if not np.array_equal(np.sort(rows), np.arange(self._host.num_rows)):
             wrong.append("a row of the host has no owner, or several")
         if self.on_host[:, self.row == NO_ROW].any():

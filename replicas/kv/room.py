@@ -56,17 +56,29 @@ class Room:
             self._take_from_others(needed, keep)
 
     def _take_from_others(self, needed: int, keep: np.ndarray) -> None:
-        placement, candidates = self.placement, self._drop_dead(keep)
+        placement, uses = self.placement, self.uses()
+        candidates = self._drop_dead(keep, uses)
         candidates = candidates[np.argsort(placement.used[candidates], kind="stable")]
         while len(candidates) and placement.num_free < needed:
             sizes = (placement.index[:, candidates] != 0).sum(axis=0)
             count = int(np.searchsorted(np.cumsum(sizes), needed - placement.num_free)) + 1
             self._evict(candidates[:count])
             candidates = candidates[count:]
+        next_ones = candidates[: self.pool.num_blocks // SPARE_SHARE]
+        self._save_ahead(next_ones[uses[next_ones] == Use.CACHED])
 
-    def _drop_dead(self, keep: np.ndarray) -> np.ndarray:
+    def _save_ahead(self, prefixes: np.ndarray) -> None:
+        """What leaves next is copied to the host beside the steps, which do not wait for it then (FastSwitch section
+        3.2: asynchronous swap-out). Prefixes alone: they are full, and no request writes them.
+        """
+        placement = self.placement
+        is_here = (placement.index[:, prefixes] != 0).all(axis=0)
+        unsaved = prefixes[is_here & ~placement.on_host[:, prefixes].all(axis=0)]
+        self.save([placement.take_rows(unsaved)] * self.pool.num_layers, Priority.BEHIND, wait=False)
+
+    def _drop_dead(self, keep: np.ndarray, uses: np.ndarray) -> np.ndarray:
         """Frees the cells of blocks that are of no use, but not of `keep`; the others that may leave the device."""
-        placement, uses = self.placement, self.uses()
+        placement = self.placement
         self._keep[:] = False
         self._keep[keep] = True
         movable = (placement.index != 0).any(axis=0) & ~self._keep & (self.traffic.in_flight == 0)
@@ -93,7 +105,7 @@ class Room:
         placement.drop_all(new)
         placement.free_rows(new)
         if placement.num_free < len(new) * self.pool.num_layers:
-            self._drop_dead(blocks)
+            self._drop_dead(blocks, self.uses())
         new = self._claim_cells(new)
         if len(new):
             on_host = self._rows_for(new, blocks)
@@ -165,6 +177,23 @@ class Room:
     def _saved(self, copy: Copy) -> None:
         if not copy.is_cancelled:
             self.placement.on_host[copy.layer, copy.blocks] = True
+            self._leave_all(copy.blocks)
+
+    def _leave_all(self, blocks: np.ndarray) -> None:
+        """What waited for its copy on the host leaves the device, once nothing else copies the block."""
+        is_away = self.placement.is_away
+        still = blocks[is_away[:, blocks].any(axis=0) & (self.traffic.in_flight[blocks] == 0)]
+        for layer in range(self.pool.num_layers) if len(still) else ():
+            self.leave(layer, still[is_away[layer, still]])
+
+    def leave(self, layer: int, blocks: np.ndarray) -> None:
+        """Takes blocks that are to be on the host alone off the device in one layer, as far as the host has them."""
+        placement = self.placement
+        left = blocks[placement.on_host[layer, blocks] & (self.traffic.in_flight[blocks] == 0)]
+        num_left = int((placement.index[layer, left] != 0).sum())
+        self.counts.evicted += num_left
+        self.counts.reused += num_left
+        placement.drop(layer, left)
 
     def thin(self, needed: int, reads: np.ndarray, fixed: np.ndarray, *, areas: tuple[int, ...] = (2, 1)) -> None:
         """Takes full blocks of the step itself off the device, equally many in each layer: they will be staged.
@@ -192,6 +221,7 @@ class Room:
             fitting = int(np.searchsorted(np.cumsum(sizes), placement.num_free, side="right"))
             if not fitting:
                 return
+            placement.is_away[:, away[:fitting]] = False  # without their rows they are nowhere else
             self.traffic.wait(self.bring(away[:fitting], Priority.STAGE))
             placement.free_rows(away[:fitting])
             self.make_room(int(sizes[fitting:].sum()), reads)
@@ -222,14 +252,14 @@ class Room:
             placement.drop(layer, blocks)
 
     def bring(self, blocks: np.ndarray, priority: Priority) -> list[Copy]:
-        """Starts to copy blocks to the device in the layers in which they are away; there is room for them.
+        """Starts to copy blocks to the device in the layers in which they are to be there; there is room for them.
 
         Raises:
             EngineError: the host does not have one of them.
         """
         placement, copies = self.placement, []
         for layer in range(self.pool.num_layers):
-            away = blocks[placement.index[layer, blocks] == 0]
+            away = blocks[(placement.index[layer, blocks] == 0) & ~placement.is_away[layer, blocks]]
             if len(away):
                 if not placement.on_host[layer, away].all():
                     raise EngineError(f"KV of layer {layer} is neither on the device nor on the host")

@@ -106,7 +106,7 @@ class PartRows(Rows):
         count, (start, stop) = data.numel() // self.row_bytes, self._heads
         layers, kinds, _, heads, elements = self._view.shape(stop - start, count, self._tiles.size)
         rows = data.view(self._view.dtype).view(count, layers, kinds, heads, elements)
-        self._view.write(self._tiles.part(first, first + count), rows.movedim(0, 2), self._heads)
+        self._view.write(self._tiles.part(first, first + count), rows.movedim(0, 2).to(self.device), self._heads)
 
 
 class TileRows(Rows):
@@ -154,5 +154,5 @@ class TileRows(Rows):
 
     def write(self, first: int, data: torch.Tensor) -> None:
         assert self._tiles is not None and first == 0
-        tiles = data.view(self._view.dtype).view(self._shape)
+        tiles = data.view(self._view.dtype).view(self._shape).to(self.device)
         self._view.write(self._tiles, tiles if self._wanted is None else tiles[:, :, self._wanted], self._heads)

@@ -12,10 +12,15 @@ from pengserve.replicas.kv.copies import Priority
 from pengserve.replicas.kv.tiered import TieredKv
 from pengserve.replicas.kv.tiered_rows import NO_ROW, BlockPlace
 
+NONE = np.zeros(0, dtype=np.int64)
+
 
 @torch.inference_mode()
-def stand_still(tiers: TieredKv, blocks: np.ndarray) -> dict[int, BlockPlace]:
+def stand_still(tiers: TieredKv, blocks: np.ndarray, leaving: np.ndarray = NONE) -> dict[int, BlockPlace]:
     """Where each of these blocks is, in all layers alike. What others hold is forgotten, and no copy is under way.
+
+    Args:
+        leaving: those of them that are to be on the host.
 
     Raises:
         EngineError: a copy failed.
@@ -25,7 +30,7 @@ def stand_still(tiers: TieredKv, blocks: np.ndarray) -> dict[int, BlockPlace]:
     blocks = np.unique(blocks)
     tiers.forget(np.setdiff1d(np.arange(1, placement.num_blocks), blocks))
     is_column = placement.is_uniform[blocks] & (placement.index[0, blocks] < pool.num_blocks)
-    moving = blocks[~is_column]
+    moving = blocks[~is_column | np.isin(blocks, leaving)]
     saved = placement.take_rows(moving)
     room.save([saved] * pool.num_layers, Priority.EVICT)
     placement.drop_all(saved)

@@ -15,13 +15,13 @@ step has, the least recently used first; then, if need be, blocks of the step it
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from pengserve.planners.types.errors import EngineError
-from pengserve.replicas.kv.copies import Copy, CopyEngine, Priority
+from pengserve.replicas.kv.copies import Copy, CopyEngine, Priority, require_moved
 from pengserve.replicas.kv.host_tier import HostTier
 from pengserve.replicas.kv.placement import NO_ROW, Placement, Uses
 from pengserve.replicas.kv.pool import DevicePool
@@ -38,7 +38,7 @@ class StepTables:
     waits: dict[int, Copy] = field(default_factory=dict)  # by layer
     ring: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
     staged: list[tuple[int, np.ndarray, np.ndarray]] = field(default_factory=list)  # (layer, blocks, cells)
-    is_read: list[bool] = field(default_factory=list)  # by layer
+    followers: dict[int, list[Copy]] = field(default_factory=dict)  # by the layer that must be read before
     keeps: bool = True  # no cell of the ring was used twice
 
     @property
@@ -58,24 +58,37 @@ class TieredKv:
         num_blocks: int,
         block_size: int,
         link_bytes_per_s: float = 0.0,
+        engine: CopyEngine | None = None,
     ) -> None:
         """
         Args:
             num_blocks: logical ones, the null block included.
             block_size: tokens of a block.
+            engine: what copies; one over a link of `link_bytes_per_s` where there is none.
         """
-        self.pool, self.host, self.block_size = pool, host, block_size
-        self.engine = CopyEngine(pool, host, link_bytes_per_s)
-        self.placement = Placement(pool, host, num_blocks)
-        self.traffic = Traffic(self.engine, pool, host, num_blocks)
+        self.pool, self.block_size = pool, block_size
+        self.engine = engine or CopyEngine(pool, host, link_bytes_per_s)
         self.counts = TierCounts()
         self.step = 0
-        self.room = Room(pool, self.placement, self.traffic, self.counts)
+        self._have(host, num_blocks)
+        self._taken = np.zeros(num_blocks, dtype=np.int64)  # by block: what `take_copied` has given
         self._current: StepTables | None = None
+        self._on_claim: Callable[[np.ndarray], None] = lambda blocks: None
 
-    def watch_uses(self, uses: Uses) -> None:
-        """Asks `uses` what the scheduler's pool says of each block; without it, all are held."""
-        self.room.uses = uses
+    def _have(self, host: HostTier, num_blocks: int) -> None:
+        """All cells and rows are free."""
+        self.host = host
+        self.placement = Placement(self.pool, host, num_blocks)
+        self.traffic = Traffic(self.engine, self.pool, host, num_blocks)
+        self.room = Room(self.pool, self.placement, self.traffic, self.counts)
+
+    def watch_uses(self, uses: Uses, on_claim: Callable[[np.ndarray], None] = lambda blocks: None) -> None:
+        """Asks `uses` what the scheduler's pool says of each block; without it, all are held.
+
+        Args:
+            on_claim: hears of blocks that are about to be written from outside of a step.
+        """
+        self.room.uses, self._on_claim = uses, on_claim
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -118,21 +131,53 @@ class TieredKv:
             return StepTables(placement.index[:1])
         return self._map(np.unique(reads), np.unique(np.concatenate([fresh, tails])))
 
+    def begin_blocks(self, fresh: np.ndarray) -> bool:
+        """As `begin_step`, of a step that reads what the one before it has read, and begins these blocks.
+
+        Returns whether each of them has one place in all layers, and nothing else has moved for it. Else `begin_step`
+        makes room for them.
+        """
+        if self.traffic.in_flight[fresh].any():
+            return False
+        self._begin(fresh)
+        self.placement.used[fresh] = self.step
+        return bool(self.placement.is_uniform[fresh].all())
+
+    def settle(self) -> None:
+        """Takes note of the copies that have ended."""
+        if self.engine.has_news:
+            self.traffic.settle()
+
+    def note_step(self, *, is_mapped: bool) -> None:
+        """A step for which nothing had to be looked at; whether its KV is not all at home."""
+        self.step += 1
+        self.counts.mapped_steps += is_mapped
+
+    def touch(self, blocks: np.ndarray) -> None:
+        """The step before has used these blocks: they leave the device after others."""
+        self.placement.used[blocks] = self.step
+
     def wait_layer(self, layer: int) -> None:
-        """Waits until what is staged of `layer` is there."""
+        """Waits until what is staged of `layer` is there.
+
+        Raises:
+            HostTierError: its copy has failed.
+        """
         assert self._current is not None
         copy = self._current.waits.get(layer)
-        if copy is not None and not copy.done.is_set():
+        if copy is None:
+            return
+        if not copy.done.is_set():
             started_s = time.perf_counter()
             self.engine.wait(copy)
             self.counts.stall_s += time.perf_counter() - started_s
+        require_moved((copy,))
 
     def read_layer(self, layer: int) -> None:
-        """The step has read `layer`: its staged cells may take KV of another."""
+        """The step has read `layer`, or told the device to: its staged cells may take KV of another afterwards."""
         assert self._current is not None
-        self._current.is_read[layer] = True
-        if not self._current.keeps:
-            self.engine.poke()
+        if followers := self._current.followers.get(layer):
+            self.engine.release(followers)
 
     def end_step(self, *, has_failed: bool = False) -> None:
         """What was staged stays on the device where its cells were not used again.
@@ -165,6 +210,9 @@ class TieredKv:
         self.traffic.wait_for(fresh)
         placement.free_rows(fresh)
         here = placement.index[:, fresh] != 0
+        if not here.any():
+            placement.settle_at_home(fresh)
+            return
         placement.drop_all(fresh[here.any(axis=0) & ~here.all(axis=0)])
         placement.settle_at_home(fresh[~here.all(axis=0)])
 
@@ -195,6 +243,7 @@ class TieredKv:
 
     def _come_back(self, blocks: np.ndarray) -> None:
         """Brings blocks that are written on back to the device, and gives up their rows."""
+        self.placement.is_away[:, blocks] = False
         self.traffic.wait(self.room.bring(blocks, Priority.STAGE))
         self.placement.free_rows(blocks)
 
@@ -236,21 +285,23 @@ class TieredKv:
         index = placement.index.copy()
         away = [reads[placement.index[layer, reads] == 0] for layer in range(self.pool.num_layers)]
         counts = [len(blocks) for blocks in away]
-        ring = placement.take(min(sum(counts), placement.num_free))
-        step = StepTables(index, ring=ring, is_read=[False] * len(away), keeps=len(ring) == sum(counts))
-        for turn in turns(counts, len(ring)):
-            layer, blocks, cells = turn.layer, away[turn.layer], ring[turn.places]
+        for layer, blocks in enumerate(away):
             if not placement.on_host[layer, blocks].all():
                 raise EngineError(f"KV of layer {layer} is neither on the device nor on the host")
+        ring = placement.take(min(sum(counts), placement.num_free))
+        step = StepTables(index, ring=ring, keeps=len(ring) == sum(counts))
+        for turn in turns(counts, len(ring)):
+            layer, blocks, cells = turn.layer, away[turn.layer], ring[turn.places]
             index[layer, blocks] = self.pool.index_of(layer, cells)
             step.staged.append((layer, blocks, cells))
             copy = Copy(Priority.STAGE, layer, blocks, cells, placement.row[blocks], to_host=False)
             if turn.after is not None:
-                copy.is_ready = _Read(step.is_read, turn.after)
+                copy.is_ready = False
+                step.followers.setdefault(turn.after, []).append(copy)
             step.waits[layer] = copy
         self._current = step
         for copy in step.waits.values():
-            self.traffic.submit(copy, _nothing, follows=isinstance(copy.is_ready, _Read))
+            self.traffic.submit(copy, _nothing, follows=not copy.is_ready)
         self.counts.staged += sum(counts)
         self.counts.staged_steps += 1
         return step
@@ -268,14 +319,32 @@ class TieredKv:
             EngineError: there is none, on neither side.
         """
         self.placement.used[blocks] = self.step
+        self._on_claim(blocks)
         self.room.claim(blocks)
 
     def num_away(self, blocks: np.ndarray) -> int:
         """Cells of blocks that are not on the device."""
         return self.placement.num_away(blocks)
 
+    def num_copied(self, blocks: np.ndarray) -> np.ndarray:
+        """Layers of each block that were copied so far, either way, and those that the next step brings back."""
+        coming = (self.placement.index[:, blocks] == 0) & ~self.placement.is_away[:, blocks]
+        found: np.ndarray = self.traffic.copied[blocks] + coming.sum(axis=0)
+        return found
+
+    def take_copied(self, blocks: np.ndarray, before: np.ndarray) -> int:
+        """Cells of these blocks that were copied since `num_copied` gave `before`, and are not taken yet.
+
+        Requests share blocks: each copy counts once.
+        """
+        now, taken = self.num_copied(blocks), self._taken[blocks]
+        self._taken[blocks] = np.maximum(now, taken)
+        return int(np.maximum(now - np.maximum(before, taken), 0).sum())
+
     def bring(self, blocks: np.ndarray, keep: np.ndarray) -> bool:
         """Starts to bring blocks back to the device beside the steps; whether that was needed and there was room.
+
+        Layers in which `place` keeps them on the host stay there.
 
         Args:
             keep: blocks that do not leave the device for it.
@@ -283,12 +352,12 @@ class TieredKv:
         self.traffic.settle()
         blocks = np.unique(blocks)
         still = blocks[self.traffic.in_flight[blocks] == 0]
-        num_away = self.placement.num_away(still)
-        if not num_away:
+        num_coming = self.placement.num_coming(still)
+        if not num_coming:
             return False
         self.placement.used[blocks] = self.step  # else they would be the first to leave again
-        self.room.make_room(num_away, np.concatenate([still, keep]))
-        if num_away > self.placement.num_free:
+        self.room.make_room(num_coming, np.concatenate([still, keep]))
+        if num_coming > self.placement.num_free:
             return False
         self.room.bring(still, Priority.BRING)
         return True
@@ -303,6 +372,7 @@ class TieredKv:
         placement = self.placement
         self.traffic.settle()
         blocks = np.unique(blocks)
+        self.touch(blocks)
         blocks = blocks[(self.traffic.in_flight[blocks] == 0) & (placement.index[:, blocks] != 0).all(axis=0)]
         blocks = blocks[~placement.on_host[:, blocks].all(axis=0)]
         blocks = placement.take_rows(blocks)
@@ -312,8 +382,8 @@ class TieredKv:
     def place(self, blocks: np.ndarray, layers: Sequence[int]) -> None:
         """Says that full blocks are to be on the host alone in these layers, and on the device in all others.
 
-        They leave the device as soon as the host has them, at this call or at a later one with the same blocks. A step
-        that reads them has them staged. What is to be on the device comes back with the next step that reads it.
+        They leave the device as soon as the host has them. A step that reads them has them staged. What is to be on the
+        device comes back with the next step that reads it.
         """
         placement = self.placement
         self.traffic.settle()
@@ -322,11 +392,7 @@ class TieredKv:
         self.write_behind(blocks)
         for layer in layers:
             placement.is_away[layer, blocks] = True
-            left = blocks[placement.on_host[layer, blocks] & (self.traffic.in_flight[blocks] == 0)]
-            num_left = int((placement.index[layer, left] != 0).sum())
-            self.counts.evicted += num_left
-            self.counts.reused += num_left
-            placement.drop(layer, left)
+            self.room.leave(layer, blocks)
 
     def figures(self) -> dict[str, int | float]:
         """Figures and totals, by their names in `InstanceStats`."""
@@ -365,6 +431,19 @@ class TieredKv:
         elsewhere = np.concatenate(moving) if moving else np.zeros(0, dtype=np.int64)
         return (*self.placement.check(elsewhere), *self.traffic.check())
 
+    @property
+    def failure(self) -> str:
+        """A sentence, once a copy has failed: `give_up` is what is left to do. Empty: none has."""
+        return self.engine.failure
+
+    def give_up(self) -> None:
+        """There is no host from now on, and no block holds anything. Blocks beyond the device's may not be used."""
+        self.close()
+        version = self.placement.version
+        self._have(HostTier(self.pool.num_layers, 0, self.pool.block_bytes), self.placement.num_blocks)
+        self.placement.version = version + 1  # nothing that was shown of it is right
+        self._current = None
+
     def close(self) -> None:
         """Ends the copies. The memory is the caller's to close."""
         self.engine.close()
@@ -372,13 +451,3 @@ class TieredKv:
 
 def _nothing(copy: Copy) -> None:
     """What is staged goes into no table before the step has ended."""
-
-
-class _Read:
-    """Whether a layer of the step has been read."""
-
-    def __init__(self, is_read: list[bool], layer: int) -> None:
-        self._is_read, self._layer = is_read, layer
-
-    def __call__(self) -> bool:
-        return self._is_read[self._layer]

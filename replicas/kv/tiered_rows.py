@@ -1,13 +1,13 @@
 """KV of whole blocks that a switch finds, or leaves, on either side of an instance's tiers."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from pengserve.replicas.kv.host_tier import HostTier
-from pengserve.replicas.kv.ledger import Cells
+from pengserve.replicas.kv.host_tier import HostCells
+from pengserve.replicas.kv.ledger import NULL_BLOCK, Cells
 from pengserve.replicas.kv.placement import NO_ROW
 from pengserve.replicas.kv.rows import CellRows, Rows
 from pengserve.replicas.kv.tiers import KvTier
@@ -25,16 +25,28 @@ class BlockPlace(NamedTuple):
         return self.row != NO_ROW
 
 
+def on_device(blocks: Iterable[int]) -> list[BlockPlace]:
+    """Places of these blocks of the device's memory."""
+    return [BlockPlace(block) for block in blocks]
+
+
+def on_host(rows: Iterable[int]) -> list[BlockPlace]:
+    """Places of these rows of the host."""
+    return [BlockPlace(NULL_BLOCK, row) for row in rows]
+
+
 class PlacedRows(Rows):
     """KV of blocks of one layer, a row each."""
 
-    def __init__(self, tier: KvTier, host: HostTier | None, layer: int, places: Sequence[BlockPlace]) -> None:
+    def __init__(self, tier: KvTier, host: HostCells | None, layer: int, places: Sequence[BlockPlace]) -> None:
         """`host`: where a place may be on the host."""
         self.num_rows, self.row_bytes, self.device = len(places), tier.block_bytes, tier.device
         self._tier, self._layer = tier, layer
-        self._host = host.memory[layer] if host is not None else None
+        self._host = host.cells if host is not None else None
         self._blocks = np.array([place.block for place in places], dtype=np.int64)
         self._rows = np.array([place.row for place in places], dtype=np.int64)
+        if host is not None:
+            self._at = host.at(layer, self._rows)  # of those that are on the host
 
     @property
     def cells(self) -> Cells:
@@ -50,7 +62,7 @@ class PlacedRows(Rows):
         here = np.flatnonzero(self._rows[first:stop] == NO_ROW)
         found = torch.empty(stop - first, self.row_bytes, dtype=torch.uint8, device=self.device)
         assert self._host is not None
-        found[torch.from_numpy(away)] = self._host[torch.from_numpy(self._rows[first + away])].to(self.device)
+        found[torch.from_numpy(away)] = self._host[torch.from_numpy(self._at[first + away])].to(self.device)
         if len(here):
             found[torch.from_numpy(here)] = self._tier.read(self._cells(first, stop))
         return found
@@ -64,7 +76,7 @@ class PlacedRows(Rows):
             return
         here = np.flatnonzero(self._rows[first:stop] == NO_ROW)
         assert self._host is not None
-        self._host[torch.from_numpy(self._rows[first + away])] = rows[torch.from_numpy(away)].to(self._host.device)
+        self._host[torch.from_numpy(self._at[first + away])] = rows[torch.from_numpy(away)].to(self._host.device)
         if len(here):
             self._tier.write(self._cells(first, stop), rows[torch.from_numpy(here)])
 
@@ -74,7 +86,7 @@ class PlacedRows(Rows):
         return Cells((self._layer, self._layer + 1), blocks.tolist())
 
 
-def rows_at(tier: KvTier, host: HostTier | None, layer: int, places: Sequence[BlockPlace]) -> Rows:
+def rows_at(tier: KvTier, host: HostCells | None, layer: int, places: Sequence[BlockPlace]) -> Rows:
     """Rows of these places."""
     if any(place.is_on_host for place in places):
         return PlacedRows(tier, host, layer, places)

@@ -28,7 +28,8 @@ class TieredKvView(KvView):
             host: per layer `[rows, elements of a block]`.
         """
         super().__init__(device, layout)
-        self._device, self._host, self._tiers, self._first = KvView(device, layout), KvView(host, layout), tiers, 0
+        self._device, self._tiers, self._first = KvView(device, layout), tiers, 0
+        self._host = KvView(host, BlockLayout(layout.place.to(host[0].device)))
 
     def part(self, first: int, stop: int) -> KvView:
         """The view of layers `[first, stop)` of these alone."""
@@ -44,14 +45,14 @@ class TieredKvView(KvView):
         Raises:
             EngineError: KV of a block is on neither side.
         """
-        index = self._index_of(tiles.blocks.numpy())
+        index = self._index_of(tiles.blocks.cpu().numpy())
         if _is_uniform(index):
-            return self._device.read(_at(tiles, index[0]), heads)
+            return self._device.read(_at(tiles, index[0], self.device), heads)
         shape = self.shape(heads[1] - heads[0], tiles.count, tiles.size)
         out = torch.empty(shape, dtype=self.dtype, device=self.device)
 
         def read(layer: int, view: KvView, here: np.ndarray, places: Tiles) -> None:
-            out[layer][:, torch.from_numpy(here)] = view.read(places, heads)[0]
+            out[layer][:, torch.from_numpy(here)] = view.read(places, heads)[0].to(out.device)
 
         self._visit(tiles, index, read)
         return out
@@ -62,18 +63,18 @@ class TieredKvView(KvView):
         Raises:
             EngineError: there is no place for a block.
         """
-        blocks = tiles.blocks.numpy()
+        blocks = tiles.blocks.cpu().numpy()
         self._tiers.claim(np.unique(blocks))
         index, placement = self._index_of(blocks), self._tiers.placement
         layers = slice(self._first, self._first + self.num_layers)
         # What is written to the device makes the copy on the host stale.
         placement.on_host[layers, blocks] &= placement.index[layers, blocks] == 0
         if _is_uniform(index):
-            self._device.write(_at(tiles, index[0]), data, heads)
+            self._device.write(_at(tiles, index[0], self.device), data, heads)
             return
 
         def write(layer: int, view: KvView, here: np.ndarray, places: Tiles) -> None:
-            view.write(places, data[layer : layer + 1, :, torch.from_numpy(here)], heads)
+            view.write(places, data[layer : layer + 1, :, torch.from_numpy(here)].to(view.device), heads)
 
         self._visit(tiles, index, write)
 
@@ -84,24 +85,26 @@ class TieredKvView(KvView):
 
     def _visit(self, tiles: Tiles, index: np.ndarray, visit: _Visit) -> None:
         """Calls `visit` for each layer and side that has some of these tiles."""
-        placement, blocks = self._tiers.placement, tiles.blocks.numpy()
+        placement, blocks = self._tiers.placement, tiles.blocks.cpu().numpy()
         for layer in range(self.num_layers):
             here, away = np.flatnonzero(index[layer]), np.flatnonzero(index[layer] == 0)
             if len(here):
-                visit(layer, self._device.part(layer, layer + 1), here, _at(tiles, index[layer], here))
+                visit(layer, self._device.part(layer, layer + 1), here, _at(tiles, index[layer], self.device, here))
             if len(away):
                 if not placement.on_host[self._first + layer, blocks[away]].all():
                     raise EngineError(f"KV of layer {self._first + layer} is neither on the device nor on the host")
-                visit(layer, self._host.part(layer, layer + 1), away, _at(tiles, placement.row[blocks], away))
+                host = self._host.part(layer, layer + 1)
+                visit(layer, host, away, _at(tiles, placement.row[blocks], host.device, away))
 
 
 def _is_uniform(index: np.ndarray) -> bool:
     return bool(index.size and index[0].all() and (index == index[0]).all())
 
 
-def _at(tiles: Tiles, places: np.ndarray, chosen: np.ndarray | None = None) -> Tiles:
-    """These tiles, or the chosen ones, in the blocks that `places` says."""
+def _at(tiles: Tiles, places: np.ndarray, device: torch.device, chosen: np.ndarray | None = None) -> Tiles:
+    """These tiles, or the chosen ones, in the blocks that `places` says, for a view of memory on `device`."""
     parts = tiles.parts
     if chosen is not None:
-        places, parts = places[chosen], parts[torch.from_numpy(chosen)]
-    return replace(tiles, blocks=torch.from_numpy(places.astype(np.int64)), parts=parts)
+        places, parts = places[chosen], parts[torch.from_numpy(chosen).to(parts.device)]
+    blocks = torch.from_numpy(places.astype(np.int64))
+    return replace(tiles, blocks=blocks.to(device), parts=parts.to(device))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from pengserve.replicas.kv.copies import Copy, CopyEngine
+from pengserve.replicas.kv.copies import Copy, CopyEngine, require_moved
 from pengserve.replicas.kv.host_tier import HostTier
 from pengserve.replicas.kv.ledger import CellLedger, Cells
 from pengserve.replicas.kv.pool import DevicePool
@@ -26,6 +26,7 @@ class Traffic:
         self.engine = engine
         self.cells, self.rows = CellLedger(pool.num_cells, "device"), CellLedger(host.num_rows, "host")
         self.in_flight = np.zeros(num_blocks, dtype=np.int32)  # copies of each logical block
+        self.copied = np.zeros(num_blocks, dtype=np.int64)  # layers of it that were copied so far, either way
         self._under_way: dict[Copy, Then] = {}
 
     def submit(self, copy: Copy, then: Then, *, follows: bool = False) -> Copy:
@@ -46,18 +47,24 @@ class Traffic:
         return self.engine.submit(copy)
 
     def settle(self) -> None:
-        """Takes note of the copies that have ended. Raises EngineError where one failed."""
+        """Takes note of the copies that have ended."""
         for copy in self.engine.finished():
             self.cells.end_copy(_device(copy), writes=not copy.to_host)
             self.rows.end_copy(_host(copy), writes=copy.to_host)
             self.in_flight[copy.blocks] -= 1
+            if not copy.is_cancelled:
+                self.copied[copy.blocks] += 1
             self._under_way.pop(copy)(copy)
 
     def wait(self, copies: Iterable[Copy]) -> None:
-        """Waits until these have ended, and settles."""
-        for copy in list(copies):
-            self.engine.wait(copy)
-        self.settle()
+        """Waits until these have ended, and settles.
+
+        Raises:
+            HostTierError: one has failed.
+        """
+        found = list(copies)
+        self._wait_over(found)
+        require_moved(found)
 
     def wait_for(self, blocks: np.ndarray, *, coming: bool = False) -> None:
         """Waits until nothing copies any of these blocks; such copies become the most urgent ones.
@@ -71,14 +78,19 @@ class Traffic:
             copy for copy in self._under_way if not (coming and copy.to_host) and np.isin(copy.blocks, blocks).any()
         ]
         self.engine.hurry(found)
-        self.wait(found)
+        self._wait_over(found)
 
     def cancel(self, copies: Iterable[Copy]) -> None:
         """Ends copies where they are, and settles."""
         found = [copy for copy in copies if copy in self._under_way]
         for copy in found:
             self.engine.cancel(copy)
-        self.wait(found)
+        self._wait_over(found)
+
+    def _wait_over(self, copies: Iterable[Copy]) -> None:
+        for copy in copies:
+            self.engine.wait(copy)
+        self.settle()
 
     def copies(self) -> list[Copy]:
         """Those under way."""

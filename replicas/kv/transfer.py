@@ -125,7 +125,7 @@ class Transfer:
         if self._outgoing:
             flow = self._outgoing[0]
             rows, started_s = flow.segment.rows, time.perf_counter()
-            most = max(1, self._pace.num_bytes // rows.row_bytes)
+            most = max(1, min(self._pace.num_bytes, self._channel.most_bytes) // rows.row_bytes)
             count = min(flow.num_left, most)
             self._send(flow, count)
             took_s = time.perf_counter() - started_s
@@ -200,31 +200,35 @@ class Transfer:
     # In ---------------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def receive(self, peer: int, parts: Sequence[Buffer]) -> None:
-        """Takes a piece that another member sent over a `PeerChannel`.
+    def receive(self, peer: int, parts: Sequence[Buffer | torch.Tensor]) -> None:
+        """Takes a piece that another member sent over a `PeerChannel` or `BulkChannel`: its header, and its bytes.
 
         Raises:
             EngineError, ValueError: it is none of this transfer's.
         """
         head, data = parts
+        assert not isinstance(head, torch.Tensor)
         what, header = self.plan.what, read_header(head)
         flow = self._incoming.get((peer, header.layer))
         stray = f"rank {peer} sent {what} of layer {header.layer} that does not belong here"
         if flow is None or self._is_over:
             raise EngineError(stray)
-        rows, num_bytes = flow.segment.rows, memoryview(data).nbytes
+        rows, num_bytes = flow.segment.rows, data.numel() if isinstance(data, torch.Tensor) else memoryview(data).nbytes
         if header.form != rows.form:
             raise EngineError(f"rank {peer} packs {what} in another way: run one kind of CPU, one PyTorch")
         count, rest = divmod(num_bytes, rows.row_bytes)
-        if rest or not count or header.first < 0 or header.first + count > rows.num_rows or count > flow.num_left:
+        is_due = 0 <= header.first <= rows.num_rows - count and count <= flow.num_left
+        if rest or not count or not is_due:
             raise EngineError(stray)
-        self._take(flow, header.first, torch.frombuffer(data, dtype=torch.uint8))
+        if not isinstance(data, torch.Tensor):
+            data = torch.frombuffer(data, dtype=torch.uint8)
+        self._take(flow, header.first, data)
         self._finish()
 
     def _take(self, flow: _Flow, first: int, data: torch.Tensor) -> None:
         flow.num_moved += len(data) // flow.segment.rows.row_bytes
         if not self._write(flow, first, data):
-            self._waiting.append((flow, first, data))
+            self._waiting.append((flow, first, data.cpu()))  # memory of the device is what it waits for
 
     @torch.inference_mode()
     def settle(self) -> None:

@@ -23,14 +23,15 @@ from pengserve.replicas.memory.arena.arena import Arena, Region
 class LayerMemory:
     """Which layers are here, and how much KV of each. Mechanism alone: it knows no request and no peer."""
 
-    def __init__(self, arena: Arena, sizes: LayerSizes, fewest_layers: int) -> None:
+    def __init__(self, arena: Arena, sizes: LayerSizes, fewest_layers: int, *, is_gradual: bool = False) -> None:
         """Reserves all ranges and maps what `dp` has.
 
         Args:
             fewest_layers: of any stage; KV ranges are as long as that one needs.
+            is_gradual: the arena grows to the size in `sizes` as layers come: `grow_for`, and at last `fill_up`.
 
         Raises:
-            ConfigError: the arena does not hold the weights and two blocks.
+            ConfigError: `sizes` do not hold the weights and two blocks.
         """
         self.sizes, self._arena = sizes, arena
         self.base_blocks = sizes.num_blocks(sizes.all_layers)
@@ -51,7 +52,26 @@ class LayerMemory:
         self._blocks = [0] * sizes.num_layers
         self._mirror: Region | None = None
         self._is_mirrored = False  # whether the mirror shows what is behind the layers now
-        for layer in layers:
+        if not is_gradual:
+            self.fill_up()
+
+    def grow_for(self, layer: int) -> None:
+        """Takes memory of the device for the weights of `layer`, and makes room for them.
+
+        Raises:
+            ConfigError: the device does not have it.
+        """
+        self._arena.grow(max(0, self.sizes.weight_chunks(layer) - self._arena.num_free))
+        self.bring_weights(layer)
+
+    def fill_up(self) -> None:
+        """Takes what is missing of the device's memory, and maps what `dp` has.
+
+        Raises:
+            ConfigError: the device does not have it.
+        """
+        self._arena.grow(max(0, self.sizes.num_chunks - self._arena.num_chunks))
+        for layer in range(self.sizes.num_layers):
             self.bring_weights(layer)
             self.resize_kv(layer, self.base_blocks)
 

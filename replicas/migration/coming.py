@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from pengserve.planners.types.errors import EngineError, LinkLostError
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.replicas.engine.handoff import Handoff
-from pengserve.replicas.engine.lane import Lane
+from pengserve.replicas.engine.lanes.handoff import Handoff
+from pengserve.replicas.engine.lanes.lane import Lane
 from pengserve.replicas.engine.vllm_seam import Request, RequestStatus
 from pengserve.replicas.migration.messages import (
     Cancel,

@@ -16,8 +16,8 @@ from functools import partial
 from pengserve.planners.types.errors import EngineError, LinkLostError, PengServeError, one_line
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.orders import Migrate
-from pengserve.replicas.engine.handoff import can_migrate
-from pengserve.replicas.engine.lane import Lane
+from pengserve.replicas.engine.lanes.handoff import can_migrate
+from pengserve.replicas.engine.lanes.lane import Lane
 from pengserve.replicas.engine.vllm_seam import Request, RequestStatus
 from pengserve.replicas.migration.messages import Cancel, Copy, Name, Offer, Over, Ready, Send, Side, Tail, Word
 from pengserve.replicas.migration.sending import Senders
@@ -54,7 +54,7 @@ class Leaving:
     request: Request
     lane: Lane  # that it leaves
     source: Side
-    num_preemptions: int  # of the request when it was offered: after another one it has other blocks
+    num_moves: int  # of the request's KV when it was offered: after another one it has other blocks
     target: Side | None = None  # once it has said so
     phase: Phase = Phase.OFFERED
     since_s: float = field(default_factory=time.monotonic)  # when it entered its phase
@@ -118,8 +118,8 @@ class Departures:
             return None
         lane, self._next_number = self._member.lanes.current, self._next_number + 1
         name = (self._member.key, self._next_number)
-        source, num_preemptions = side_of(self._member), request.num_preemptions
-        leaving = self._leaving[name] = Leaving(name, order, request, lane, source, num_preemptions)
+        source, num_moves = side_of(self._member), lane.num_moves(request)
+        leaving = self._leaving[name] = Leaving(name, order, request, lane, source, num_moves)
         limit = min(request.num_prompt_tokens + request.max_tokens, lane.capacity.max_model_len)
         spare = SPARE_TILES * self._tile_tokens
         num_tokens = max(request.num_computed_tokens, min(request.num_tokens + spare, limit))
@@ -306,7 +306,7 @@ class Departures:
             and lane.knows(request.request_id)
             and lane.request(request.request_id) is request
             and request.status in (RequestStatus.RUNNING, RequestStatus.PREEMPTED)
-            and request.num_preemptions == leaving.num_preemptions
+            and lane.num_moves(request) == leaving.num_moves
             and can_migrate(request)
         )
 

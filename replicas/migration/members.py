@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pengserve.planners.types.errors import EngineError, LinkLostError, PengServeError, one_line
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.replicas.channel.frames import Buffer
-from pengserve.replicas.engine.lanes import Lanes
+from pengserve.replicas.engine.instance_lanes import Lanes
 from pengserve.replicas.migration.messages import (
     Expect,
     Failed,

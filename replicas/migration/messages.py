@@ -23,14 +23,14 @@ Each leader tells the other members of its group what they send, or get:
     Over    ---------------------->            (both) the migration has ended
             <----------------------   Failed   (both) this member cannot go on with it
 
-A tile has the tokens of a block of `dp` (`engine/kv_shares.py`).
+A tile has the tokens of a block of `dp` (`engine/lanes/kv_shares.py`).
 """
 
 import msgspec
 
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.replicas.engine.handoff import Handoff
-from pengserve.replicas.engine.peer_codec import Cancel, PeerCodec, PeerWord
+from pengserve.replicas.engine.groups.peer_codec import Cancel, PeerCodec, PeerWord
+from pengserve.replicas.engine.lanes.handoff import Handoff
 
 
 class Side(msgspec.Struct, array_like=True, frozen=True):

@@ -13,8 +13,8 @@ from functools import partial
 from pengserve.planners.types.errors import FenceError, PengServeError, one_line
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.orders import Migrate
-from pengserve.replicas.engine.handoff import can_migrate
-from pengserve.replicas.engine.lane import Lane
+from pengserve.replicas.engine.lanes.handoff import can_migrate
+from pengserve.replicas.engine.lanes.lane import Lane
 from pengserve.replicas.engine.vllm_seam import Request
 from pengserve.replicas.migration.coming import Arrivals
 from pengserve.replicas.migration.leaving import Departures, Leaving

@@ -1,7 +1,7 @@
 """The group of this instance as one side of a migration, and who sends what between two sides."""
 
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.replicas.engine.kv_shares import Flow, LaneKv, flows_between, shares_of
+from pengserve.replicas.engine.lanes.kv_shares import Flow, LaneKv, flows_between, shares_of
 from pengserve.replicas.migration.messages import Side
 from pengserve.replicas.switching.member import Member
 

@@ -19,8 +19,8 @@ from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.replicas.comm.peers import PeerNetwork
 from pengserve.replicas.comm.pool import CommunicatorPool
-from pengserve.replicas.engine.group_run import STEP
-from pengserve.replicas.engine.lanes import Lanes
+from pengserve.replicas.engine.groups.group_run import STEP
+from pengserve.replicas.engine.instance_lanes import Lanes
 from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.following import Following
 from pengserve.replicas.switching.leading import Leading
@@ -86,7 +86,7 @@ class Agent:
             config.fingerprint,
         )
         try:
-            pool = CommunicatorPool(network, device, config.peer_timeout_s)
+            pool = CommunicatorPool(network, device, config.peer_timeout_s, config.communicator or None)
             member = Member(key, lanes, network, pool, owner, config.peer_timeout_s)
             agent = cls(member, submit, on_changed)
         except BaseException:
@@ -236,6 +236,7 @@ class Agent:
         name, error = str(parts[0], "utf-8"), EngineError(f"instance {key} has left the group")
         if self._running_group.name == name:
             self._running_group.pipeline.interrupt()
+            self._member.pool.mark_failed(name)  # here, as in `_on_lost`
 
         def leave() -> None:
             if self._running_group.name == name:

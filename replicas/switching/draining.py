@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
-from pengserve.replicas.engine.lane import Lane
+from pengserve.replicas.engine.lanes.lane import Lane
 
 
 class Draining:

@@ -28,6 +28,8 @@ from pengserve.replicas.switching.step_thread import StepThread
 from pengserve.replicas.switching.switch import Switch
 
 _REPORTS_KEPT = 32
+_ROOM_POLL_S = 0.02  # how often the leader of a restore looks whether requests have left the devices,
+_ROOM_TIMEOUT_S = 10.0  # ... and for how long
 
 
 class Leading:
@@ -76,7 +78,7 @@ class Leading:
         switch = self.switch = Switch(plan, self._running_group.led_here)
         try:
             if change_of(plan).returns_weights:
-                self._return_weights(switch)
+                self._make_room(switch, time.monotonic() + _ROOM_TIMEOUT_S)
             elif plan.drains:
                 self._drain(switch)
             else:
@@ -84,6 +86,20 @@ class Leading:
         except PengServeError as error:
             self.fail(error)
         return switch
+
+    def _make_room(self, switch: Switch, until_s: float) -> None:
+        """Weights come back as soon as the blocks that they need are free."""
+        if self._running_group.pipeline.makes_room(switch.plan) and time.monotonic() < until_s:
+            self._steps.after(_ROOM_POLL_S, lambda: self._make_room_now(switch, until_s))
+        else:
+            self._return_weights(switch)
+
+    def _make_room_now(self, switch: Switch, until_s: float) -> None:
+        if self.switch is switch:
+            try:
+                self._make_room(switch, until_s)
+            except PengServeError as error:
+                self.fail(error)
 
     def _return_weights(self, switch: Switch) -> None:
         """Weights come back beside the steps; the members meet when they are there."""

@@ -9,8 +9,8 @@ from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.replicas.comm.peers import PeerNetwork
 from pengserve.replicas.comm.pool import CommunicatorPool
-from pengserve.replicas.engine.handoff import Handoff
-from pengserve.replicas.engine.lanes import Lanes
+from pengserve.replicas.engine.instance_lanes import Lanes
+from pengserve.replicas.engine.lanes.handoff import Handoff
 from pengserve.replicas.engine.vllm_seam import Request
 from pengserve.replicas.switching.messages import SwitchMessage
 

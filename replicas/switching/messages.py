@@ -21,8 +21,8 @@ from typing import TypeVar
 import msgspec
 
 from pengserve.planners.types.plans import SwitchPlan
-from pengserve.replicas.engine.peer_codec import Cancel, PeerCodec, PeerWord
-from pengserve.replicas.engine.reshard import Traveller
+from pengserve.replicas.engine.groups.peer_codec import Cancel, PeerCodec, PeerWord
+from pengserve.replicas.engine.movers.reshard import Traveller
 
 
 class Drain(PeerWord):
@@ -60,6 +60,7 @@ class MergeMet(PeerWord):
     num_paused: int  # requests that stay in `dp`, paused
     travellers: list[Traveller]
     device_blocks: int  # that its device holds in all layers, where there is a host tier; else 0
+    leased: list[int]  # all blocks of the lane of the narrower group that this member leads
 
 
 class MergeWave(PeerWord):
@@ -68,6 +69,7 @@ class MergeWave(PeerWord):
     travellers: list[Traveller]
     lease: list[int]  # logical blocks that join the lane with it
     given_up: list[str]  # requests for whose KV there is no room: they go on from their tokens
+    freed: list[list[int]]  # of each part, blocks of its lane that nothing needs once these requests have left
 
 
 class MergeDone(PeerWord):
@@ -100,6 +102,7 @@ class DropMet(PeerWord):
     """A member stands still, and brings these requests."""
 
     travellers: list[Traveller]
+    num_rows: int  # stage rows of the pipeline that its host has room for, beside what these have there
 
 
 class DropWave(PeerWord):
@@ -113,16 +116,23 @@ class DropDone(PeerWord):
     """Memory has changed hands."""
 
     num_backed: int  # blocks of `order` that have memory here
+    num_own_rows: int  # stage rows that the host has room for now,
+    num_rows: int  # and when KV has been exchanged
 
 
 class RestoreMet(PeerWord):
     """A member stands still."""
+
+    num_rows: int  # stage rows that its host has room for in the narrower pipeline that it goes to; 0: in none
+    num_host_rows: int  # rows of its host that are free, or the ending pipeline's
 
 
 class Place(PeerWord):
     """Give these requests blocks where they go on."""
 
     travellers: list[Traveller]
+    num_rows: list[int]  # of each member, in rank order: see `RestoreMet`
+    num_own_rows: list[int]  # of them, those that hold nothing of what travels
 
 
 class Placed(PeerWord):

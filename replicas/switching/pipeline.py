@@ -1,24 +1,31 @@
 """What members of a running pipeline send each other beside its steps: KV after a drop, weights before a restore."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from pengserve.planners.types.errors import EngineError, PengServeError, StepError
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.plans import SwitchPlan
-from pengserve.replicas.engine.exchange import DropExchange
-from pengserve.replicas.engine.group_run import HIDDEN, GroupRun
-from pengserve.replicas.engine.pp_lane import PpLane
-from pengserve.replicas.engine.weights_return import WeightsReturn
+from pengserve.replicas.channel.frames import Buffer
+from pengserve.replicas.comm.bulk import Landed
+from pengserve.replicas.engine.groups.group_run import HIDDEN, GroupRun
+from pengserve.replicas.engine.groups.pp_lane import PpLane
+from pengserve.replicas.engine.movers.exchange import DropExchange
+from pengserve.replicas.engine.movers.weights_return import WeightsReturn
+from pengserve.replicas.kv.channel import BulkChannel, Channel, PeerChannel
 from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.member import Member
 from pengserve.replicas.switching.step_thread import Submit
 from pengserve.replicas.switching.wiring import Wiring
 
 PIECE = "piece"  # kind of peer messages that hold a piece of KV, or of a layer's weights
+COMING = "coming"  # ... that announce one, which comes by the group's ways (`comm/bulk.py`)
 SETTLED = "settled"  # ... that say that a member has all that a movement brings it
 
 OnBroken = Callable[[BaseException], None]
+_Parts = Sequence[Buffer | Landed]
+"""Stamp of the run, id of the movement, header of the piece, its bytes."""
 
 
 @dataclass(eq=False)
@@ -42,14 +49,15 @@ class PipelineTraffic:
     """
 
     def __init__(self, member: Member, wiring: Wiring, submit: Submit, on_broken: OnBroken) -> None:
-        self._member, self._wiring, self._on_broken = member, wiring, on_broken
+        self._member, self._wiring, self._submit, self._on_broken = member, wiring, submit, on_broken
         self._run: GroupRun | None = None
         self._lane: PpLane | None = None
         self._movement: _Movement | None = None
-        self._early: list[tuple[InstanceKey, list[memoryview]]] = []  # pieces of a restore not heard of yet
+        self._early: list[tuple[InstanceKey, _Parts]] = []  # pieces of a restore not heard of yet
         network = member.network
         network.subscribe(HIDDEN, self._on_hidden)
         network.subscribe(PIECE, lambda key, _, parts: submit(lambda: self._take(key, parts)))
+        network.subscribe(COMING, self._on_coming)
         network.subscribe(SETTLED, lambda key, _, parts: submit(lambda: self._hear_settled(key, *map(bytes, parts))))
 
     def begin(self, lane: PpLane, run: GroupRun, exchange: DropExchange | None) -> None:
@@ -57,6 +65,10 @@ class PipelineTraffic:
         self._run, self._lane = run, lane
         if exchange is not None:
             self._start(_Movement(b"", lane, run, exchange, lane.arrived))
+
+    def makes_room(self, plan: SwitchPlan) -> bool:
+        """Leader: whether requests are leaving the devices so that `lead_return` finds room for the weights."""
+        return self._lane is not None and self._lane.makes_room(self._member.parts_of(plan))
 
     def lead_return(
         self, plan: SwitchPlan, tell: Callable[[list[int]], None], on_all_settled: Callable[[], None]
@@ -91,7 +103,11 @@ class PipelineTraffic:
         if self._run is None or self._lane is None:
             raise StepError(f"instance {self._member.key} runs no pipeline")
         returning = WeightsReturn(self._member.lanes, self._lane, self._member.parts_of(plan))
-        returning.begin(withheld)
+        try:
+            returning.begin(withheld)
+        except BaseException:
+            returning.undo()  # no movement is noted that `undo_return` could undo
+            raise
         self._start(_Movement(plan.plan_id.encode(), self._lane, self._run, returning, on_all_settled))
         early, self._early = self._early, []
         for key, parts in early:
@@ -100,12 +116,21 @@ class PipelineTraffic:
     def _start(self, movement: _Movement) -> None:
         self._movement, run = movement, movement.run
         movement.lane.note_settled(False)
-        movement.mover.start(
-            lambda rank, parts: run.send(rank, PIECE, [movement.id, *parts]), lambda: self._settled(movement)
-        )
+        movement.mover.start(self._channel(movement, run), lambda: self._settled(movement))
+
+    def _channel(self, movement: _Movement, run: GroupRun) -> Channel:
+        def send(kind: str, rank: int, parts: Sequence[Buffer]) -> None:
+            run.send(rank, kind, [movement.id, *parts])
+
+        ways = self._member.pool.bulk(run.name)
+        if ways is None:
+            return PeerChannel(partial(send, PIECE))
+        return BulkChannel(ways, partial(send, COMING), partial(send, PIECE))
 
     def undo_return(self, plan_id: str) -> None:
         """Where weights were coming back for this plan: they do not, and memory is the pipeline's again."""
+        if self._lane is not None:
+            self._lane.ends_making_room()
         movement = self._movement
         if movement is not None and movement.id == plan_id.encode() and isinstance(movement.mover, WeightsReturn):
             movement.mover.undo()
@@ -131,17 +156,37 @@ class PipelineTraffic:
         if isinstance(lane, PpLane):
             lane.inbox.put(stamp, parts[1:])
 
-    def _take(self, key: InstanceKey, parts: list[memoryview]) -> None:
-        if self._run is None or bytes(parts[0]) != self._run.stamp:
+    def _on_coming(self, key: InstanceKey, kind: str, parts: list[memoryview]) -> None:
+        """In a reader thread. The piece is received in another one, whichever movement it is of: its sender goes on
+        with the next one then.
+        """
+        stamp, movement_id, head, num_bytes = parts
+        ways = self._member.pool.bulk(str(stamp, "utf-8"))
+        if ways is not None:
+            ways.receive(
+                ways.members.index(key),
+                int(bytes(num_bytes)),
+                lambda landed: self._submit(lambda: self._take(key, [stamp, movement_id, head, landed])),
+                lambda error: self._submit(lambda: self._fail(stamp, error)),
+            )
+
+    def _take(self, key: InstanceKey, parts: _Parts) -> None:
+        if self._run is None or parts[0] != self._run.stamp:
             return
         movement = self._movement
-        if movement is None or bytes(parts[1]) != movement.id:
+        if movement is None or parts[1] != movement.id:
             # Of a restore that this member has not heard of yet, or not any more.
             self._early = [early for early in self._early if early[1][1] == parts[1]] + [(key, parts)]
             return
+        piece = [part.take() if isinstance(part, Landed) else part for part in parts[2:]]
         try:
-            movement.mover.receive(self._run.members.index(key), parts[2:])
+            movement.mover.receive(self._run.members.index(key), piece)
         except (EngineError, ValueError) as error:
+            self._on_broken(error)
+
+    def _fail(self, stamp: Buffer, error: EngineError) -> None:
+        """A piece that was announced does not come."""
+        if self._run is not None and stamp == self._run.stamp:
             self._on_broken(error)
 
     def _settled(self, movement: _Movement) -> None:

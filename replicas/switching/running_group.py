@@ -4,9 +4,9 @@ import contextlib
 
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.replicas.engine.exchange import DropExchange
-from pengserve.replicas.engine.group_run import GroupRun
-from pengserve.replicas.engine.pp_lane import PpLane
+from pengserve.replicas.engine.groups.group_run import GroupRun
+from pengserve.replicas.engine.groups.pp_lane import PpLane
+from pengserve.replicas.engine.movers.exchange import DropExchange
 from pengserve.replicas.switching.member import Member
 from pengserve.replicas.switching.pipeline import OnBroken, PipelineTraffic
 from pengserve.replicas.switching.step_thread import Submit

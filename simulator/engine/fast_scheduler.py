@@ -16,7 +16,6 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from pengserve.planners.cost_model import Chunk
-from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.planners.types.units import blocks_for
 from pengserve.simulator.engine.draft import Draft, draft_ahead
@@ -25,6 +24,7 @@ from pengserve.simulator.engine.formation import Formation
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.queues import Entry
 from pengserve.simulator.engine.scheduler import SimStep, check_admitted, check_fits
+from pengserve.simulator.engine.unfinished import UnfinishedSteps
 from pengserve.simulator.requests import LiveRequest
 from pengserve.simulator.timing.steps import Batch
 
@@ -44,7 +44,7 @@ class FastScheduler:
         self.capacity = capacity
         self.options = options = options or SchedulerOptions()
         self._state = FastState(capacity, options)
-        self._open: list[object] = []  # handles of unfinished steps
+        self._unfinished: UnfinishedSteps[Any] = UnfinishedSteps(options.most_in_flight)
         self._steps = self._prompted = self._generated = self._resumed = 0
         self._formation = (
             Formation(
@@ -153,21 +153,17 @@ class FastScheduler:
 
     def schedule(self, max_steps: int = 1) -> SimStep | None:
         """The next step, or up to `max_steps` equal ones as one; None where there is nothing to compute now."""
-        if len(self._open) >= self.options.most_in_flight:
-            raise PlanError(f"{len(self._open)} steps are unfinished: finish one first")
+        self._unfinished.require_room()
         step = self._schedule_decodes(max_steps) if self.options.num_stages == 1 else None
         step = step or self._schedule_mixed()
         if step is not None:
-            self._open.append(step.handle)
+            self._unfinished.begin(step.handle)
         return step
 
     def finish(self, step: SimStep, num_steps: int = 1) -> list[LiveRequest]:
         """Ends `num_steps` of the oldest unfinished step, counts their tokens, and returns the requests that ended."""
-        if not self._open or step.handle is not self._open[0]:
-            raise PlanError("steps must be finished in the order in which they were scheduled, each once")
-        del self._open[0]
+        handle = self._unfinished.finish(step.handle)
         self._steps += num_steps
-        handle: Any = step.handle
         ended = self._finish_mixed(handle) if isinstance(handle, _Mixed) else self._finish_decodes(handle, num_steps)
         self._let_go(ended)
         return [entry.live for entry in ended]
@@ -263,7 +259,7 @@ class FastScheduler:
     def _draft(self) -> Draft:
         if self._formation is None:
             return Draft(self._state, self.options.max_num_batched_tokens)
-        in_flight_s = [handle.cost_s for handle in self._open if isinstance(handle, _Mixed)]
+        in_flight_s = [handle.cost_s for handle in self._unfinished if isinstance(handle, _Mixed)]
         return draft_ahead(self._state, self._formation, in_flight_s)
 
     def _cost_s(self, num_decodes: int, context: int, chunks: Sequence[Chunk]) -> float:

@@ -1,6 +1,7 @@
 """Microbatches of a pipeline for the fast scheduler: the production planner (KunServe 4.3) over its own requests.
 
-Chooses as `replicas.engine.microbatches` does for vLLM's scheduler, without vLLM, and with a cost model that is right.
+Chooses as `replicas.engine.scheduling.microbatches` does for vLLM's scheduler, without vLLM, and with a cost model
+that is right.
 """
 
 import itertools

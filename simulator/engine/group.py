@@ -66,6 +66,7 @@ def end_group(run: SimGroup) -> Sequence[LiveRequest]:
     """Takes all members out of the group. Returns its requests, which no lane holds any more."""
     requests = run.requests()
     run.close()
+    run.leader.count_ended(run.lane)
     for member in run.members:
         member.group = None
     return requests

@@ -1,7 +1,9 @@
 """One instance in virtual time: its dp lane, the group that it is in, and what it says of itself."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Collection
+from itertools import chain
 from typing import Any
 
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
@@ -48,6 +50,7 @@ class SimInstance:
         self._leaving: set[LiveRequest] = set()  # a drain waits for these
         self._drained: asyncio.Event | None = None
         self._num_requests = self._num_request_tokens = self._num_finished = self._num_finished_tokens = 0
+        self._ended = Counter[str]()  # totals of lanes of groups that have ended
         self.lane = build(GroupKind.DP, sizes.dp, (self,))
 
     @property
@@ -129,6 +132,10 @@ class SimInstance:
             if not self._leaving and self._drained is not None:
                 self._drained.set()
 
+    def count_ended(self, lane: Driver) -> None:
+        """Totals of the lane of a group that ends stay those of its leader."""
+        self._ended.update(_totals(lane))
+
     # What it says -----------------------------------------------------------------------------------------------------
 
     def load(self) -> InstanceStats:
@@ -138,10 +145,12 @@ class SimInstance:
     def _load(self) -> dict[str, Any]:
         capacity, run, held = self.capacity, self.group, self.held or ()
         scheduler = self.current.scheduler
-        reserved = run.num_reserved if run is not None and run.leader is self else 0
+        leads = run is not None and run.leader is self
+        num_arriving, reserved = (len(run.arriving), run.num_reserved) if run is not None and leads else (0, 0)
         return {
             "num_running": len(scheduler.running),
-            "num_waiting": len(scheduler.waiting) + len(held),
+            "num_waiting": len(scheduler.waiting) + len(held) + num_arriving,
+            "num_holding": num_arriving,
             "kv_blocks_used": scheduler.num_blocks - scheduler.num_free + reserved,
             "queued_tokens": scheduler.queued_tokens + sum(request.num_tokens for request in held),
             "prefilling_tokens": scheduler.prefilling_tokens,
@@ -156,15 +165,23 @@ class SimInstance:
         """Its load, as a production instance sends it after its last step."""
         run, scheduler, own = self.group, self.current.scheduler, self.lane.scheduler
         leads = run is not None and run.leader is self
+        going = chain(scheduler.running, (t.request for t in run.arriving)) if run is not None and leads else ()
         return InstanceStats(
-            **{**self._load(), **scheduler.totals, **self.current.work.named()},
+            **{**self._load(), **self._totals()},
             total_requests=self._num_requests,
             total_request_tokens=self._num_request_tokens,
             total_finished=self._num_finished,
             total_finished_tokens=self._num_finished_tokens,
-            longest_tokens=max((r.num_tokens for r in scheduler.running), default=0) if leads else 0,
+            longest_tokens=max((r.num_tokens for r in going), default=0),
             num_paused=0 if run is None else len(own.running) + len(own.waiting),
         )
+
+    def _totals(self) -> Counter[str]:
+        """Of all lanes that ever ran here: they only grow, also where the shape changes."""
+        found = Counter(_totals(self.lane)) + self._ended
+        if self.current is not self.lane:
+            found.update(_totals(self.current))
+        return found
 
     def snapshot(self) -> InstanceSnapshot:
         """All that it says of itself, as of its last step."""
@@ -182,3 +199,7 @@ class SimInstance:
             peer_endpoint=f"peer-{self.key}" if is_up and self._lanes else "",
             groups_ready=self.groups_ready,
         )
+
+
+def _totals(lane: Driver) -> dict[str, int]:
+    return {**lane.scheduler.totals, **lane.work.named()}

@@ -24,7 +24,7 @@ WRITTEN_BLOCKS = 2  # that the smallest step writes: the end of one, and the nex
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiers:
-    """KV of one instance on device and host, as `replicas.engine.tier_memory` sizes it. Blocks hold all layers."""
+    """KV of one instance on device and host, sized as by `engine.tiers.tier_memory`. Blocks hold all layers."""
 
     num_layers: int
     device_blocks: int  # vLLM's null block among them

@@ -1,20 +1,18 @@
 """A lane's scheduler that is vLLM's own: `vllm.v1.core.sched.scheduler.Scheduler` and its KV cache manager.
 
 In place of a runner's output it is told that every request that was due has got token 0. Requests enter and leave as
-`replicas.engine.lane` lets them.
+`replicas.engine.lanes.lane` lets them.
 """
 
 import itertools
-from collections import deque
 from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from pengserve.planners.cost_model import Chunk
-from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.snapshot import KvCapacity
-from pengserve.replicas.engine.microbatches import Microbatches
-from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
+from pengserve.replicas.engine.scheduling.microbatches import Microbatches
+from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import (
     ModelRunnerOutput,
     Request,
@@ -24,6 +22,7 @@ from pengserve.replicas.engine.vllm_seam import (
 )
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.scheduler import SimStep, check_admitted, check_fits
+from pengserve.simulator.engine.unfinished import UnfinishedSteps
 from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
 from pengserve.simulator.requests import Arrival, LiveRequest
 from pengserve.simulator.timing.steps import Batch
@@ -57,7 +56,7 @@ class VllmScheduler:
         self._withheld: list[int] = []  # blocks that exist and may not be handed out
         self._lives: dict[str, LiveRequest] = {}
         self._params: dict[int, SamplingParams] = {}  # by output tokens
-        self._in_flight: deque[SchedulerOutput] = deque()
+        self._unfinished: UnfinishedSteps[_Handle] = UnfinishedSteps(options.most_in_flight)
         self._steps = self._prompted = self._generated = self._preempted = self._resumed = 0
         self._prefix_queries = self._prefix_hits = 0
         self._microbatches = (
@@ -179,8 +178,7 @@ class VllmScheduler:
 
     def schedule(self, max_steps: int = 1) -> SimStep | None:
         """vLLM's next step, always a single one; None where there is nothing to compute now."""
-        if len(self._in_flight) >= self.options.most_in_flight:
-            raise PlanError(f"{len(self._in_flight)} steps are unfinished: finish one first")
+        self._unfinished.require_room()
         output = self._form()
         preempted = self._count_preempted(output.preempted_req_ids)
         while not output.num_scheduled_tokens:
@@ -192,12 +190,14 @@ class VllmScheduler:
                 preempted += self._count_preempted([given_up.request_id])
             output = self._form()
             preempted += self._count_preempted(output.preempted_req_ids)
-        self._in_flight.append(output)
-        return self._step(output, preempted)
+        step = self._step(output, preempted)
+        self._unfinished.begin(step.handle)
+        return step
 
     def _form(self) -> SchedulerOutput:
         if self._microbatches is not None:
-            return self._microbatches.schedule(self._in_flight, self.options.most_in_flight)
+            in_flight = [handle.output for handle in self._unfinished]
+            return self._microbatches.schedule(in_flight, self.options.most_in_flight)
         return self._scheduler.schedule()
 
     def _step(self, output: SchedulerOutput, preempted: tuple[LiveRequest, ...]) -> SimStep:
@@ -234,10 +234,7 @@ class VllmScheduler:
 
     def finish(self, step: SimStep, num_steps: int = 1) -> list[LiveRequest]:
         """Ends the oldest unfinished step, gives vLLM its tokens, and returns the requests that ended."""
-        output, sampled = step.handle
-        if not self._in_flight or output is not self._in_flight[0]:
-            raise PlanError("steps must be finished in the order in which they were scheduled, each once")
-        self._in_flight.popleft()
+        output, sampled = self._unfinished.finish(step.handle)
         if self._terse is not None:
             self._terse.give(output, sampled)
         else:

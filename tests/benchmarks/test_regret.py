@@ -1,13 +1,26 @@
 """The benchmark of regret: its ratios and its law, and ten cases on traces that are generated here."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
 from benchmarks.regret import report
-from benchmarks.regret.cases import CASES, STATIC, TRACES, WHOLE, Case, Limits, all_cases, is_here, small_cases
+from benchmarks.regret.cases import (
+    CASES,
+    STATIC,
+    TRACES,
+    WHOLE,
+    Case,
+    Limits,
+    all_cases,
+    arrivals_of,
+    config_of,
+    is_here,
+    small_cases,
+)
 from benchmarks.regret.law import best_static, broken, ratios
 from benchmarks.regret.run import Measured, Row, measure
 from benchmarks.result_files import read_result
@@ -17,7 +30,6 @@ SMALL = small_cases()
 KNOWN: dict[str, set[str]] = {
     "h200-70b/bursts/0.7": {"goodput"},
     "4090-8b/reasoning/0.7": {"ttft"},
-    "4090-8b/turns/0.7": {"ttft"},
 }
 
 
@@ -80,6 +92,17 @@ def test_every_file_of_the_folder_of_traces_is_a_case_or_left_out_with_a_reason(
 def test_small_cases_need_no_files() -> None:
     assert len(SMALL) == 10
     assert all(is_here(case.trace, Path("/nowhere")) for case in SMALL)
+
+
+def test_another_seed_draws_other_arrivals_of_the_same_load_and_is_named_in_the_result(tmp_path: Path) -> None:
+    tuned = SMALL[0]
+    held_out = replace(tuned, seed=11)
+    first, other = (arrivals_of(case, tmp_path) for case in (tuned, held_out))
+    assert [a.at_s for a in first] != [a.at_s for a in other] and len(other) == pytest.approx(len(first), rel=0.3)
+    assert config_of(held_out, WHOLE, other).seed == 11
+    found = replace(measured(row("dp", 100), row("pengserve", 90)), case=held_out)
+    _, text_path, _ = report.write(tmp_path, [found], "2026-01-01", is_small=True)
+    assert "seed11" in text_path.name and "seed 11" in text_path.read_text()
 
 
 @pytest.mark.slow

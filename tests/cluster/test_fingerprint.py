@@ -42,6 +42,8 @@ MATERIAL: dict[str, Any] = {
     "link_bytes_per_s": 1e9,
     "host_file": "/mnt/kv",
     "session_pin_s": 60.0,
+    "communicator": "direct",
+    "places_by_slo": True,
     "versions": "PengServe 9.9.9, vLLM 9.9.9",
 }
 

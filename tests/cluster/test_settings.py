@@ -136,11 +136,12 @@ def test_variables_that_kubernetes_and_the_command_line_set_are_left_alone(monke
             {"instances": {"memory_bytes": 1 << 30}, "engine": {"kv_cache_memory_bytes": 1 << 20}},
             ["engine.kv_cache_memory_bytes", "leave it out", "instances.memory_bytes"],
         ),
-        ({"instances": {"memory_bytes": 4096}}, ["instances", "memory_bytes (4096)", "chunk_bytes (2097152)"]),
-        ({"instances": {"memory_bytes": "2 GiB"}}, ["instances.memory_bytes", "integer", "'2 GiB'"]),
+        ({"instances": {"memory_bytes": 4096}}, ["instances.memory_bytes (4096)", "chunk_bytes (2097152)"]),
+        ({"instances": {"memory_bytes": "2 GiB"}}, ["instances.memory_bytes", "auto, or a whole number", "'2 GiB'"]),
         ({"memory": {"host_bytes": "2 GiB"}}, ["memory.host_bytes", "give auto, or a number of bytes", "'2 GiB'"]),
         ({"memory": {"host_bytes": -1}}, ["memory.host_bytes", "give auto, or a number of bytes"]),
         ({"memory": {"link_bytes_per_s": 0}}, ["memory.link_bytes_per_s", "greater than 0"]),
+        ({"memory": {"place_by_slo": True}}, ["place_by_slo needs a host tier", "memory.host_bytes"]),
     ],
 )
 def test_a_value_that_cannot_work_is_refused_with_its_key_and_what_is_accepted(data, words):
@@ -429,6 +430,17 @@ def test_drops_are_set_by_file_and_by_environment_alike_for_instances_and_contro
     monkeypatch.setenv("PENGSERVE_SHAPE__DROP__MAX_STAGES", "2")
     settings = load_settings(path)
     assert settings.instance_config("").max_stages == settings.controller_config().drop.max_stages == 2
+
+
+def test_memory_may_be_what_is_free_and_chunks_are_those_of_the_device():
+    asked = {"count": 2, "memory_bytes": "auto"}
+    on_cpu = load_settings(None, model="m", instances={**asked, "device": "cpu"}, shape={"drop": {"max_stages": 2}})
+    on_cuda = load_settings(None, model="m", instances={**asked, "device": "cuda"}, shape={"cuda": "experimental"})
+    for settings, chunk_bytes in ((on_cpu, 2 << 20), (on_cuda, 64 << 20)):
+        instance = settings.instance_config("")
+        assert (instance.memory_bytes, instance.chunk_bytes) == (-1, chunk_bytes)
+        assert "kv_cache_memory_bytes" not in instance.engine
+        assert Settings.model_validate(settings.to_args()) == settings
 
 
 def test_microbatches_are_formed_by_lookahead_unless_tokens_are_asked_for():

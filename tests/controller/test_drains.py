@@ -189,10 +189,12 @@ async def test_a_member_of_a_group_serves_on_until_the_group_has_ended(pair: str
         assert operation.phase is DrainPhase.LEAVING and not operation.safe_to_delete
         await port.in_commit.wait()
         assert controller.drain_operation(instance_id).phase is DrainPhase.LEAVING
+        assert controller.snapshot().leaving == (instance_id,)
         assert ("0.1", "tp2") in shapes(controller), "the group serves until its switch is over"
         assert (await controller.drain_instance(instance_id, 60.0)).id == operation.id
         port.may_commit.set()
         await until(lambda: is_done(controller, instance_id))
+        assert controller.snapshot().leaving == ()
         ends = log(controller, EventKind.TRANSITION_END)
         assert ends[-1].data["what"] == "split tp2@(0,1) (carry)" and "being drained" in ends[-1].why
         for _ in range(5):

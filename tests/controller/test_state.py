@@ -16,10 +16,15 @@ from pengserve.controller.state import Transition
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey, Version
+from pengserve.planners.types.placements import PlacementNote
 from pengserve.planners.types.snapshot import InstanceState
 from tests.controller.fakes import FIRST, answer, life
 from tests.support.effort import examples
 
+NOTE = PlacementNote(
+    number=1, reason="another batch", why="2 requests keep layers away, 0 are paused", shape="dp", num_stepped=3,
+    num_away=2, num_paused=0, step_s=0.02, num_late=0, moved_bytes=0, solved_s=0.003,
+)  # fmt: skip
 CONFIG = ControllerConfig(app="laws", num_instances=3, lost_after_s=10, start_timeout_s=100)
 
 
@@ -273,6 +278,30 @@ def test_a_slot_goes_on_counting_where_its_leftovers_ended() -> None:
     state = transitions.observe(state, [(life(2, 6), Killed())], now_s=0).state
     state = transitions.create(state, [InstanceId(2)], "test", now_s=0).state
     assert state.slots[2].key == life(2, 7)
+
+
+def test_each_change_of_a_placement_is_an_event_once_and_a_new_controller_tells_of_new_ones() -> None:
+    config = replace(CONFIG, num_instances=1)
+    state, key = started(config), life(0, 1)
+
+    def told(state: transitions.ClusterState, *numbers: int) -> tuple[transitions.ClusterState, list[int]]:
+        notes = tuple(replace(NOTE, number=number) for number in numbers)
+        seen = replace(answer(key, InstanceState.READY), placements=notes)
+        found = transitions.observe(state, [(key, seen)], now_s=1)
+        events = [change for change in found.changes if change.kind is EventKind.PLACEMENT_CHANGED]
+        assert all(event.span == span(key) and event.why == NOTE.why for event in events)
+        return found.state, [event.data["number"] for event in events]
+
+    state, found = told(state, 1, 2)
+    assert found == [1, 2]
+    state, found = told(state, 1, 2, 3)
+    assert found == [3]
+    assert told(state, 1, 2, 3)[1] == []
+    empty = transitions.empty(config, version=FIRST, epoch=Epoch(1))
+    old = replace(answer(key, InstanceState.READY), placements=(replace(NOTE, number=4),))
+    adopted = transitions.adopt(empty, {key: old}, [], [], now_s=0)
+    assert not [c for c in adopted.changes if c.kind is EventKind.PLACEMENT_CHANGED], "it was told of before, perhaps"
+    assert told(adopted.state, 4, 5)[1] == [5]
 
 
 def test_the_reason_of_a_failure_is_shown_until_the_slot_is_ready_again() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from pengserve.cluster.ingress.routes import RouteWatcher
+from pengserve.cluster.ingress.routing.routes import RouteWatcher
 from pengserve.controller.events import EventLog
 from pengserve.controller.loop import Controller
 from pengserve.controller.terms import LocalTermStore, Term

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from pengserve.cluster.app import HEALTH_TIMEOUT_S
-from pengserve.cluster.ingress.ray_source import ANSWER_TIMEOUT_S
-from pengserve.cluster.ingress.records import SUPERSEDED_WAIT_S
+from pengserve.cluster.ingress.in_flight.records import SUPERSEDED_WAIT_S
+from pengserve.cluster.ingress.routing.ray_source import ANSWER_TIMEOUT_S
 from pengserve.cluster.settings import Settings
 from pengserve.controller.rollover import HANDOVER_S
 from pengserve.planners.types.snapshot import STEP_GRACE_S

@@ -174,6 +174,19 @@ def test_pipelines_that_do_not_nest_are_no_parts() -> None:
     )
 
 
+@pytest.mark.parametrize("layout", ["tp2@(0,1)", "tp2@(2,3)", "tp2@(0,1) tp2@(2,3)"])
+def test_a_merge_takes_narrower_groups_and_ends_in_instances_alone(layout: str) -> None:
+    seen = snapshot(4, layout)
+    parts = " ".join(map(str, seen.layout.groups))
+    grow = switch("tp4@(0..3)", is_merge=True, parts=parts)
+    assert check_switch(grow, seen) == ()
+    wide = snapshot(4, "tp4@(0..3)")
+    after = replace(wide, layout=replace(wide.layout, epoch=grow.inverse.epoch))
+    assert check_switch(grow.inverse, after) == () and all(part.degree == 1 for part in grow.inverse.parts)
+    with pytest.raises(ValueError, match="ends in its members alone"):
+        switch("tp4@(0..3)", is_merge=False, parts=parts)
+
+
 @pytest.mark.parametrize("parts", ["pp2@(0,1)", "pp2@(0,1) dp@(3) dp@(2)", "tp2@(0,1) dp@(2) dp@(3)", "pp4@(0..3)"])
 def test_what_are_no_parts_of_a_group_is_no_plan(parts: str) -> None:
     with pytest.raises(ValueError, match=r"pp4@\(0,1,2,3\)"):

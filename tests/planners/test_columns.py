@@ -7,6 +7,7 @@ from functools import partial
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pengserve.planners.columns import ReadyInstances
 from pengserve.planners.demand_trend import MIN_GAP_S, MIN_LOOKS, DemandTrend
 from pengserve.planners.drop import Verdict, plan_drop
 from pengserve.planners.load import ClusterView
@@ -36,6 +37,16 @@ LAYOUTS = [
     "pp4@(2..5)",
     "pp8@(0..7)",
 ]
+
+
+def test_columns_that_are_read_together_are_those_that_are_read_alone() -> None:
+    seen = snapshot(5, loads={i: stats(requests=i, waiting=7 - i, blocks=10 * i) for i in (0, 1, 3, 4)}, without=[2])
+    names = ("num_running", "num_waiting", "kv_blocks_used")
+    alone, together = ReadyInstances(seen.instances), ReadyInstances(seen.instances)
+    assert together.stat("num_waiting").tolist() == [7, 6, 0, 4, 3]  # one that is known by then
+    found = together.stats(names)
+    assert list(found) == list(names)
+    assert all((found[name] == alone.stat(name)).all() and found[name] is together.stat(name) for name in names)
 
 
 @st.composite

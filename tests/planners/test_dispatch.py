@@ -11,6 +11,7 @@ from pengserve.planners.dispatch import (
     MIN_HIT_TOKENS,
     MIN_WAIT_TOKENS,
     MOST_AHEAD,
+    PREFILL_WEIGHT,
     SESSION_SHARE,
     Candidate,
     DispatchOptions,
@@ -79,6 +80,25 @@ def test_equal_requests_spread_evenly(num_instances: int, num_requests: int) -> 
     assert max(unseen) - min(unseen) <= 1
 
 
+@pytest.mark.parametrize(("weight", "expected"), [(PREFILL_WEIGHT, 1), (1.0, 0)])
+def test_a_request_goes_where_a_slot_is_free_though_more_memory_is_held_there(weight: float, expected: int) -> None:
+    """By load alone, as plain vLLM is dispatched, it would wait where all slots are taken."""
+    full, free = (
+        Candidate(
+            key=InstanceKey(instance_id=InstanceId(i), incarnation=0),
+            resident_tokens=held,
+            queued_tokens=0,
+            unseen_tokens=0,
+            capacity_tokens=100_000,
+            num_requests=count,
+            num_slots=256,
+            weight=weight,
+        )
+        for i, (held, count) in enumerate(((50_000, 256), (51_000, 250)))
+    )
+    assert choose([full, free], 100) == (full, free)[expected].key
+
+
 shaped = st.builds(
     Candidate,
     key=st.builds(InstanceKey, instance_id=st.integers(0, 50).map(InstanceId), incarnation=st.just(0)),
@@ -90,6 +110,7 @@ shaped = st.builds(
     shape=st.sampled_from(["dp", "dp", "tp2", "tp4"]),
     max_tokens=st.one_of(st.none(), st.integers(500, 4000)),
     num_priority=st.integers(0, 2),
+    num_slots=st.sampled_from([0, 8, 256]),
 )
 routes = st.lists(shaped, max_size=8, unique_by=lambda c: c.key)
 request_options = st.builds(

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from pengserve.planners.fairness import LIFTED, FairConfig, FairShares, Order
+from pengserve.planners.fairness import LIFTED, FairConfig, FairShares, Order, told_band
 from pengserve.planners.types.contract import BUILT_IN_CLASSES, ServiceClass, by_name
 
 CLASSES = by_name([ServiceClass(name="flex", priority=1, weight=0.5, guaranteed_share=0.2)])
@@ -128,6 +128,32 @@ def test_two_ingresses_that_share_counters_treat_a_tenant_as_one() -> None:
     there.merge(total, here.least_active())
     assert there.served() == {"t": 4.0}
     assert there.tend(0.0)["b"] == Order(0, 4.0)
+
+
+def test_a_tenant_ahead_of_its_share_comes_after_equally_urgent_ones_also_where_it_runs() -> None:
+    shares = FairShares(CONFIG)
+    shares.add("guest 0", "guest", "default", 0, 1.0, 0.0)
+    for index in range(30):
+        shares.add(f"flood {index:02}", "flood", "default", 0, 1.0, 0.0)
+    for index in range(10):
+        shares.begin(f"flood {index:02}", 0.1 * index)
+    changed = shares.tend(1.0)
+    assert len(changed) == 30 and {order.band for order in changed.values()} == {told_band(0, is_ahead=True)}
+    [(_, guest)] = shares.add("guest 1", "guest", "default", 0, 1.0, 1.0).items()
+    assert guest < min(changed.values()) and guest.band < changed["flood 03"].band
+    urgent = shares.add("urgent", "flood", "default", -1, 1.0, 1.0)["urgent"]
+    assert urgent < guest, "priorities are heeded across tenants"
+
+
+def test_what_a_tenant_is_charged_at_another_ingress_counts_here() -> None:
+    shares = FairShares(CONFIG)
+    for name in ("guest", "flood"):
+        shares.add(name, name, "default", 0, 1.0, 0.0)
+    shares.merge({"flood": 500.0, "guest": 500.0}, None)
+    assert {order.band for order in shares.tend(0.1).values()} == {0}, "what was long ago is no lead"
+    shares.merge({"flood": 540.0, "guest": 501.0}, None)
+    assert shares.tend(0.2)["flood"].band == told_band(0, is_ahead=True)
+    assert shares.order("guest") == Order(0, 501.0)
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.floats(0.1, 5.0), st.floats(0.0, 9.0)), min_size=1, max_size=60))

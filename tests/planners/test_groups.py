@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pengserve.planners.groups import expand, groups_for, pipelines_for
+from pengserve.planners.groups import expand, groups_for, likely_groups, pipelines_for
 from pengserve.planners.types.ids import Epoch, InstanceId
 from pengserve.planners.types.layout import Group, GroupKind, Layout, degree_of, parse_groups, tensor_degree_of
 
@@ -187,3 +187,16 @@ def test_only_tensor_parallelism_shares_a_layer(shape: str, degree: int) -> None
 def test_what_is_no_group_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"group|member|instance|upwards"):
         Group.parse(text)
+
+
+@given(st.integers(1, 40), st.sets(st.sampled_from(DEGREES)), st.sampled_from([1, 2, 3, 4, 8]))
+def test_on_one_node_with_slots_in_order_an_instances_likely_groups_are_its_groups(
+    count: int, degrees: set[int], max_stages: int
+) -> None:
+    ranks = tuple(map(InstanceId, range(count)))
+    found = (*groups_for(ranks, dict.fromkeys(ranks, "a"), degrees), *pipelines_for(ranks, ranks, max_stages))
+    for instance_id in ranks:
+        likely = likely_groups(instance_id, degrees, max_stages)
+        assert [group for group in likely if max(group.members) < count] == [
+            group for group in found if instance_id in group.members
+        ]

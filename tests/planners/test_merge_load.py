@@ -107,8 +107,8 @@ def test_a_sole_request_is_best_served_by_all() -> None:
 def test_idle_pairs_become_a_group_of_four() -> None:
     pairs = tuple(Group.parse(text) for text in ("tp2@(0,1)", "tp2@(2,3)"))
     cluster = VirtualCluster(4, lambda _: 0, groups=pairs).run(20)
-    steps = ["split tp2@(0,1)", "split tp2@(2,3)", "merge tp4@(0,1,2,3)"]
-    assert [what(found) for _, found in cluster.switches] == steps
+    assert [what(found) for _, found in cluster.switches] == ["merge tp4@(0,1,2,3)"]
+    assert cluster.switches[0][1].parts == pairs
     assert cluster.switches[0][0] == DWELL_S
 
 

@@ -37,14 +37,30 @@ def test_a_route_that_holds_the_long_request_is_enough_and_stays() -> None:
     assert what(plan(replace(seen, demands=()))) == "split tp2@(0,1)"
 
 
-def test_a_wider_need_splits_first_then_merges() -> None:
+@pytest.mark.parametrize("layout", ["tp2@(0,1) tp2@(2,3)", "tp2@(2,3)", ""])
+def test_a_wider_need_is_met_in_one_switch(layout: str) -> None:
+    found = plan(snapshot(4, layout, demands=[Demand(longest_waiting_tokens=3 * DP_TOKENS)]))
+    assert what(found) == "merge tp4@(0,1,2,3)"
+    assert found is not None and {Group.parse(name) for name in layout.split()} <= set(found.parts)
+
+
+def test_groups_that_keep_requests_paused_are_split_before_a_wider_one() -> None:
     demand = [Demand(longest_waiting_tokens=3 * DP_TOKENS)]
-    steps = [what(plan(snapshot(4, layout, demands=demand))) for layout in ("tp2@(0,1) tp2@(2,3)", "tp2@(2,3)", "")]
-    assert steps == ["split tp2@(0,1)", "split tp2@(2,3)", "merge tp4@(0,1,2,3)"]
+    paused = {1: stats("tp2", 0, num_paused=2)}
+    seen = snapshot(4, "tp2@(0,1) tp2@(2,3)", paused, demands=demand)
+    assert what(plan(seen)) == "split tp2@(0,1)"
 
 
-def test_a_long_request_waits_for_one_that_runs() -> None:
+@pytest.mark.parametrize("layout", ["tp2@(0,1)", "tp2@(0,1) tp2@(2,3)"])
+def test_a_group_that_a_long_request_needs_grows_for_a_longer_one(layout: str) -> None:
+    """It could not be split first."""
     loads = {0: stats("tp2", 1, 0, 60, longest_tokens=DP_TOKENS + 1)}
+    seen = snapshot(4, layout, loads, demands=[Demand(longest_waiting_tokens=3 * DP_TOKENS)])
+    assert what(plan(seen)) == "merge tp4@(0,1,2,3)"
+
+
+def test_a_longer_request_waits_for_one_that_runs_where_its_group_cannot_grow() -> None:
+    loads = {0: stats("tp2", 1, 0, 60, longest_tokens=DP_TOKENS + 1), 1: stats("tp2", 0, num_paused=1)}
     seen = snapshot(4, "tp2@(0,1)", loads, demands=[Demand(longest_waiting_tokens=3 * DP_TOKENS)])
     assert plan(seen) is None
 

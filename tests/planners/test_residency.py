@@ -96,3 +96,14 @@ def test_a_prefix_that_is_staged_for_a_prompt_is_not_whole_for_others() -> None:
     long = replace(decoding("b", 17), shared=prefix)
     prompts = [replace(prompt("a", 32 * 20), is_new=False, shared=prefix)]
     assert plan_residency([*prompts, long], alone).stepped == {"a"}
+
+
+def test_layers_that_are_on_the_host_leave_room_for_others_and_for_their_own_turns() -> None:
+    """Two requests of 12 blocks in 4 layers and 80 cells; `cells_of` and the layer that stages most are counted."""
+    whole = [decoding("a", 12), decoding("b", 12)]
+    assert plan_residency(whole, DEVICE).stepped == {"a"}
+    away = [replace(r, away=(phase, phase + 2), num_away=11) for r, phase in zip(whole, (0, 1), strict=True)]
+    assert plan_residency(away, DEVICE).stepped == {"a", "b"}  # 96 cells without 44, and 11 in turns
+    same = [replace(r, away=(1, 3), num_away=11) for r in whole]
+    assert plan_residency(same, DEVICE).stepped == {"a", "b"}  # ... and 22 in turns
+    assert plan_residency([replace(r, away=(1,), num_away=11) for r in whole], DEVICE).stepped == {"a"}  # 96 again

@@ -6,21 +6,31 @@ from itertools import combinations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pengserve.planners.waves import MAX_SPLIT_TOKENS, MAX_WAVE_TOKENS, Mover, Wave, merge_wave, split_wave
+from pengserve.planners.waves import MAX_SPLIT_TOKENS, MAX_WAVE_TOKENS, Mover, Wave, merge_wave, place, split_wave
 
 BLOCK = 16  # tokens of a block of `dp`
 
 
-def mover(index: int, rank: int, num_tokens: int, size: int, shared: tuple[int, ...] = ()) -> Mover:
-    """A request of so many tokens of a group of `size`, whose blocks hold `size` times as many; some are shared."""
+def mover(index: int, ranks: int | tuple[int, ...], num_tokens: int, size: int, shared: tuple[int, ...] = ()) -> Mover:
+    """A request of so many tokens of a group of `size`, whose blocks hold `size` times as many; some are shared.
+
+    It comes from one rank, or from a narrower group of some.
+    """
+    ranks = (ranks,) if isinstance(ranks, int) else ranks
     return Mover(
         request_id=str(index),
-        rank=rank,
+        ranks=ranks,
         num_tokens=num_tokens,
         num_needed=-(-(num_tokens + 1) // (size * BLOCK)),
-        num_own=max(0, -(-num_tokens // BLOCK) - len(shared)),
+        num_own=max(0, -(-num_tokens // (len(ranks) * BLOCK)) - len(shared)),
         shared=shared,
     )
+
+
+PARTS = {
+    2: (((0,), (1,)),),
+    4: (((0,), (1,), (2,), (3,)), ((0, 1), (2, 3)), ((0, 1), (2,), (3,)), ((0,), (1,), (2, 3))),
+}
 
 
 @st.composite
@@ -28,9 +38,9 @@ def merges(draw: st.DrawFn, most_tokens: int = 4_000, most: int = 12) -> tuple[l
     size = draw(st.sampled_from([2, 4]))
     free = draw(st.lists(st.integers(0, 60), min_size=size, max_size=size))
     shares = st.lists(st.integers(1, 4), max_size=3, unique=True).map(tuple)
-    one = st.tuples(st.integers(0, size - 1), st.integers(1, most_tokens), shares)
+    one = st.tuples(st.sampled_from(draw(st.sampled_from(PARTS[size]))), st.integers(1, most_tokens), shares)
     drawn = draw(st.lists(one, max_size=most))
-    return [mover(index, rank, tokens, size, shared) for index, (rank, tokens, shared) in enumerate(drawn)], free
+    return [mover(index, ranks, tokens, size, shared) for index, (ranks, tokens, shared) in enumerate(drawn)], free
 
 
 def after(
@@ -39,7 +49,7 @@ def after(
     """Free blocks of each member once these are where they go, counted block by block."""
 
     def held(movers: Sequence[Mover], rank: int) -> int:
-        mine = [m for m in movers if m.rank == rank]
+        mine = [m for m in movers if rank in m.ranks]
         return sum(m.num_own for m in mine) + len({block for m in mine for block in m.shared})
 
     gone = {m.request_id for m in (*moving, *given_up)}
@@ -72,7 +82,7 @@ def test_after_each_wave_no_member_is_short_of_blocks(merge: tuple[list[Mover], 
 def test_what_a_member_sends_of_a_wave_is_bounded(merge: tuple[list[Mover], list[int]]) -> None:
     for wave, _ in all_waves(*merge):
         for rank in range(4):
-            assert sum(m.num_tokens for m in wave.moving if m.rank == rank) <= MAX_WAVE_TOKENS
+            assert sum(m.num_tokens / len(m.ranks) for m in wave.moving if rank in m.ranks) <= MAX_WAVE_TOKENS
 
 
 @given(merges(most_tokens=800))
@@ -104,6 +114,13 @@ def test_two_members_without_a_free_block_live_on_what_their_waves_free() -> Non
     assert (len(wave.moving), wave.given_up) == (8, ())
 
 
+def test_full_pairs_live_on_what_their_waves_free_at_both_members() -> None:
+    """As many bytes before and after, and not one block to spare."""
+    coming = [mover(index, ((0, 1), (2, 3))[index % 2], 12 * BLOCK - 1, 4) for index in range(8)]  # 6 blocks, then 3
+    wave = merge_wave(coming, [0, 0, 0, 0])
+    assert (len(wave.moving), wave.given_up, wave.left) == (8, (), ())
+
+
 def test_a_full_member_is_relieved_by_an_empty_one() -> None:
     coming = [mover(index, 0, 10 * BLOCK, 2) for index in range(6)]
     wave = merge_wave(coming, [0, 60])
@@ -114,7 +131,7 @@ def test_long_requests_go_one_of_each_member_at_a_time() -> None:
     num_tokens = MAX_WAVE_TOKENS - 1
     coming = [mover(index, index // 3, num_tokens, 2) for index in range(6)]
     waves = [wave for wave, _ in all_waves(coming, [2, 2])]
-    assert [sorted(m.rank for m in wave.moving) for wave in waves] == [[0, 1]] * 3
+    assert [sorted(m.ranks for m in wave.moving) for wave in waves] == [[(0,), (1,)]] * 3
 
 
 def test_who_came_last_is_given_up_where_no_room_is_left() -> None:
@@ -148,3 +165,22 @@ def test_a_split_takes_what_there_is_and_leaves_only_what_has_no_room(
         num_tokens += tokens
         assert room[rank] >= 0
     assert num_tokens <= 2 * MAX_SPLIT_TOKENS
+
+
+@given(
+    st.lists(st.tuples(st.just(1), st.integers(1, 40)), max_size=20),
+    st.lists(st.integers(0, 60), min_size=2, max_size=2),
+    st.lists(st.integers(0, 60), min_size=2, max_size=2),
+)
+def test_hosts_take_what_no_device_has_room_for(
+    leaving: list[tuple[int, int]], free: list[int], on_hosts: list[int]
+) -> None:
+    blocks, rows = list(free), list(on_hosts)
+    for (_, needed), found in zip(leaving, place(leaving, free, on_hosts=on_hosts), strict=True):
+        room = blocks if needed <= max(blocks) else rows
+        if found is None:
+            assert needed > max(rows)
+            continue
+        assert room[found] == max(room)
+        room[found] -= needed
+        assert room[found] >= 0

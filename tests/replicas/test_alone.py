@@ -31,8 +31,8 @@ MEMORY_BYTES = 16 << 20
 PROMPT, NUM_TOKENS = [17, 300, 45, 9, 120], 24
 LANES, AGENT = (InstanceKey(instance_id=InstanceId(i), incarnation=0) for i in (0, 2))
 FAULTS = {
-    LANES: "pengserve.replicas.engine.tp_lane:TpLane.__init__=RuntimeError@0;"
-    "pengserve.replicas.engine.base_memory:BaseMemory._take=AssertionError@2",  # two of four layers have moved by then
+    LANES: "pengserve.replicas.engine.groups.tp_lane:TpLane.__init__=RuntimeError@0;"
+    "pengserve.replicas.engine.lanes.base_memory:BaseMemory._take=AssertionError@2",  # two layers have moved
     AGENT: "pengserve.replicas.comm.peers:PeerNetwork.__init__=AssertionError@0;"
     "pengserve.replicas.engine.worker:adopt_state=ValueError@0",
 }

@@ -9,8 +9,8 @@ from vllm import SamplingParams
 
 from pengserve.planners.types.contract import NO_CONTRACT, Contract, Pacing, Slo, SloPolicy
 from pengserve.planners.types.ids import InstanceId, InstanceKey
-from pengserve.replicas.engine.handoff import Handoff
-from pengserve.replicas.engine.reshard import Traveller
+from pengserve.replicas.engine.lanes.handoff import Handoff
+from pengserve.replicas.engine.movers.reshard import Traveller
 from pengserve.replicas.engine.vllm_seam import Request
 from pengserve.replicas.engine.wire import AddRequest, Codec
 from pengserve.replicas.open_requests import OpenRequests
@@ -64,7 +64,7 @@ def test_it_goes_along_to_another_instance() -> None:
         handoff = here.handoff(Request.from_engine_core_request(asked(request_id), None))
         assert isinstance(handoff, Handoff)
         codec = SwitchCodec()
-        wave = MergeWave(travellers=[Traveller(request_id, 1, [4], handoff)], lease=[], given_up=[])
+        wave = MergeWave(travellers=[Traveller(request_id, 1, [4], handoff)], lease=[], given_up=[], freed=[])
         word = codec.decode(codec.encode(SwitchMessage("1", wave))).word
         assert isinstance(word, MergeWave)
         assert there.welcome(word.travellers[0].handoff) == 0
@@ -95,3 +95,12 @@ def test_a_new_order_holds_for_one_that_is_still_being_prepared_and_where_it_goe
     handoff = requests.handoff(prepared)
     assert isinstance(handoff, Handoff)
     assert (handoff.request.priority, handoff.request.arrival_time) == (-2, 0.25)
+
+
+def test_what_ingresses_are_to_send_again_is_counted() -> None:
+    requests = open_requests()
+    for request_id in ("goes", "also", "carried", "stays"):
+        requests.add(asked(request_id))
+    requests.moved(["goes", "also", "unknown"], None, carried=False)
+    requests.moved(["carried"], InstanceKey(instance_id=InstanceId(1), incarnation=0), carried=True)
+    assert requests.num_sent_back == 2

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
+from pengserve.planners.types.placements import PlacementNote
 from pengserve.planners.types.snapshot import (
     DeviceInfo,
     InstanceSnapshot,
@@ -35,6 +36,7 @@ OTHERS: dict[str, Any] = {
     "groups_failed": ("tp2@(0,1)/0.1-1.1/0",),
     "phase": "loading the model",
     "failure": "it has failed",
+    "placements": (PlacementNote(number=1, reason="the batch changed", why="no layer away", shape="dp", num_away=0),),
 }
 
 

@@ -108,3 +108,22 @@ def test_the_age_of_a_step_is_told_while_it_lasts(
     go_on.set()
     until(lambda: watch.aged(stats) is stats)
     assert harness.loop.stop(WAIT_S)
+
+
+def test_what_is_known_to_take_long_is_excused_for_that_long_and_no_longer(
+    watched: tuple[Harness, list[str]],
+) -> None:
+    harness, told = watched
+    run_steps(harness, step_watch.FIRST_STEPS)
+    go_on = threading.Event()
+
+    def compile_a_lane() -> None:
+        harness.loop.excuse(1.0)
+        go_on.wait(WAIT_S)
+
+    harness.loop.submit(compile_a_lane)
+    time.sleep(3 * LEAST_S)
+    assert not told and harness.loop.stalled_s == 0.0
+    until(lambda: bool(told))
+    go_on.set()
+    assert harness.loop.stop(WAIT_S)

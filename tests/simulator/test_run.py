@@ -5,8 +5,11 @@ import random
 import pytest
 
 from pengserve.planners.types.events import EventKind
-from pengserve.planners.types.snapshot import InstanceState
+from pengserve.planners.types.snapshot import InstanceState, InstanceStats
 from pengserve.simulator.config import SimulationConfig
+from pengserve.simulator.engine.group import SimGroup
+from pengserve.simulator.engine.switches import drop as switches_drop
+from pengserve.simulator.engine.switches.switch import SimSwitch
 from pengserve.simulator.requests import Arrival
 from pengserve.simulator.result import Result
 from pengserve.simulator.run import Simulation
@@ -100,6 +103,18 @@ def test_every_request_ends_once_with_its_tokens_and_gives_back_its_blocks(name:
     assert sum(moment.generated_tokens for moment in result.moments) == sum(a.output_tokens for a in arrivals)
 
 
+@pytest.mark.parametrize("name", ["asked-carry", "asked-soft", "asked-pipelines"])
+def test_totals_of_an_instance_are_those_of_all_its_lanes_as_they_are_in_production(name: str) -> None:
+    """The judge learns lengths of answers from them: a total that fell and rose with the shape told it of 100,000."""
+    arrivals = mixed_load()
+    simulation = simulation_of(CASES[name], arrivals, kv_tokens=SHORT_OF_KV)
+    assert switches(simulation.run_to_end())
+    stats = [instance.stats() for instance in simulation.cluster.living()]
+    made = sum(arrival.output_tokens for arrival in arrivals)
+    assert sum(s.total_generated_tokens for s in stats) == sum(s.total_finished_tokens for s in stats) == made
+    assert all(s.total_costed_steps <= s.step for s in stats)
+
+
 def random_history(seed: int) -> SimulationConfig:
     """Layouts that follow each other at any time, and deaths between them."""
     draw = random.Random(seed)
@@ -162,6 +177,22 @@ def test_a_drop_makes_a_burst_wait_less() -> None:
     assert sum(o.ttft_s or 0 for o in dropped.outcomes) < 0.5 * sum(o.ttft_s or 0 for o in alone.outcomes)
 
 
+def test_requests_whose_kv_is_on_its_way_after_a_drop_are_in_the_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in production, see tests/replicas/engine/test_arrivals.py: the load of the group would look gone."""
+    found: list[tuple[list[int], InstanceStats]] = []
+    begun = switches_drop._exchange
+
+    async def noted(switch: SimSwitch, run: SimGroup, pairs: dict[tuple[int, int], int]) -> None:
+        found.append(([t.request.num_tokens for t in run.arriving], run.leader.stats()))
+        await begun(switch, run, pairs)
+
+    monkeypatch.setattr(switches_drop, "_exchange", noted)
+    simulate_small(config_of(cluster={"max_stages": 2}, layouts=[{"at_s": 3, "layout": "pp2"}]), poisson(100, 10))
+    ((tokens, stats),) = found
+    assert stats.num_holding == len(tokens) > 0 and stats.longest_tokens == max(tokens)
+    assert stats.num_waiting >= stats.num_holding and stats.num_running == 0 < stats.kv_blocks_used
+
+
 def test_carried_requests_are_not_computed_again() -> None:
     config = config_of(cluster={"max_stages": 2}, layouts=[{"at_s": 3, "layout": "pp2"}, {"at_s": 9, "layout": "dp"}])
     result = simulate_small(config, poisson(200, 10))
@@ -193,6 +224,29 @@ def test_pipelines_grow_and_are_cut_with_what_runs() -> None:
         *("pp2@(0,1) dp@(2) dp@(3)", "pp2@(0,1) dp@(2) dp@(3)", "dp@(0) dp@(1) dp@(2) dp@(3)"),
     ]
     assert all(report["num_carried"] > 0 and report["num_recomputed"] == 0 for report in reports)
+
+
+@pytest.mark.parametrize("scheduler", ["fast", "vllm"])
+def test_pairs_become_a_group_of_four_in_one_switch(scheduler: str) -> None:
+    asked = ((3, "tp2"), (5, "tp4"), (8, "tp2@(0,1)"), (10, "tp4"), (13, "dp"))
+    options = {"dispatch": "load", "merge": {"is_auto": False}}
+    config = config_of(
+        options=options,
+        cluster={"instances": 4, "degrees": [2, 4]},
+        scheduler=scheduler,
+        layouts=[{"at_s": at_s, "layout": layout} for at_s, layout in asked],
+    )
+    simulation = simulation_of(config, poisson(300, 18))
+    result = simulation.run_to_end()
+    reports = [e.data for e in result.events if e.kind is EventKind.TRANSITION_END]
+    made = [(verb, report["parts"]) for verb, report in zip(switches(result), reports, strict=True)]
+    assert sorted(made[:2]) == [("merge", "dp@(0) dp@(1)"), ("merge", "dp@(2) dp@(3)")]
+    assert made[2:] == [
+        *(("merge", "tp2@(0,1) tp2@(2,3)"), ("split", "dp@(0) dp@(1) dp@(2) dp@(3)"), ("merge", "dp@(0) dp@(1)")),
+        *(("merge", "tp2@(0,1) dp@(2) dp@(3)"), ("split", "dp@(0) dp@(1) dp@(2) dp@(3)")),
+    ]
+    assert all(report["num_carried"] > 0 and report["num_recomputed"] == 0 for report in reports)
+    assert sum(o.num_preemptions for o in result.outcomes) == 0 and leftovers(simulation) == []
 
 
 def test_a_hard_merge_pauses_what_runs_until_the_split() -> None:

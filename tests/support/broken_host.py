@@ -1,7 +1,8 @@
 """`pengserve.replicas.host`, an instance as a process, in which functions raise what a test asks for.
 
-PENGSERVE_TEST_FAULTS names them, by semicolons: "pengserve.replicas.engine.tp_lane:TpLane.__init__=RuntimeError@0": the
-first call raises, and each after it; with "@2" the third and each after it.
+PENGSERVE_TEST_FAULTS names them, by semicolons:
+"pengserve.replicas.engine.groups.tp_lane:TpLane.__init__=RuntimeError@0": the first call raises, and each
+after it; with "@2" the third and each after it.
 """
 
 import builtins

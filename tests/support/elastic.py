@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pengserve.cluster.ingress.config import IngressConfig, LimitConfig
-from pengserve.cluster.ingress.routes import CalledSource
+from pengserve.cluster.ingress.routing.routes import CalledSource
 from pengserve.controller.events import EventLog
 from pengserve.controller.loop import Controller
 from pengserve.controller.process_port import HOST_COMMAND, ProcessPort
@@ -78,6 +78,10 @@ class ElasticCluster:
         peer_timeout_s: float = 5.0,
         host_bytes: int = 0,
         link_bytes_per_s: float = 0.0,
+        places_by_slo: bool = False,
+        host_module: str = "",
+        device: str = "cpu",
+        communicator: str = "",
     ) -> None:
         flags = {**ENGINE, **(engine or {})}
         if memory_bytes:
@@ -85,6 +89,8 @@ class ElasticCluster:
         self.instance_config = InstanceConfig(
             app="tests",
             model=str(model),
+            device=device,
+            communicator=communicator,
             engine=flags,
             max_stages=max_stages,
             microbatches=microbatches,
@@ -96,8 +102,10 @@ class ElasticCluster:
             peer_timeout_s=peer_timeout_s,
             host_bytes=host_bytes,
             link_bytes_per_s=link_bytes_per_s,
+            places_by_slo=places_by_slo,
         )
-        self._command = ("-m", "tests.support.parking_host") if host_bytes else HOST_COMMAND
+        module = host_module or ("tests.support.parking_host" if host_bytes else "")
+        self._command = ("-m", module) if module else HOST_COMMAND
         self.config = ControllerConfig(
             app="tests",
             num_instances=num_instances,
@@ -120,6 +128,11 @@ class ElasticCluster:
 
     def start(self) -> None:
         """Starts everything and waits until all groups can be formed."""
+        self.begin()
+        self.wait_formable()
+
+    def begin(self) -> None:
+        """Starts everything."""
         self._thread.start()
 
         async def start() -> None:
@@ -132,11 +145,11 @@ class ElasticCluster:
                     PARKS: str(self._parks),
                 },
                 command=self._command,
+                directory=Path(logs) if (logs := os.environ.get("PENGSERVE_TEST_LOGS")) else None,
             )
             self._begin_controller()
 
         self.call(start())
-        self.wait_formable()
 
     def _begin_controller(self) -> None:
         log = EventLog(self._log_path, write=self.disk.write)
@@ -160,9 +173,15 @@ class ElasticCluster:
     def park_at_random(self, is_wanted: bool) -> None:
         """With host tiers: requests are parked, placed and resumed at random from now on, or none is any more."""
         if is_wanted:
-            self._parks.touch()
+            self.park("")
         else:
             self._parks.unlink(missing_ok=True)
+
+    def park(self, orders: str) -> None:
+        """With host tiers: instances obey these orders from now on; see `tests/support/parking_host.py`."""
+        new = self._parks.with_suffix(".new")
+        new.write_text(orders)
+        new.rename(self._parks)
 
     def _failpoint(self, instance_id: int) -> Path:
         return Path(self._files.name) / f"failpoint-{instance_id}"
@@ -274,6 +293,11 @@ class ElasticCluster:
             broken = self.call(self.port.check(key))
             assert broken == (), f"instance {key}: {broken}"
 
+    def require_layout(self, shape: str) -> None:
+        """All groups have this shape still: none has failed in its steps, and been made good for by its members."""
+        shapes = {group.shape for group in self.snapshot().layout.groups}
+        assert shapes == {shape}, f"{shape} was asked for, and after its first steps there is {shapes}"
+
     @contextlib.contextmanager
     def ingress(self, **changes: Any) -> Iterator[str]:
         """A real ingress in front; yields its URL."""
@@ -310,7 +334,13 @@ class ControllerSource(CalledSource):
 @contextlib.contextmanager
 def elastic_cluster(model: Path, num_instances: int, **changes: Any) -> Iterator[ElasticCluster]:
     """A started cluster; stopped at the end."""
-    cluster = ElasticCluster(model, num_instances, **changes)
+    with started(ElasticCluster(model, num_instances, **changes)) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def started(cluster: ElasticCluster) -> Iterator[ElasticCluster]:
+    """Starts it; stopped at the end."""
     try:
         cluster.start()
         yield cluster

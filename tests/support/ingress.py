@@ -108,7 +108,7 @@ def ingress_config(processes: Sequence[InstanceProcess], **changes: Any) -> Ingr
 def serving(config: IngressConfig, source: Any, wrap: Callable[[Any], Any] = lambda app: app) -> Iterator[str]:
     """Serves an ingress, with `wrap` around its application, from a thread of its own; yields its URL."""
     # The ingress hardens vLLM's environment, which vLLM reads at import.
-    from pengserve.cluster.ingress.security import harden
+    from pengserve.cluster.ingress.guards.security import harden
 
     harden(config)
     from pengserve.cluster.ingress.api import IngressRuntime

@@ -12,8 +12,8 @@ from vllm import SamplingParams
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.layout import Group
-from pengserve.replicas.engine.lanes import Lanes
-from pengserve.replicas.engine.tp_lane import TpLane
+from pengserve.replicas.engine.groups.tp_lane import TpLane
+from pengserve.replicas.engine.instance_lanes import Lanes
 from tests.support.vllm_requests import sent_request
 
 GROUPS = ("tp2@(0,1)", "tp4@(0,1,2,3)")

@@ -13,11 +13,11 @@ from typing import Any
 from vllm import SamplingParams
 
 from pengserve.cluster.ingress.config import LimitConfig
-from pengserve.cluster.ingress.fair_queue import FairQueue
-from pengserve.cluster.ingress.record import RequestRecord, Resumption
-from pengserve.cluster.ingress.records import RequestBook
+from pengserve.cluster.ingress.in_flight.records import RequestBook
+from pengserve.cluster.ingress.request.record import RequestRecord, Resumption
+from pengserve.cluster.ingress.request.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.ingress.request_log import RequestLog
-from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
+from pengserve.cluster.ingress.tenants.fair_queue import FairQueue
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput, EngineCoreRequest, FinishReason
 from pengserve.planners.types.contract import NO_CONTRACT, Contract
 from pengserve.planners.types.errors import LinkLostError

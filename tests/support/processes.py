@@ -104,10 +104,11 @@ def start_instances(
     incarnation: int = 0,
     engine: Mapping[str, Any] | None = None,
     module: str = "pengserve.replicas.host",
+    **changes: Any,
 ) -> list[InstanceProcess]:
-    """Starts instances side by side and waits until all are ready."""
+    """Starts instances side by side and waits until all are ready. `changes` are fields of their `InstanceConfig`."""
     config = InstanceConfig(
-        app="tests", model=str(model), engine={**ENGINE, **(engine or {})}, channel_token=CHANNEL_TOKEN
+        app="tests", model=str(model), engine={**ENGINE, **(engine or {})}, channel_token=CHANNEL_TOKEN, **changes
     )
     deadline_s = time.monotonic() + START_TIMEOUT_S
     processes = [

@@ -9,11 +9,12 @@ from typing import Any
 from vllm import SamplingParams
 
 from pengserve.planners.cost_model import Chunk
+from pengserve.planners.step_fit import step_costs
 from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import EngineError
-from pengserve.replicas.engine.dp_lane import DpLane
 from pengserve.replicas.engine.idle_profile import NUM_STEPS, IdleProfile
+from pengserve.replicas.engine.lanes.dp_lane import DpLane
 from pengserve.replicas.engine.profiling import choose_batches, profile
 from tests.support.vllm_requests import sent_request
 
@@ -69,6 +70,8 @@ def use_idle_time(lane: DpLane) -> dict[str, Any]:
         "changed": changed,
         "answers": answers,
         "model": to_data(profile_.model()),
+        "costs": to_data(step_costs(profile_.samples, 2)),
+        "samples": to_data(profile_.samples),
     }
 
 

@@ -11,13 +11,13 @@ import uvicorn
 from fastapi import FastAPI
 
 from pengserve.cluster.ingress import errors
-from pengserve.cluster.ingress.admin import AdminDoor
-from pengserve.cluster.ingress.cluster_api import attach_cluster_routes, cluster_router
 from pengserve.cluster.ingress.config import IngressConfig
-from pengserve.cluster.ingress.guard import Guard
-from pengserve.cluster.ingress.keys import KeyRing
-from pengserve.cluster.ingress.routes import EMPTY_TABLE
-from pengserve.cluster.ingress.traffic import Traffic
+from pengserve.cluster.ingress.guards.admin import AdminDoor
+from pengserve.cluster.ingress.guards.guard import Guard
+from pengserve.cluster.ingress.guards.keys import KeyRing
+from pengserve.cluster.ingress.in_flight.traffic import Traffic
+from pengserve.cluster.ingress.routing.routes import EMPTY_TABLE
+from pengserve.cluster.ingress.steering.cluster_api import attach_cluster_routes, cluster_router
 from pengserve.cluster.ui.feed import Feed
 from pengserve.cluster.ui.routes import ui_router
 from pengserve.planners.types.config import InstanceConfig

@@ -17,7 +17,10 @@ from typing import Any
 from vllm import SamplingParams
 
 from pengserve.planners.types.config import InstanceConfig
-from pengserve.replicas.engine.dp_lane import DpLane
+from pengserve.planners.types.contract import Contract, Slo
+from pengserve.planners.types.errors import EngineError
+from pengserve.replicas.engine.instance_lanes import Lanes
+from pengserve.replicas.engine.lanes.dp_lane import DpLane
 from pengserve.replicas.kv.tiered import TieredKv
 from tests.support.vllm_requests import sent_request
 
@@ -30,6 +33,21 @@ def sampling(index: int, max_tokens: int) -> SamplingParams:
     if index % 4 == 3:
         return SamplingParams(max_tokens=max_tokens, temperature=0.9, seed=index, presence_penalty=0.5, ignore_eos=True)
     return SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+
+
+class AllAlike:
+    """Contracts of requests that all have one SLO for their tokens, and no deposit."""
+
+    num_paced = 1
+
+    def __init__(self, slo_s: float) -> None:
+        self._contract = Contract(slo=Slo(tbt_s=slo_s))
+
+    def contract(self, request_id: str) -> Contract:
+        return self._contract
+
+    def deposit_tokens(self, request_id: str) -> int:
+        return 0
 
 
 class Driver:
@@ -45,11 +63,16 @@ class Driver:
         self.num_orders = 0
         self.churn = 0.0  # probability that a request has another priority from a step on
         self.broken: list[str] = []
+        self.step = lane.step
+        self.gone: list[str] = []  # requests that the lane has let go, or does not take
 
     def add(self, name: str, prompt: list[int], params: SamplingParams) -> None:
         self.tokens[name] = []
         request = sent_request(name, prompt, params)
-        self.lane.prepare(request, [], self.lane.add)
+        try:
+            self.lane.prepare(request, [], self.lane.add)
+        except EngineError:
+            self.gone.append(name)
 
     def run(self, work: list[tuple[str, list[int], SamplingParams]], share: float) -> None:
         """Adds the work, some at each step boundary, and steps until all of it is done."""
@@ -62,7 +85,7 @@ class Driver:
                 name = self.rng.choice(sorted(self.tokens))
                 self.lane.reorder({name: (self.rng.randrange(-2, 3), self.rng.random())})
             started_s = time.perf_counter()
-            for outputs in self.lane.step().values():
+            for outputs in self.step().values():
                 for output in outputs.outputs:
                     self.tokens[output.request_id] += output.new_token_ids
                     if output.new_token_ids:
@@ -93,13 +116,35 @@ class Driver:
             residency.resume([chosen])
 
 
-def run(lane: DpLane, given: dict[str, Any]) -> dict[str, Any]:
+class Breaking:
+    """Steps of which one finds that a copy has failed."""
+
+    def __init__(self, lanes: Lanes, step: int) -> None:
+        self._lanes, self._left = lanes, step
+
+    def __call__(self) -> Any:
+        self._left -= 1
+        if not self._left and (tiers := self._lanes.dp.tiers) is not None:
+            tiers.engine._move_piece = self._fail  # type: ignore[method-assign]
+        return self._lanes.step()
+
+    @staticmethod
+    def _fail(copy: Any) -> None:
+        raise MemoryError("no memory for a copy\nwith a second line")
+
+
+def run(lanes: Lanes, given: dict[str, Any]) -> dict[str, Any]:
     """Two turns of the work; what came of it."""
+    lane = lanes.dp
     rng = random.Random(given.get("work_seed", 1))
     lengths = given["lengths"]
+    if given.get("slo_s"):
+        lane.use_contracts(AllAlike(given["slo_s"]))
     prompts = [[rng.randrange(3, VOCABULARY) for _ in range(length)] for length in lengths]
     driver = Driver(lane, given.get("seed", 0), given.get("orders", 0.0))
     driver.churn = given.get("churn", 0.0)
+    driver.step = Breaking(lanes, given.get("breaks_at", 0))
+    lanes.on_stranded = lambda request_ids, leader: driver.gone.extend(request_ids)
     started_s = time.perf_counter()
     work = [(f"0-{i}", p, sampling(i, given["max_tokens"])) for i, p in enumerate(prompts)]
     driver.run(work, given.get("share", 0.5))
@@ -121,6 +166,9 @@ def run(lane: DpLane, given: dict[str, Any]) -> dict[str, Any]:
         "parks": tiers.counts.parks if tiers is not None else 0,
         "given_up": lane.residency.num_given_up if lane.residency is not None else 0,
         "places_taken": tiers.counts.displaced if tiers is not None else 0,
+        "placements": [asdict(note) for note in lane.placement_notes.newest],
+        "gone": driver.gone,
+        "tier_failure": lane.worker.tier_failure,
         "device_blocks": tiers.pool.num_blocks if tiers is not None else 0,
     }
 
@@ -131,7 +179,7 @@ def _cells_to_host(tiers: TieredKv) -> int:
 
 
 @contextmanager
-def opened(model: str, given: dict[str, Any]) -> Iterator[DpLane]:
+def opened(model: str, given: dict[str, Any]) -> Iterator[Lanes]:
     """The engine that `given` describes; closed at the end. Ends the process where its host tier cannot be opened."""
     config = InstanceConfig(
         app="tests",
@@ -139,19 +187,20 @@ def opened(model: str, given: dict[str, Any]) -> Iterator[DpLane]:
         engine=given["engine"],
         host_bytes=given.get("host_bytes", 0),
         link_bytes_per_s=given.get("link_bytes_per_s", 0.0),
+        places_by_slo=given.get("places_by_slo", True),  # where a request has an SLO
     )
-    lane = DpLane(config)
+    lanes = Lanes(config)
     try:
-        if lane.residency is None and config.host_bytes:
-            raise SystemExit(lane.worker.tier_failure)
-        yield lane
+        if lanes.dp.residency is None and config.host_bytes:
+            raise SystemExit(lanes.dp.worker.tier_failure)
+        yield lanes
     finally:
-        lane.close()
+        lanes.close()
 
 
 def main(model: str, given: dict[str, Any]) -> None:
-    with opened(model, given) as lane:
-        print("RESULT" + json.dumps(run(lane, given)), flush=True)
+    with opened(model, given) as lanes:
+        print("RESULT" + json.dumps(run(lanes, given)), flush=True)
 
 
 if __name__ == "__main__":

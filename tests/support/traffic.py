@@ -24,6 +24,7 @@ class TimedStream:
     times_s: list[float] = field(default_factory=list)
     started_s: float = 0.0
     finish_reason: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)  # with `stream_options: {"include_usage": true}`
     error: str = ""
 
     @property
@@ -95,6 +96,7 @@ def _take(result: TimedStream, chunk: dict[str, Any]) -> None:
     if "error" in chunk:
         result.error = str(chunk["error"])
         return
+    result.usage = chunk.get("usage") or result.usage
     for choice in chunk.get("choices", ()):
         if choice.get("token_ids"):
             result.token_ids += choice["token_ids"]

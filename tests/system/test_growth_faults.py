@@ -1,10 +1,10 @@
-"""Laws: whoever dies while a pipeline grows or is cut, whatever it is there,
+"""Laws: whichever member dies while a group grows or a pipeline is cut,
 
 - no stream ends in an error, and every token is the one it would have been;
 - the survivors answer again in time, and their memory holds its laws;
 - once the replacement is ready, the layout is what was asked for.
 
-0 leads the wide pipeline, 2 leads the other part, 1 and 3 follow in their parts. Four instances take a while to come
+0 leads the wide group, 2 leads the other part, 1 and 3 follow in their parts. Four instances take a while to come
 back on two cores: a few cases stand for all, the rest carries the mark `faults` (`make test-faults`).
 """
 
@@ -22,13 +22,21 @@ pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
 PEER_TIMEOUT_S = 4.0
 MEMORY_BYTES = 24 << 20  # of an instance
-LAYOUTS = {"grow": ("pp2", "pp4"), "join": ("pp2@(2,3)", "pp4"), "cut": ("pp4", "pp2")}
+LAYOUTS = {
+    "grow": ("pp2", "pp4"),
+    "join": ("pp2@(2,3)", "pp4"),
+    "cut": ("pp4", "pp2"),
+    "widen": ("tp2", "tp4"),
+    "widen-one": ("tp2@(2,3)", "tp4"),
+}
 WHO = {0: "leader", 1: "follower", 2: "part-leader", 3: "part-follower"}
 COMMON = (
     ("grow", "waved", 0),
     ("grow", "meeting", 2),
     ("grow", "committed", 1),
     ("cut", "waved", 2),
+    ("widen", "waved", 0),
+    ("widen-one", "wave", 3),
 )
 POINTS = {
     0: ("prepared", "begun", "meeting", "wave", "waved", "committing", "committed"),
@@ -54,7 +62,9 @@ def cases() -> list[Any]:
 @pytest.fixture(scope="module")
 def scene(model: Path) -> Iterator[Scene]:
     with (
-        elastic_cluster(model, 4, max_stages=4, memory_bytes=MEMORY_BYTES, peer_timeout_s=PEER_TIMEOUT_S) as cluster,
+        elastic_cluster(
+            model, 4, degrees=(2, 4), max_stages=4, memory_bytes=MEMORY_BYTES, peer_timeout_s=PEER_TIMEOUT_S
+        ) as cluster,
         cluster.ingress() as url,
         Traffic(url) as traffic,
     ):
@@ -62,7 +72,7 @@ def scene(model: Path) -> Iterator[Scene]:
 
 
 @pytest.mark.parametrize(("switch", "point", "victim"), cases())
-def test_death_while_a_pipeline_changes(scene: Scene, switch: str, point: str, victim: int) -> None:
+def test_death_while_a_group_changes(scene: Scene, switch: str, point: str, victim: int) -> None:
     before, after = LAYOUTS[switch]
     cluster = scene.cluster
     cluster.set_layout(before)

@@ -23,6 +23,7 @@ from tests.support.ingress import MODEL_NAME
 from tests.support.prometheus import INSTALLED, PrometheusServer
 from tests.support.streams import make_prompts
 from tests.support.traffic import Traffic
+from tests.support.waiting import until
 
 pytestmark = [
     pytest.mark.slow,
@@ -98,9 +99,22 @@ def run_shapes(model: Path, server: PrometheusServer) -> None:
         os.kill(cluster.pid(1), signal.SIGKILL)
         ended(running)
         cluster.wait_formable()
+        drain(url, load, ended)
+        cluster.wait_formable()
         decide(cluster, load, ended)
         server.wait_scraped(url)
         time.sleep(1.0)
+
+
+def drain(url: str, load: Any, ended: Any) -> None:
+    """An instance leaves at once while the other one is full: what finds no room there goes on from its tokens."""
+    running = load(40, 300)
+    time.sleep(1.0)
+    with httpx.Client(base_url=f"{url}/cluster/instances/1", timeout=60, trust_env=False) as http:
+        assert http.post("/drain", json={"timeout_s": 0}).status_code == 200
+        ended(running)
+        until(lambda: bool(http.get("/drain").json()["safe_to_delete"]), timeout_s=WITHIN_S)
+        assert http.post("/undrain", json={}).status_code == 200
 
 
 def decide(cluster: ElasticCluster, load: Any, ended: Any) -> None:
@@ -176,6 +190,12 @@ def test_no_declared_metric_is_never_set(prometheus: PrometheusServer) -> None:
         if not any(value > 0 for value in prometheus.over_run(f"max({series})")):
             silent.append(name)
     assert silent == []
+
+
+@pytest.mark.parametrize("reason", ["lost", "drained"])
+def test_requests_that_go_on_from_their_tokens_are_counted_by_reason(prometheus: PrometheusServer, reason: str) -> None:
+    series = f'max(pengserve_requests_resumed_total{{reason="{reason}"}})'
+    assert any(value > 0 for value in prometheus.over_run(series))
 
 
 def test_every_expression_of_the_dashboard_returns_data(prometheus: PrometheusServer) -> None:

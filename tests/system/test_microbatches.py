@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 
 from pengserve.planners.types.config import MicrobatchPolicy
+from tests.support.disturbed import Disturbed
 from tests.support.elastic import ElasticCluster, elastic_cluster
 from tests.support.traffic import Traffic
-from tests.system.test_shape_exactness import MEMORY_BYTES, Disturbed
+from tests.system.test_shape_exactness import MEMORY_BYTES
 
 pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
+ENGINE = {"scheduling_policy": "priority"}  # requests have several: microbatches read the urgent prompts first
 HEARD_S = 0.5  # until the controller has asked every instance again
 PAUSE_S = 3.0  # without work; far above what the stages of one request wait for each other
 
@@ -23,11 +25,16 @@ WAYS: list[dict[str, Any]] = [{"microbatches": MicrobatchPolicy.TOKENS}, {"max_i
 @pytest.fixture(scope="module", params=WAYS, ids=["by_tokens", "one_at_a_time"])
 def formed(request: pytest.FixtureRequest, model: Any) -> Iterator[Disturbed]:
     with (
-        elastic_cluster(model, 2, degrees=(), max_stages=2, memory_bytes=MEMORY_BYTES, **request.param) as cluster,
+        elastic_cluster(
+            model, 2, degrees=(), max_stages=2, memory_bytes=MEMORY_BYTES, engine=ENGINE, **request.param
+        ) as cluster,
         cluster.ingress() as url,
         Traffic(url) as traffic,
     ):
-        yield Disturbed(cluster, traffic, count=12, max_tokens=40)
+        found = Disturbed(cluster, traffic, count=12, max_tokens=40)
+        for index, sent in enumerate(found.requests):
+            sent["priority"] = index % 3 - 1
+        yield found
 
 
 def test_each_way_gives_the_tokens_of_dp_through_drop_and_restore(formed: Disturbed) -> None:

@@ -18,11 +18,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pengserve.cluster.ingress.config import OpenAIConfig
 from pengserve.planners.types.events import EventKind
-from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import SwitchStrategy
-from tests.support.elastic import ElasticCluster, elastic_cluster
+from tests.support.disturbed import ENDS_WITHIN_S, Disturbed
+from tests.support.elastic import elastic_cluster
 from tests.support.guided import Answer, GuidedRequest, GuidedTraffic, guided_requests
-from tests.support.streams import make_prompts
 from tests.support.traffic import TimedStream, Traffic
 
 pytestmark = pytest.mark.slow
@@ -35,65 +34,9 @@ LAYOUTS = {
 NESTED = [  # layouts between which one switch leads, with all that runs
     *(("pp2", "pp4"), ("pp2@(0,1)", "pp4"), ("pp2@(2,3)", "pp4")),
     *(("pp4", "pp2"), ("pp4", "pp2@(0,1)"), ("pp4", "pp2@(2,3)")),
-]
-GUIDES = [  # longer than any request
-    {"regex": "[a-z ]{400,}"},
-    {"regex": "([a-f]{3}[0-9]{2}){100,}"},
-    {"grammar": 'root ::= (("<" [a-z] ">") | [0-9]+ ";"){100,}'},
+    *(("tp2", "tp4"), ("tp2@(0,1)", "tp4"), ("tp2@(2,3)", "tp4")),
 ]
 MEMORY_BYTES = 24 << 20  # of an instance: 3 MiB of weights, and KV that all requests fit into
-ENDS_WITHIN_S = 400.0
-
-
-def requests(count: int, max_tokens: int, seed: int = 3) -> list[dict[str, Any]]:
-    """Greedy and seeded requests in turn, penalties and grammars here and there; prompts of one and several chunks."""
-    made: list[dict[str, Any]] = []
-    for i, prompt in enumerate(make_prompts(count, seed=seed, longest=300)):
-        params: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens + 7 * (i % 3)}
-        if i % 2:
-            params |= {"temperature": 0.8, "seed": 100 + i, "top_p": 0.95}
-        if i % 3 == 0:
-            params |= {"frequency_penalty": 0.3}
-        if i % 4 == 2:  # a grammar's state cannot be carried: such a request is resumed from its tokens
-            params |= {"structured_outputs": GUIDES[i // 4 % len(GUIDES)]}
-        made.append(params)
-    return made
-
-
-class Disturbed:
-    """A cluster, its traffic, and what each request gives when nothing happens."""
-
-    def __init__(self, cluster: ElasticCluster, traffic: Traffic, count: int, max_tokens: int) -> None:
-        self.cluster, self.traffic = cluster, traffic
-        cluster.set_layout("dp")
-        self.requests, self._num_orders = requests(count, max_tokens), 0
-        undisturbed = [traffic.start(**request) for request in self.requests]
-        self.expected = [future.result(ENDS_WITHIN_S) for future in undisturbed]
-        assert all(not stream.error for stream in self.expected), self.expected
-
-    def check_all(self, running: "list[tuple[int, Future[TimedStream]]]") -> None:
-        """Waits for streams to end and compares them."""
-        for index, future in running:
-            stream = future.result(ENDS_WITHIN_S)
-            assert not stream.error, stream.error
-            assert stream.token_ids == self.expected[index].token_ids, f"request {index} {self.requests[index]}"
-            assert stream.finish_reason == self.expected[index].finish_reason
-
-    def migrate(self, source: int, target: int) -> None:
-        """What runs in one group, or instance alone, is told to go on in another; who leads none refuses."""
-        self._num_orders += 1
-        cluster = self.cluster
-        order = Migrate(
-            order_id=f"exact-{self._num_orders}",
-            source=cluster.key(source),
-            target=cluster.key(target),
-            max_tokens=1 << 20,
-        )
-        cluster.call(cluster.port.order(order.source, [order]))
-
-    def check_memory(self) -> None:
-        """Conservation laws of every instance."""
-        self.cluster.require_memory()
 
 
 class Machine(RuleBasedStateMachine):
@@ -156,16 +99,7 @@ def disturbed(request: pytest.FixtureRequest, model: Any) -> Iterator[Disturbed]
 
 @pytest.mark.parametrize(("kind", "strategy"), [*(("tp", s) for s in STRATEGIES), ("pp", "carry"), ("pp", "hard")])
 def test_each_strategy_both_ways(disturbed: Disturbed, kind: str, strategy: str) -> None:
-    widest = f"{kind}{disturbed.cluster.config.num_instances}"
-    running = [(i, disturbed.traffic.start(**request)) for i, request in enumerate(disturbed.requests)]
-    time.sleep(0.15)
-    disturbed.cluster.set_layout(widest, strategy)
-    disturbed.check_memory()
-    running += [(i, disturbed.traffic.start(**disturbed.requests[i])) for i in range(3)]
-    time.sleep(0.15)
-    disturbed.cluster.set_layout("dp", strategy)
-    disturbed.check_memory()
-    disturbed.check_all(running)
+    disturbed.there_and_back(f"{kind}{disturbed.cluster.config.num_instances}", strategy)
 
 
 class Guided:
@@ -212,10 +146,10 @@ def test_guided_requests_of_every_kind(disturbed: Disturbed, guided: Guided, kin
 
 
 @pytest.mark.parametrize(("before", "after"), NESTED)
-def test_pipelines_grow_and_are_cut_as_they_are(disturbed: Disturbed, before: str, after: str) -> None:
+def test_groups_grow_and_pipelines_are_cut_as_they_are(disturbed: Disturbed, before: str, after: str) -> None:
     cluster = disturbed.cluster
     if cluster.config.num_instances < 4:
-        pytest.skip("of two instances there is one pipeline")
+        pytest.skip("of two instances there is one group")
     cluster.set_layout(before)
     running = [(i, disturbed.traffic.start(**request)) for i, request in enumerate(disturbed.requests)]
     time.sleep(0.3)
@@ -227,6 +161,8 @@ def test_pipelines_grow_and_are_cut_as_they_are(disturbed: Disturbed, before: st
     assert end.data["num_carried"] > 0 and end.data["num_recomputed"] <= num_grammars, "what ran goes on with its KV"
     running += [(i, disturbed.traffic.start(**disturbed.requests[i])) for i in range(3)]
     time.sleep(0.15)
+    if "@" not in after:
+        cluster.require_layout(after)
     cluster.set_layout("dp")
     disturbed.check_memory()
     disturbed.check_all(running)

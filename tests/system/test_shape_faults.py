@@ -117,6 +117,23 @@ def test_death_in_a_switch(scene: Scene, case: Case) -> None:
     scene.require_recovery(after)
 
 
+@pytest.mark.parametrize("shape", ["tp2", "pp2"])
+def test_a_follower_that_is_told_to_end_costs_no_token(scene: Scene, shape: str) -> None:
+    """Its group ends with it, and the group's requests go on from their tokens."""
+    cluster = scene.cluster
+    cluster.set_layout(shape)
+    resumed = cluster.snapshot().instances[LEADER].stats.total_resumed
+    pid = cluster.pid(FOLLOWER)
+    running = scene.send(scene.short)
+    os.kill(pid, signal.SIGTERM)
+    died_s = scene.wait_dead(pid)
+    scene.require_memory(LEADER)
+    streams = scene.require_equal(scene.short, running)
+    assert any(stream.times_s[-1] > died_s for stream in streams), "nothing ran any more when it ended"
+    assert cluster.snapshot().instances[LEADER].stats.total_resumed > resumed
+    scene.require_recovery(shape)
+
+
 def steady() -> list[Any]:
     """Deaths in a group that changes nothing."""
     every = [(shape, phase, who) for shape in ("tp2", "pp2") for phase in ("decode", "prefill") for who in NAMES]

@@ -1,7 +1,8 @@
 """Everything at once, at random, for a while: no stream fails, and every token is the one it would have been.
 
 Requests come and clients leave, memory is too small for all, layouts are asked for while others are under way or left
-to the planners, requests migrate, instances fall silent or die, the controller is replaced, its disk is full.
+to the planners, requests migrate, instances fall silent or die, the controller is replaced, its disk is full. With a
+host tier requests are served by shares of tenants, of which one floods the cluster, and their priorities change.
 `make soak` goes on for as long as it is told to; the seed of a failure is in its message.
 """
 
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from pengserve.planners.types.config import DropConfig, MergeConfig
@@ -25,11 +27,12 @@ from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import InstanceState
+from pengserve.planners.types.tenants import FairnessConfig
+from tests.support.disturbed import requests as mixed_requests
 from tests.support.elastic import ElasticCluster, elastic_cluster
 from tests.support.scene import nothing_runs
 from tests.support.traffic import TimedStream, Traffic
 from tests.system.test_shape_exactness import LAYOUTS
-from tests.system.test_shape_exactness import requests as mixed_requests
 
 SOAK_S = float(os.environ.get("SOAK_S", "40"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
@@ -43,6 +46,7 @@ ROUND_S = 10.0  # of disorder, before all is compared
 MOST_RUNNING = 40
 LONGEST_STALL_S = 1.5  # shorter than peers wait
 ENDS_WITHIN_S = 600.0  # a member that died must be replaced
+FLOOD, GUESTS = "flood", ("acme", "bolt")  # tenants
 
 
 @dataclass
@@ -50,6 +54,7 @@ class Running:
     """A stream, and which request it is."""
 
     index: int
+    name: str  # its id
     future: "Future[TimedStream]"
     live: TimedStream
     has_left: bool = False
@@ -64,9 +69,12 @@ class Soak:
     chance: random.Random
     requests: list[dict[str, Any]]
     expected: list[TimedStream]
+    admin: httpx.Client | None = None  # where requests have tenants, and priorities that may change
     running: list[Running] = field(default_factory=list)
     told: list[str] = field(default_factory=list)  # what happened, for the message of a failure
     num_orders: int = 0
+    num_sent: int = 0
+    num_changed: int = 0  # priorities
 
     @property
     def actions(self) -> dict[Callable[[], None], float]:
@@ -83,6 +91,7 @@ class Soak:
             self.fill_disk: 0.5,
             self.migrate: 5.0,
             self.park: 1.0,
+            **({self.churn: 6.0, self.flood: 0.5} if self.admin is not None else {}),
         }
 
     def disorder(self, until_s: float) -> None:
@@ -93,12 +102,35 @@ class Soak:
 
     def send(self) -> None:
         """Requests come, unless too many are under way."""
-        self.running = [stream for stream in self.running if not self._is_checked(stream)]
-        count = max(0, min(self.chance.randint(1, 6), MOST_RUNNING - len(self.running)))
-        for _ in range(count):
-            index, live = self.chance.randrange(len(self.requests)), TimedStream()
-            self.running.append(Running(index, self.traffic.start(**self.requests[index], into=live), live))
+        count = self._send(self.chance.randint(1, 6), self.chance.choice(GUESTS) if self.admin is not None else "")
         self.told.append(f"send {count}")
+
+    def flood(self) -> None:
+        """One tenant sends as many requests as may be under way."""
+        self.told.append(f"flood {self._send(MOST_RUNNING, FLOOD)}")
+
+    def _send(self, count: int, tenant: str) -> int:
+        self.running = [stream for stream in self.running if not self._is_checked(stream)]
+        count = max(0, min(count, MOST_RUNNING - len(self.running)))
+        for _ in range(count):
+            index, live, name = self.chance.randrange(len(self.requests)), TimedStream(), f"soak-{self.num_sent}"
+            headers = {"x-request-id": name} | ({"x-pengserve-tenant": tenant} if tenant else {})
+            future = self.traffic.start(**self.requests[index], headers=headers, into=live)
+            self.running.append(Running(index, name, future, live))
+            self.num_sent += 1
+        return count
+
+    def churn(self) -> None:
+        """Some requests become more or less urgent."""
+        assert self.admin is not None
+        found = [stream for stream in self.running if not stream.future.done()]
+        for stream in self.chance.sample(found, min(4, len(found))):
+            body = {"priority": self.chance.randint(-2, 2)}
+            answer = self.admin.put(f"/cluster/requests/{stream.name}/priority", json=body)
+            # 404: it has ended, or is on its way.
+            assert answer.status_code in (200, 404), f"{answer.text}; SOAK_SEED={SEED}"
+            self.num_changed += answer.status_code == 200
+        self.told.append("churn")
 
     def leave(self) -> None:
         """A client closes its connection."""
@@ -237,8 +269,10 @@ def make_requests() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.fixture(params=[0, HOST_BYTES], ids=["device", "device and host"])
+@pytest.fixture(params=[0, HOST_BYTES], ids=["device", "device and host, tenants"])
 def soak(model: Path, request: pytest.FixtureRequest) -> Iterator[Soak]:
+    has_tenants = request.param > 0
+    policy = "priority" if has_tenants else "fcfs"
     degrees = tuple(2**k for k in range(1, 4) if 2**k <= NUM_INSTANCES)
     with (
         elastic_cluster(
@@ -251,23 +285,27 @@ def soak(model: Path, request: pytest.FixtureRequest) -> Iterator[Soak]:
             peer_timeout_s=PEER_TIMEOUT_S,
             merge=MergeConfig(min_dwell_s=1.0, quiet_s=0.5),
             drop=DropConfig(restore_below=0.6, quiet_s=0.5, min_dwell_s=0.5),
-            engine={"max_num_seqs": 32},
+            engine={"max_num_seqs": 32, "scheduling_policy": policy},
         ) as cluster,
-        cluster.ingress() as url,
+        cluster.ingress(is_tenant_trusted=has_tenants, fairness=FairnessConfig(is_on=has_tenants)) as url,
         Traffic(url) as traffic,
+        httpx.Client(base_url=url, timeout=ENDS_WITHIN_S, trust_env=False) as admin,
     ):
         requests = make_requests()
         cluster.set_layout("dp")
         expected = [traffic.start(**request).result(ENDS_WITHIN_S) for request in requests]  # one by one: no pressure
         assert [stream.error for stream in expected] == [""] * len(expected)
-        yield Soak(cluster, traffic, random.Random(SEED), requests, expected)
+        yield Soak(cluster, traffic, random.Random(SEED), requests, expected, admin if has_tenants else None)
 
 
 def test_everything_at_once(soak: Soak) -> None:
+    if soak.admin is not None:
+        soak.flood()
     ends_s = time.monotonic() + SOAK_S
     while (now_s := time.monotonic()) < ends_s:
         soak.disorder(min(now_s + ROUND_S, ends_s))
         soak.settle()
     counts = Counter(what.partition(" ")[0] for what in soak.told)
     assert {"send", "ask", "leave"} <= counts.keys()
+    assert soak.admin is None or soak.num_changed > 0
     print(f"\n  {counts.total()} things happened: {dict(counts)}")

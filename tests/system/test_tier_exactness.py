@@ -4,6 +4,7 @@ As `test_shape_exactness`, on instances whose device is too small for what runs:
 orders, their layers are placed, instances merge, split, drop and restore, requests migrate, and an instance dies.
 """
 
+import contextlib
 import os
 import signal
 import time
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from pengserve.planners.types.events import EventKind
+from tests.support.disturbed import ENDS_WITHIN_S, Disturbed
 from tests.support.elastic import ElasticCluster, elastic_cluster
 from tests.support.ingress import FixedRoutes, ingress_config, serving, wait_ready
 from tests.support.processes import InstanceProcess
@@ -25,7 +27,7 @@ from tests.support.scene import nothing_runs
 from tests.support.streams import make_prompts
 from tests.support.traffic import TimedStream, Traffic
 from tests.support.waiting import until
-from tests.system.test_shape_exactness import ENDS_WITHIN_S, LAYOUTS, STRATEGIES, Disturbed, Machine
+from tests.system.test_shape_exactness import LAYOUTS, STRATEGIES, Machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
@@ -34,10 +36,10 @@ HOST_BLOCKS = 160
 MEMORY_BYTES = {2: (6 << 20) + 100_000, 4: (4 << 20) + 700_000}  # of an instance: 3 MiB of weights, the rest for KV
 
 
-def requests(count: int, max_tokens: int) -> list[dict[str, Any]]:
+def requests(count: int, max_tokens: int, longest: int = 500) -> list[dict[str, Any]]:
     """Greedy and seeded ones in turn, of which a few fill a device."""
     made: list[dict[str, Any]] = []
-    for i, prompt in enumerate(make_prompts(count, seed=8, longest=500)):
+    for i, prompt in enumerate(make_prompts(count, seed=8, longest=longest)):
         params: dict[str, Any] = {"prompt": prompt, "max_tokens": max_tokens + 11 * (i % 3)}
         if i % 2:
             params |= {"temperature": 0.8, "seed": 50 + i, "top_p": 0.95}
@@ -50,9 +52,11 @@ def requests(count: int, max_tokens: int) -> list[dict[str, Any]]:
 class Tiered(Disturbed):
     """A cluster with host tiers, and what plain instances answer."""
 
-    def __init__(self, cluster: ElasticCluster, traffic: Traffic, expected: list[TimedStream]) -> None:
+    def __init__(
+        self, cluster: ElasticCluster, traffic: Traffic, given: list[dict[str, Any]], expected: list[TimedStream]
+    ) -> None:
         self.cluster, self.traffic, self.expected, self._num_orders = cluster, traffic, expected, 0
-        self.requests = requests(len(expected), 50)
+        self.requests = given
 
     @property
     def widest(self) -> int:
@@ -81,33 +85,50 @@ class Tiered(Disturbed):
             assert instance.stats.kv_blocks_used == 0 and instance.stats.num_parked == 0
 
 
-@pytest.fixture(scope="module")
-def expected(instances: list[InstanceProcess]) -> list[TimedStream]:
+def answers(instances: list[InstanceProcess], given: list[dict[str, Any]]) -> list[TimedStream]:
     """Of vLLM with room for everything, one by one."""
     with serving(ingress_config(instances), FixedRoutes(instances)) as url:
         wait_ready(url)
         with Traffic(url) as traffic:
-            found = [traffic.start(**request).result(ENDS_WITHIN_S) for request in requests(14, 50)]
+            found = [traffic.start(**request).result(ENDS_WITHIN_S) for request in given]
     assert [stream.error for stream in found] == [""] * len(found)
     return found
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def tiered(request: pytest.FixtureRequest, model: Path, expected: list[TimedStream]) -> Iterator[Tiered]:
+REQUESTS = requests(14, 50)
+
+
+@pytest.fixture(scope="module")
+def expected(instances: list[InstanceProcess]) -> list[TimedStream]:
+    return answers(instances, REQUESTS)
+
+
+@contextlib.contextmanager
+def tiered_cluster(
+    model: Path, num_instances: int, given: list[dict[str, Any]], expected: list[TimedStream], **changes: Any
+) -> Iterator[Tiered]:
+    """Instances with host tiers, over a link of 2 GB/s where `changes` say nothing else."""
+    changes = {"max_stages": num_instances, "link_bytes_per_s": 2e9, **changes}
     with (
-        elastic_cluster(
-            model,
-            request.param,
-            degrees=(2,) if request.param == 2 else (2, 4),
-            max_stages=request.param,
-            memory_bytes=MEMORY_BYTES[request.param],
-            host_bytes=HOST_BLOCKS * BLOCK_BYTES,
-            link_bytes_per_s=2e9,
-        ) as cluster,
+        elastic_cluster(model, num_instances, **changes) as cluster,
         cluster.ingress() as url,
         Traffic(url) as traffic,
     ):
-        yield Tiered(cluster, traffic, expected)
+        yield Tiered(cluster, traffic, given, expected)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def tiered(request: pytest.FixtureRequest, model: Path, expected: list[TimedStream]) -> Iterator[Tiered]:
+    with tiered_cluster(
+        model,
+        request.param,
+        REQUESTS,
+        expected,
+        degrees=(2,) if request.param == 2 else (2, 4),
+        memory_bytes=MEMORY_BYTES[request.param],
+        host_bytes=HOST_BLOCKS * BLOCK_BYTES,
+    ) as made:
+        yield made
 
 
 @pytest.mark.parametrize(("kind", "strategy"), [*(("tp", s) for s in STRATEGIES), ("pp", "carry"), ("pp", "hard")])
@@ -124,7 +145,25 @@ def test_a_switch_takes_along_what_is_on_the_host(tiered: Tiered, kind: str, str
     tiered.settle()
     if strategy == "carry":
         assert begun.data["num_carried"] > 0
-        assert begun.data["num_recomputed"] == 0 or kind == "pp", "a pipeline has no host tier"
+        assert begun.data["num_recomputed"] == 0
+
+
+def test_pairs_become_a_wider_group_with_what_is_on_the_host(tiered: Tiered) -> None:
+    if tiered.widest < 4:
+        pytest.skip("two instances are one pair")
+    tiered.cluster.set_layout("tp2")
+    tiered.cluster.park_at_random(True)
+    running = tiered.start_all() + tiered.start_all()
+    num_ends = len(tiered.cluster.events(EventKind.TRANSITION_END))
+    tiered.cluster.set_layout("tp4")
+    tiered.check_memory()
+    [grown] = tiered.cluster.events(EventKind.TRANSITION_END)[num_ends:]
+    assert grown.data["num_carried"] > 0 and grown.data["num_recomputed"] == 0
+    running += tiered.start_all()
+    tiered.cluster.require_layout("tp4")
+    tiered.cluster.park_at_random(False)
+    tiered.check_all(running)
+    tiered.settle()
 
 
 def test_a_group_holds_more_than_its_devices(tiered: Tiered) -> None:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from pengserve.cluster.ingress.links import Connect
+from pengserve.cluster.ingress.routing.links import Connect
 from pengserve.controller.ports import Discovery, StatusCall
 from pengserve.controller.terms import LocalTermStore, Term
 from pengserve.planners.types.directory import PeerDirectory

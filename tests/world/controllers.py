@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from pengserve.cluster.ingress.routes import CalledSource
+from pengserve.cluster.ingress.routing.routes import CalledSource
 from pengserve.controller.events import EventLog
 from pengserve.controller.line_file import FileLimits
 from pengserve.controller.loop import Controller

@@ -6,10 +6,10 @@ from typing import Any
 
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.demand import DemandReporter
-from pengserve.cluster.ingress.links import LinkPool
-from pengserve.cluster.ingress.record import RequestRecord, Resumption
-from pengserve.cluster.ingress.records import RequestBook
-from pengserve.cluster.ingress.routes import RouteWatcher
+from pengserve.cluster.ingress.in_flight.records import RequestBook
+from pengserve.cluster.ingress.request.record import RequestRecord, Resumption
+from pengserve.cluster.ingress.routing.links import LinkPool
+from pengserve.cluster.ingress.routing.routes import RouteWatcher
 from pengserve.cluster.ingress.tasks import forever
 from pengserve.cluster.ingress.vllm_openai_seam import EngineCoreOutput
 from pengserve.planners.types.ids import NO_VERSION, InstanceKey, Version

@@ -14,11 +14,18 @@ from benchmarks.overhead.systems.base import ServerProcess, free_port
 class PengServeUp:
     """One application with all instances, behind HAProxy."""
 
-    name = "pengserve"
     notes = "`pengserve up`: Ray Serve application, HAProxy, one ingress replica, one process per instance"
 
-    def __init__(self, logs: Path, *, command: Path | None = None, settings: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        logs: Path,
+        *,
+        name: str = "pengserve",
+        command: Path | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
         """`command` is `pengserve` of another checkout; `settings` join the configuration."""
+        self.name = name
         self._logs, self._settings = logs, settings or {}
         self._command = command or Path(sys.executable).with_name("pengserve")
         self._server: ServerProcess | None = None
@@ -32,7 +39,7 @@ class PengServeUp:
             "app": "bench",
             "model": str(plan.model),
             "served_model_name": SERVED_NAME,
-            "instances": {"count": plan.num_instances, "device": "cpu", "cpu_threads": 1},
+            "instances": {"count": plan.num_instances, "device": plan.device, "cpu_threads": 1},
             "shape": {"degrees": []},  # the same lanes and packed weights as the others
             "engine": dict(plan.engine),
             "http": {"port": port},

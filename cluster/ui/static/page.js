@@ -266,7 +266,7 @@ const shown = (i) => (i.state === "dead" || i.state === "starting" ? { ...i, ...
 
 function drawCard(id, told) {
   const i = shown(told), c = card(id), whole = Math.max(i.weights + i.kv, 1), share = i.kv ? i.kv_used / i.kv : 0;
-  const leads = i.leader === id, doing = i.state !== "ready" ? said(i) : i.shape === "dp" ? "" : leads ? `${i.shape}, leads` : `${i.shape}, with ${i.leader}`;
+  const leads = i.leader === id, doing = i.state !== "ready" ? said(i) : i.leaving ? "leaving its group" : i.shape === "dp" ? "" : leads ? `${i.shape}, leads` : `${i.shape}, with ${i.leader}`;
   c.button.dataset.state = i.state;
   write(c.doing, doing);
   write(c.rate, i.state === "ready" && rates.get(`${id}`)?.output ? `${number(rates.get(`${id}`).output)} tok/s` : "");

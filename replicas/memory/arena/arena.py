@@ -121,6 +121,18 @@ class Arena:
         """All of them, in the order of `reserve`."""
         return tuple(self._regions)
 
+    def grow(self, num_chunks: int) -> None:
+        """Takes so many chunks more of the device's memory; they are free.
+
+        Raises:
+            ConfigError: the device does not have them; nothing changed.
+        """
+        self._require_open()
+        if num_chunks:
+            self._backend.create(num_chunks, self.chunk_bytes)
+            self._free.give(range(self.num_chunks, self.num_chunks + num_chunks))
+            self.num_chunks += num_chunks
+
     def reserve(self, num_bytes: int, name: str) -> Region:
         """Addresses for `num_bytes`, rounded up to chunks, for as long as the arena lives. Nothing is mapped.
 

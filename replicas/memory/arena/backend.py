@@ -17,10 +17,10 @@ class Backend(Protocol):
     """Bytes; chunks are multiples of it."""
 
     def create(self, num_chunks: int, chunk_bytes: int) -> None:
-        """Takes all physical memory, once, so that nothing can run out of it later.
+        """Takes physical memory for so many chunks more, which are numbered on from those that are there.
 
         Raises:
-            ConfigError: the device does not have it; nothing is held then.
+            ConfigError: the device does not have it; what was held before is held still.
         """
 
     def reserve(self, num_bytes: int) -> int:

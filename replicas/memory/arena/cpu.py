@@ -58,11 +58,17 @@ class CpuBackend:
         self._chunk_bytes = 0
 
     def create(self, num_chunks: int, chunk_bytes: int) -> None:
-        """Takes all memory as one memfd, in huge pages where it can. Raises ConfigError where the system has less."""
+        """Takes the memory as one memfd, in huge pages where it can; what is added later has small ones.
+
+        Raises ConfigError where the system has less.
+        """
         num_bytes = num_chunks * chunk_bytes
         available = available_bytes()
         if num_bytes > available:  # or the system would kill processes until it has it
             raise ConfigError(f"the arena wants {format_bytes(num_bytes)}, {format_bytes(available)} are available")
+        if self._fd is not None:
+            self._add(self._fd, num_bytes)
+            return
         self._chunk_bytes = chunk_bytes
         self._fd = os.memfd_create("pengserve-arena")
         try:
@@ -75,6 +81,16 @@ class CpuBackend:
         except OSError as error:
             self.release()
             raise ConfigError(f"the arena cannot have {format_bytes(num_bytes)}: {error.strerror}") from error
+
+    def _add(self, fd: int, num_bytes: int) -> None:
+        before = os.fstat(fd).st_size
+        try:
+            os.posix_fallocate(fd, before, num_bytes)
+        except OSError as error:
+            os.ftruncate(fd, before)
+            wanted = format_bytes(num_bytes)
+            raise ConfigError(f"the arena cannot have {wanted} more: {error.strerror}") from error
+        self.page_bytes, self.populates = self.granularity, False
 
     def reserve(self, num_bytes: int) -> int:
         """The address of a new empty range, aligned so that a huge page can be one entry of the page table."""

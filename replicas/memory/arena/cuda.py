@@ -5,9 +5,8 @@
     wait      cuCtxSynchronize: kernels of any stream may use the memory
     unmap     one cuMemUnmap: a range may span handles, if it ends where they end
 
-Kernels that are launched later, and replays of
-graphs that were captured before, see what is mapped then. The driver's documentation says so. This file has run
-over the tests' `libcuda` alone, which keeps the driver's rules, and not on a GPU yet.
+Kernels that are launched later, and replays of graphs that were captured before, see what is mapped then. The driver's
+documentation says so, and an H200 does so (benchmarks/results/gpu-h200.md).
 """
 
 from collections.abc import Sequence
@@ -44,15 +43,16 @@ class CudaBackend:
             raise ConfigError(f"{self._device} cannot have an arena: {error}") from error
 
     def create(self, num_chunks: int, chunk_bytes: int) -> None:
-        """Creates one handle per chunk. Raises ConfigError, and keeps none, where the GPU has too little memory."""
+        """Creates one handle per chunk. Raises ConfigError, and keeps none of these, where the GPU has too little."""
         self._enter()
-        self._chunk_bytes = chunk_bytes
+        self._chunk_bytes, num_before = chunk_bytes, len(self._handles)
         try:
             for _ in range(num_chunks):
                 self._handles.append(self._call("cuMemCreate", chunk_bytes, self._properties, 0))
         except StepError as error:
-            wanted, got = (format_bytes(num * chunk_bytes) for num in (num_chunks, len(self._handles)))
-            self.release()
+            num_got = len(self._handles) - num_before
+            wanted, got = (format_bytes(num * chunk_bytes) for num in (num_chunks, num_got))
+            self._release(num_before)
             raise ConfigError(f"the arena wants {wanted} of {self._device} and got {got}: {error}") from error
 
     def reserve(self, num_bytes: int) -> int:
@@ -104,7 +104,10 @@ class CudaBackend:
     def release(self) -> None:
         """Gives all handles back to the driver. Idempotent; nothing is mapped any more."""
         self._enter()
-        while self._handles:
+        self._release(0)
+
+    def _release(self, num_kept: int) -> None:
+        while len(self._handles) > num_kept:
             self._call("cuMemRelease", self._handles.pop())
 
     def free(self, address: int, num_bytes: int) -> None:

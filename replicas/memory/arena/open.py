@@ -15,11 +15,17 @@ def open_arena(device: torch.device, num_bytes: int, chunk_bytes: int) -> Arena:
     Raises:
         ConfigError: the device has no arena or not the memory, or the sizes do not suit it.
     """
-    backend: Backend
+    return Arena(backend_of(device), num_bytes, chunk_bytes)
+
+
+def backend_of(device: torch.device) -> Backend:
+    """What remaps a device's memory; it has none yet.
+
+    Raises:
+        ConfigError: nothing does.
+    """
     if device.type == "cpu":
-        backend = CpuBackend()
-    elif device.type == "cuda":
-        backend = CudaBackend(device)
-    else:
-        raise ConfigError(f"device {device} has no arena: choose cpu or cuda")
-    return Arena(backend, num_bytes, chunk_bytes)
+        return CpuBackend()
+    if device.type == "cuda":
+        return CudaBackend(device)
+    raise ConfigError(f"device {device} has no arena: choose cpu or cuda")

@@ -18,7 +18,7 @@ from pengserve.planners.types.errors import PengServeError
 from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
-from pengserve.replicas.engine.group_run import GroupRun
+from pengserve.replicas.engine.groups.group_run import GroupRun
 from pengserve.replicas.switching.member import Member
 from pengserve.replicas.switching.messages import Answer, Met, Round
 from pengserve.replicas.switching.running_group import RunningGroup, end_run

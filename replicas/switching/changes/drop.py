@@ -1,6 +1,6 @@
 """Groups become one pipeline (KunServe sections 4.1, 4.2): instances alone, narrower pipelines, or both.
 
-After the commit new requests run; those that ran before go on when their KV has come (`engine/exchange.py`).
+After the commit new requests run; those that ran before go on when their KV has come (`engine/movers/exchange.py`).
 """
 
 from collections.abc import Mapping
@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
-from pengserve.replicas.engine.exchange import DropExchange
-from pengserve.replicas.engine.group_run import GroupRun
-from pengserve.replicas.engine.handoff import revive
-from pengserve.replicas.engine.reshard import Traveller
+from pengserve.replicas.engine.groups.group_run import GroupRun
+from pengserve.replicas.engine.lanes.handoff import revive
+from pengserve.replicas.engine.movers.exchange import DropExchange
+from pengserve.replicas.engine.movers.reshard import Traveller
 from pengserve.replicas.switching.changes.change import Ask, Change
 from pengserve.replicas.switching.changes.joining import brought, check_joining, send_rest
 from pengserve.replicas.switching.failpoints import reached
@@ -41,23 +41,44 @@ class Drop(Change[DropMet, DropWave, DropDone]):
 
     def begin(self, kept: frozenset[str] | None) -> DropMet:
         # None pauses, also under hard: memory of `dp` is remapped.
-        return DropMet(travellers=brought(self._member, self._plan, kept, lambda request: False))
+        coming = brought(self._member, self._plan, kept, lambda request: False)
+        return DropMet(travellers=coming, num_rows=self._num_rows(coming))
+
+    def _num_rows(self, coming: list[Traveller]) -> int:
+        """Stage rows that the host has room for, wherever what this member brings may be."""
+        lanes = self._member.lanes
+        if lanes.running is not None:
+            return self._lane.host.num_own_rows
+        held = {block for t in coming for block in lanes.dp.block_ids(t.request_id)}
+        return self._lane.host.num_rows_beside(len(held))
 
     def move(self, met: Mapping[InstanceKey, DropMet], ask: Ask[DropWave, DropDone]) -> None:
         """Moves memory in one round; KV follows beside the steps."""
+        self._lane.host.may_swap(min(word.num_rows for word in met.values()), 0)
         coming = [traveller for key in self._plan.members for traveller in met[key].travellers]
         wave = [found for traveller in coming if (found := self._expect(traveller)) is not None]
         self._num_carried, self._num_left = len(wave), len(coming) - len(wave)
         done = ask(DropWave(travellers=wave, order=self._lane.withhold_free()))
         self._lane.offer(min(word.num_backed for word in done.values()))
+        self._lane.host.may_swap(
+            min(word.num_own_rows for word in done.values()), min(word.num_rows for word in done.values())
+        )
 
     def _expect(self, traveller: Traveller) -> Traveller | None:
-        """The traveller with its blocks in the lane; None where it finds no room, or its ingress is gone."""
+        """The traveller with its blocks in the lane, or its rows on the hosts; None where it finds no room, or its
+        ingress is gone.
+        """
         client_index = self._member.owner.welcome(traveller.handoff)
         if client_index is None:
             return None
-        logical_ids = self._lane.expect(revive(traveller.handoff, client_index), traveller.num_tokens)
-        return replace(traveller, logical_ids=logical_ids) if logical_ids is not None else None
+        request = revive(traveller.handoff, client_index)
+        logical_ids = self._lane.expect(request, traveller.num_tokens, is_parked=traveller.is_parked)
+        if logical_ids is not None:
+            return replace(traveller, logical_ids=logical_ids)
+        if traveller.part_ids:  # a stage's device; what is there cannot be set aside before others need its memory
+            return None
+        host_rows = self._lane.expect_away(request, traveller.num_tokens, is_parked=traveller.is_parked)
+        return replace(traveller, host_rows=host_rows) if host_rows is not None else None
 
     def take(self, message: DropWave) -> DropDone:
         """Memory of weights becomes room for KV, and the leader takes over this member's requests."""
@@ -68,7 +89,9 @@ class Drop(Change[DropMet, DropWave, DropDone]):
         self._member.lanes.current.release(mine)
         if not self._leads:
             self._member.owner.moved(mine, self._plan.leader, carried=True)
-        return DropDone(num_backed=num_backed)
+        return DropDone(
+            num_backed=num_backed, num_own_rows=self._lane.host.num_own_rows, num_rows=self._lane.host.num_rows
+        )
 
     def commit(self) -> SwitchReport:
         """What is left in the parts goes to the leader, from its tokens, and all blocks to the lane."""

@@ -5,7 +5,7 @@ from collections.abc import Callable, Set
 from pengserve.planners.taking_part import require_joining
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.plans import SwitchPlan
-from pengserve.replicas.engine.reshard import Traveller
+from pengserve.replicas.engine.movers.reshard import Traveller
 from pengserve.replicas.engine.vllm_seam import Request
 from pengserve.replicas.switching.member import Member
 from pengserve.replicas.switching.wiring import Wiring
@@ -40,8 +40,10 @@ def brought(
         if not stays(request) and (kept is None or request.request_id in kept):
             handoff = member.owner.handoff(request)
             if handoff is not None:
-                part_ids = lane.block_ids(request.request_id) if lane is member.lanes.running else []
-                found.append(Traveller(request.request_id, rank, [], handoff, part_ids))
+                traveller = Traveller(request.request_id, rank, [], handoff, is_parked=lane.is_parked(request))
+                if lane is member.lanes.running:
+                    traveller.part_ids, traveller.rows = lane.block_ids(request.request_id), lane.rows_of(request)
+                found.append(traveller)
     return found
 
 

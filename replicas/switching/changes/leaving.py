@@ -1,11 +1,13 @@
-"""What a split and a restore have in common: one group ends in its parts."""
+"""What changes have in common by which a group ends."""
 
 from collections.abc import Iterator
 
 from pengserve.planners.stages import stage_layers
 from pengserve.planners.taking_part import require_leaving
 from pengserve.planners.types.plans import SwitchPlan
-from pengserve.replicas.engine.group_lane import GroupLane
+from pengserve.replicas.engine.groups.group_lane import GroupLane
+from pengserve.replicas.engine.groups.tp_lane import TpLane
+from pengserve.replicas.engine.instance_lanes import Lanes
 from pengserve.replicas.switching.member import Member
 
 
@@ -24,6 +26,15 @@ def check_leaving(member: Member, plan: SwitchPlan) -> None:
         requests=_sizes(lane) if lane is not None and leads else (),
         limit=lambda: _most_tokens(member, plan),
     )
+
+
+def leave_group(lanes: Lanes, lane: TpLane) -> None:
+    """This member leaves a tensor-parallel group that has no requests any more: all blocks go back to `dp`."""
+    lane.forget(lane.known_ids())
+    lanes.leave()
+    lanes.leases.reclaim(lane, lane.table.leased())
+    if lane.leads:
+        lane.shrink_all()
 
 
 def _sizes(lane: GroupLane) -> Iterator[tuple[str, int]]:

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
 from pengserve.planners.waves import split_wave
-from pengserve.replicas.engine.handoff import revive
-from pengserve.replicas.engine.reshard import Resharder, Traveller
+from pengserve.replicas.engine.lanes.handoff import revive
+from pengserve.replicas.engine.movers.reshard import Resharder, Traveller
 from pengserve.replicas.engine.vllm_seam import Request
 from pengserve.replicas.switching.changes.change import Ask, Change
-from pengserve.replicas.switching.changes.leaving import check_leaving
+from pengserve.replicas.switching.changes.leaving import check_leaving, leave_group
 from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.member import Member
 from pengserve.replicas.switching.messages import SplitDone, SplitMet, SplitWave
@@ -25,7 +25,9 @@ class Split(Change[SplitMet, SplitWave, SplitDone]):
     def __init__(self, member: Member, wiring: Wiring, running_group: RunningGroup, plan: SwitchPlan) -> None:
         super().__init__(member, wiring, running_group, plan)
         self._lane = member.lanes.registry.tp(plan.group)
-        self._resharder = Resharder(member.lanes, self._lane, member.pool.get(running_group.name))
+        self._resharder = Resharder(
+            member.lanes, self._lane, member.lanes.dp, plan.parts, member.pool.get(running_group.name)
+        )
         self._free: list[int] = []  # leader: blocks of `dp` by rank
         self._num_carried = 0
 
@@ -64,7 +66,8 @@ class Split(Change[SplitMet, SplitWave, SplitDone]):
             if rank is None:
                 left.append(request)
             else:
-                wave.append(Traveller(request.request_id, rank, lane.block_ids(request.request_id), handoff))
+                block_ids, is_parked = lane.block_ids(request.request_id), lane.is_parked(request)
+                wave.append(Traveller(request.request_id, rank, block_ids, handoff, is_parked=is_parked))
         return wave, left
 
     def _tell_moved(self, wave: list[Traveller], refused: set[str]) -> None:
@@ -101,9 +104,12 @@ class Split(Change[SplitMet, SplitWave, SplitDone]):
             self._member.owner.moved(ids, None, carried=False)
             raise
         reached("waved")
+        parked = {traveller.request_id for traveller in wave if traveller.is_parked}
         for request in taken:
             lanes.dp.adopt(request)
             lanes.dp.settle(request)
+            if request.request_id in parked:
+                lanes.dp.keep_parked(request)
         if not self._leads:
             self._lane.forget([traveller.request_id for traveller in wave])
         return SplitDone(num_free=lanes.dp.num_free(), refused=refused)
@@ -114,11 +120,7 @@ class Split(Change[SplitMet, SplitWave, SplitDone]):
         if self._leads:
             rest, num_running = [request.request_id for request in lane.requests()], lane.num_running()
             lane.release(rest)
-        lane.forget(lane.known_ids())
-        lanes.leave()
-        lanes.leases.reclaim(lane, lane.table.leased())
-        if self._leads:
-            lane.shrink_all()
+        leave_group(lanes, lane)
         self._running_group.end()
         self._member.owner.moved(rest, None, carried=False)
         return self._report(

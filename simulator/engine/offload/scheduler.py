@@ -13,12 +13,12 @@ from pengserve.planners.placement.latency import stall_s
 from pengserve.planners.placement.solver import cells_of, fallback
 from pengserve.planners.placement.spread import RESIDENT, Spread
 from pengserve.planners.placement.values import Decode, Machine
-from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.simulator.engine.memory import Tiers
 from pengserve.simulator.engine.offload.planner import OffloadPlanner
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.scheduler import SimStep, check_admitted, check_fits
+from pengserve.simulator.engine.unfinished import UnfinishedSteps
 from pengserve.simulator.requests import LiveRequest
 from pengserve.simulator.timing.steps import Batch, StepTimes
 
@@ -60,7 +60,7 @@ class OffloadScheduler:
         )
         self._running: list[_Entry] = []
         self._waiting: list[_Entry] = []
-        self._open: tuple[SimStep, list[_Entry]] | None = None
+        self._unfinished: UnfinishedSteps[list[_Entry]] = UnfinishedSteps()
         self._last_step_s: float | None = None
         self._counts = dict.fromkeys(
             ("step", "total_prompt_tokens", "total_generated_tokens", "total_preemptions", "total_resumed"), 0
@@ -149,8 +149,7 @@ class OffloadScheduler:
 
     def schedule(self, max_steps: int = 1) -> SimStep | None:
         """A prompt, or else a step of all that decode and are not paused."""
-        if self._open is not None:
-            raise PlanError("a step is unfinished: finish it first")
+        self._unfinished.require_room()
         preempted = self._make_room()
         entry = self._next_prompt()
         if entry is not None:
@@ -159,17 +158,15 @@ class OffloadScheduler:
             self._last_step_s = None
             step = SimStep(
                 batch=Batch(0, 0, (chunk,)), requests=(entry.live,), due=(entry.live,), admitted=(entry.live,),
-                preempted=tuple(preempted),
+                preempted=tuple(preempted), handle=[entry],
             )  # fmt: skip
-            self._open = step, [entry]
+            self._unfinished.begin(step.handle)
             return step
         return self._decode(preempted) if self._running else None
 
     def finish(self, step: SimStep, num_steps: int = 1) -> list[LiveRequest]:
         """Every request of the step has a token more; those that ended."""
-        if self._open is None or self._open[0] is not step:
-            raise PlanError("steps must be finished in the order in which they were scheduled, each once")
-        entries, self._open = self._open[1], None
+        entries = self._unfinished.finish(step.handle)
         ended = []
         for entry in entries:
             live = entry.live
@@ -230,8 +227,11 @@ class OffloadScheduler:
         for entry in stepped:
             entry.computed = entry.live.num_tokens
         lives = tuple(entry.live for entry in stepped)
-        step = SimStep(batch=batch, requests=lives, due=lives, preempted=tuple(preempted), stall_s=stalls_s)
-        self._open, self._last_step_s = (step, stepped), computed_s + stalls_s
+        step = SimStep(
+            batch=batch, requests=lives, due=lives, preempted=tuple(preempted), stall_s=stalls_s, handle=stepped
+        )
+        self._unfinished.begin(stepped)
+        self._last_step_s = computed_s + stalls_s
         return step
 
     def _stall_s(self, stepped: Sequence[_Entry], spreads: dict[str, Spread], computed_s: float) -> float:

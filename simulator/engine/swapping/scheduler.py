@@ -15,12 +15,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 
 from pengserve.planners.cost_model import Chunk
-from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.scheduler import SimStep, check_admitted, check_fits
 from pengserve.simulator.engine.swapping.costs import Link, SwapCosts, SwapCounts, SwapOptions
 from pengserve.simulator.engine.swapping.priorities import Priorities
+from pengserve.simulator.engine.unfinished import UnfinishedSteps
 from pengserve.simulator.requests import LiveRequest
 from pengserve.simulator.timing.steps import Batch
 
@@ -57,7 +57,7 @@ class SwapScheduler:
         self._leaving: list[tuple[float, int]] = []  # when, and blocks that are free then
         self._kept: OrderedDict[str, int] = OrderedDict()  # tokens of conversations on the host, the oldest use first
         self._served: set[str] = set()  # since the last update of priorities
-        self._open: tuple[SimStep, dict[_Turn, int]] | None = None
+        self._unfinished: UnfinishedSteps[dict[_Turn, int]] = UnfinishedSteps()
         self._steps = self._prompted = self._generated = self._preempted = self._hits = self._queries = 0
 
     # What there is ----------------------------------------------------------------------------------------------------
@@ -141,8 +141,7 @@ class SwapScheduler:
 
     def schedule(self, max_steps: int = 1) -> SimStep | None:
         """The next iteration: the most urgent requests that the device holds."""
-        if self._open is not None:
-            raise PlanError("a step is unfinished: finish it first")
+        self._unfinished.require_room()
         if not self._turns:
             return None
         now_s = self._clock()
@@ -167,9 +166,7 @@ class SwapScheduler:
 
     def finish(self, step: SimStep, num_steps: int = 1) -> list[LiveRequest]:
         """Every request that was due has a token more; those that ended leave their KV for the next turn."""
-        if self._open is None or self._open[0] is not step:
-            raise PlanError("steps must be finished in the order in which they were scheduled, each once")
-        tokens, self._open = self._open[1], None
+        tokens = self._unfinished.finish(step.handle)
         self._steps += 1
         ended = []
         for turn, count in tokens.items():
@@ -305,8 +302,9 @@ class SwapScheduler:
             due=tuple(turn.live for turn, count in tokens.items() if turn.computed + count == turn.live.num_tokens),
             admitted=tuple(turn.live for turn in admitted if turn in tokens),
             wait_s=max(0.0, at_s - self._clock()),
+            handle=tokens,
         )
-        self._open = step, tokens
+        self._unfinished.begin(tokens)
         return step
 
     def _blocks(self, num_tokens: int) -> int:

@@ -21,7 +21,7 @@ async def drain(switch: SimSwitch) -> tuple[frozenset[LiveRequest] | None, float
         return None, 0.0
     loop, plan = asyncio.get_running_loop(), switch.plan
     started_s = loop.time()
-    members = switch.members if plan.is_merge else (switch.leader,)
+    members = [member for member in switch.members if not member.is_follower]
     running = [list(member.current.scheduler.running) for member in members]
 
     async def wait(member: SimInstance, requests: list[LiveRequest]) -> None:

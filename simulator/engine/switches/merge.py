@@ -1,6 +1,10 @@
-"""dp groups become one tp group: their running requests are carried by head, paused, or end first."""
+"""Groups become one tp group: their running requests are carried by head, paused, or end first.
+
+Those of a narrower tp group go along also where others are paused: its lane ends.
+"""
 
 import asyncio
+from collections.abc import Collection
 
 from pengserve.planners.taking_part import require_joining
 from pengserve.planners.types.errors import StepError
@@ -31,12 +35,14 @@ async def merge(switch: SimSwitch) -> SwitchReport:
     run = await switch.begin_group()
     carried, num_given_up = await _carry(switch, run, travellers(switch, kept))
     await asyncio.sleep(switch.around.costs.cutover_s)
-    rest = _take_rest(switch)
+    rest = _take_rest(switch, [member for member in switch.members if member.group is not None])
+    left = switch.leave_parts()
     if not switch.leader.sizes.is_static:
         num_free = min(member.lane.scheduler.num_free for member in switch.members)
         assert run.lane.resize(num_free), "carried requests have their blocks"
     switch.enter_group(run)
-    num_redirected = _send_rest(switch, rest)
+    switch.around.owner.moved(left, switch.leader.key, carried=False)
+    num_redirected = _send_rest(switch, rest) + len(left)
     num_paused = sum(len(member.lane.scheduler.running) for member in switch.members)
     note_stall(carried, loop.time() - started_s)
     return SwitchReport(
@@ -54,15 +60,15 @@ async def merge(switch: SimSwitch) -> SwitchReport:
 
 
 def travellers(switch: SimSwitch, kept: frozenset[LiveRequest] | None = None) -> list[SimTraveller]:
-    """What members bring along, by rank; of those that drained, what is left of `kept` alone."""
+    """What parts bring along, by the rank of who leads them; of those that drained, what is left of `kept` alone."""
     found = []
     for rank, member in enumerate(switch.members):
-        scheduler = member.current.scheduler
+        scheduler, is_alone = member.current.scheduler, member.group is None
         found += [
             SimTraveller(request, rank, num_tokens)
-            for request in scheduler.running
+            for request in (() if member.is_follower else scheduler.running)
             if (num_tokens := scheduler.computed_tokens(request))
-            and not pauses(switch.plan, request)
+            and not (is_alone and pauses(switch.plan, request))
             and (kept is None or request in kept)
         ]
     return found
@@ -73,13 +79,13 @@ def settle_rest(switch: SimSwitch) -> int:
     return _send_rest(switch, _take_rest(switch))
 
 
-def _take_rest(switch: SimSwitch) -> list[list[LiveRequest]]:
-    """What neither moved nor pauses leaves its member: by rank."""
-    rest = []
+def _take_rest(switch: SimSwitch, grouped: Collection[SimInstance] = ()) -> list[list[LiveRequest]]:
+    """What neither moved nor pauses leaves its member: by rank. Beside a group, `dp` has only what pauses."""
+    rest: list[list[LiveRequest]] = []
     for member in switch.members:
         scheduler = member.lane.scheduler
         going = [request for request in scheduler.running if not pauses(switch.plan, request)]
-        going += scheduler.waiting
+        going = [] if member in grouped else [*going, *scheduler.waiting]
         member.lane.remove(going)
         rest.append(going)
     return rest
@@ -111,15 +117,15 @@ async def _carry(switch: SimSwitch, run: SimGroup, coming: list[SimTraveller]) -
     travelling = {traveller.request.request_id: traveller for traveller in coming}
     left = _movers(switch, run, coming)
     while left:
-        wave = merge_wave(left, [member.lane.scheduler.num_free - num_leased for member in switch.members])
+        wave = merge_wave(left, [_num_free(member) - num_leased for member in switch.members])
         left = wave.left
         moving = [travelling[mover.request_id] for mover in wave.moving]
-        await switch.send(by_head(moving, len(switch.members), switch.token_bytes, is_merge=True))
+        await switch.send(by_head(moving, switch.parts, switch.token_bytes, is_merge=True))
         for mover in wave.given_up:
-            switch.members[mover.rank].lane.remove([travelling[mover.request_id].request])
+            switch.members[mover.ranks[0]].current.remove([travelling[mover.request_id].request])
             switch.around.owner.moved([travelling[mover.request_id].request], switch.leader.key, carried=False)
         for traveller in moving:
-            switch.members[traveller.rank].lane.remove([traveller.request])
+            switch.members[traveller.rank].current.remove([traveller.request])
             has_room = run.lane.admit(traveller.request, traveller.num_tokens)
             assert has_room, "blocks were leased for it"
             switch.around.owner.moved([traveller.request], switch.leader.key, carried=True)
@@ -129,15 +135,24 @@ async def _carry(switch: SimSwitch, run: SimGroup, coming: list[SimTraveller]) -
     return carried, num_given_up
 
 
+def _num_free(member: SimInstance) -> int:
+    """Blocks of `dp` that no request holds, also none of the narrower group that the member is in."""
+    num_free, part = member.lane.scheduler.num_free, member.group
+    if part is not None:
+        num_free -= part.lane.scheduler.num_blocks - part.lane.scheduler.num_free
+    return num_free
+
+
 def _movers(switch: SimSwitch, run: SimGroup, coming: list[SimTraveller]) -> tuple[Mover, ...]:
-    movers = []
-    for rank, member in enumerate(switch.members):
-        own = [traveller for traveller in coming if traveller.rank == rank]
-        freed = member.lane.scheduler.blocks_freed([traveller.request for traveller in own])
+    movers, first = [], 0
+    for part in switch.plan.parts:
+        own = [traveller for traveller in coming if traveller.rank == first]
+        scheduler = switch.members[first].current.scheduler
+        freed = scheduler.blocks_freed([traveller.request for traveller in own])
         movers += [
             Mover(
                 request_id=traveller.request.request_id,
-                rank=rank,
+                ranks=tuple(range(first, first + part.degree)),
                 num_tokens=traveller.num_tokens,
                 num_needed=run.blocks_needed(traveller.num_tokens),
                 num_own=num_own,
@@ -145,4 +160,5 @@ def _movers(switch: SimSwitch, run: SimGroup, coming: list[SimTraveller]) -> tup
             )
             for traveller, (num_own, shared) in zip(own, freed, strict=True)
         ]
+        first += part.degree
     return tuple(movers)

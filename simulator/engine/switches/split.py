@@ -67,7 +67,7 @@ async def _hand_on(switch: SimSwitch, run: SimGroup, going: list[LiveRequest]) -
         wave, going = _next_wave(switch, run, going, free)
         if not wave:
             break
-        await switch.send(by_head(wave, len(switch.members), switch.token_bytes, is_merge=False))
+        await switch.send(by_head(wave, switch.parts, switch.token_bytes, is_merge=False))
         for traveller in wave:
             member = switch.members[traveller.rank]
             run.lane.remove([traveller.request])

@@ -73,7 +73,7 @@ class SimSwitch:
 
     @property
     def parts(self) -> Parts:
-        """What a pipeline is formed of, or ends in."""
+        """What a group is formed of, or ends in."""
         return Parts(self.leader.sizes.num_layers, tuple(part.degree for part in self.plan.parts))
 
     @property
@@ -86,7 +86,7 @@ class SimSwitch:
     async def meet(self) -> float:
         """All members stop at a step boundary; the leader goes on until the others have. Seconds that took.
 
-        Of pipelines that become one, their leaders' lanes are what stops.
+        Of groups that become one, their leaders' lanes are what stops.
         """
         loop = asyncio.get_running_loop()
         started_s = loop.time()
@@ -110,7 +110,7 @@ class SimSwitch:
         return run
 
     def leave_parts(self) -> list[LiveRequest]:
-        """The pipelines that become a wider one end; the requests that are left in them."""
+        """The groups that become a wider one end; the requests that are left in them."""
         runs = {id(member.group): member.group for member in self.members if member.group is not None}
         return [request for run in runs.values() for request in end_group(run)]
 
@@ -158,14 +158,20 @@ class SimSwitch:
                 self.around.owner.touched(member.key)
 
 
-def by_head(travellers: list[SimTraveller], num_members: int, token_bytes: int, *, is_merge: bool) -> dict[Pair, int]:
-    """Bytes of KV that change member where requests are re-sharded by head: all but a member's own share."""
+def by_head(travellers: list[SimTraveller], parts: Parts, token_bytes: int, *, is_merge: bool) -> dict[Pair, int]:
+    """Bytes of KV that change member where requests are re-sharded by head: all but what a member has and keeps.
+
+    A traveller's rank is that of who leads its part, whose members have a share of the heads each.
+    """
     pairs: dict[Pair, int] = {}
+    num_members = sum(parts.sizes)
     for traveller in travellers:
         share = traveller.num_tokens * token_bytes // num_members
+        size = parts.sizes[parts.of(traveller.rank)]
         for other in range(num_members):
-            if other != traveller.rank:
-                pair = (traveller.rank, other) if is_merge else (other, traveller.rank)
+            mate = traveller.rank + other * size // num_members
+            if other != mate:
+                pair = (mate, other) if is_merge else (other, mate)
                 pairs[pair] = pairs.get(pair, 0) + share
     return pairs
 

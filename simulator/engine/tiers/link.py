@@ -41,7 +41,7 @@ class VirtualLink:
         self._left_bytes[copy] = float(len(copy.cells) * self.block_bytes)
         return copy
 
-    def poke(self) -> None:
+    def release(self, copies: Iterable[Copy]) -> None:
         """Nothing: staged layers are priced as a whole, see `take_staged`."""
 
     def hurry(self, copies: Iterable[Copy]) -> None:
@@ -70,10 +70,6 @@ class VirtualLink:
         self.catch_up()
         found, self._finished = self._finished, []
         return found
-
-    def seconds_for(self, num_bytes: int, *, to_host: bool) -> float:
-        """How long a copy of so many bytes takes."""
-        return num_bytes / self.rate
 
     def close(self) -> None:
         """Nothing is left to end."""

@@ -14,8 +14,8 @@ from pengserve.planners.placement.latency import stall_s
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.orders import Park, Place, Resume
 from pengserve.planners.types.snapshot import KvCapacity
-from pengserve.replicas.engine.lane_tiers import LaneTiers
-from pengserve.replicas.engine.residency import ResidentRequests
+from pengserve.replicas.engine.tiers.lane_tiers import LaneTiers
+from pengserve.replicas.engine.tiers.residency import ResidentRequests
 from pengserve.replicas.engine.vllm_seam import SchedulerOutput
 from pengserve.replicas.parking import ParkOrders
 from pengserve.simulator.engine.memory import Tiers

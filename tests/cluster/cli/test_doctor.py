@@ -8,6 +8,7 @@ import pytest
 from pengserve.cluster.cli.doctor import Level, check_ray, check_settings, examine
 from pengserve.cluster.cli.main import main
 from pengserve.cluster.settings import load_settings
+from tests.support.nvidia import pretend
 
 CONFIG = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 256}
 
@@ -102,6 +103,28 @@ def test_a_ray_without_a_token_is_told(environment, level, said, tmp_path):
 def test_haproxy_as_it_comes_is_told(tmp_path):
     *_, finding = check_ray({"RAY_SERVE_ENABLE_HA_PROXY": "1"}, tmp_path)
     assert (finding.level, finding.subject) == (Level.WARN, "haproxy")
+
+
+def test_gpus_and_shapes_are_told(model, monkeypatch, tmp_path_factory):
+    pretend(monkeypatch, tmp_path_factory.mktemp("tool"), 8)
+    monkeypatch.setenv("PENGSERVE_SHAPE__CUDA", "experimental")
+    found = {}
+    for finding in examine(None, str(model), None):
+        found.setdefault(finding.subject, []).append((finding.level, finding.text))
+    assert "NVIDIA H100 80GB HBM3" in found["gpu 7"][0][1] and "driver 580.65.06" in found["gpu 7"][0][1]
+    assert found["nvlink"] == [(Level.OK, "between all devices")]
+    assert [level for level, _ in found["gpu memory"]] == [Level.OK]
+    shapes = [text for _, text in found["shape"]]
+    assert "tp4 works over NVLink" in shapes
+    assert any(text.startswith("no tp8: 4 attention heads do not split into 8") for text in shapes)
+
+
+def test_a_model_that_does_not_fit_a_gpu_is_told_how_much_is_missing(model, monkeypatch, tmp_path_factory):
+    pretend(monkeypatch, tmp_path_factory.mktemp("tool"), 1)
+    with (model / "model.safetensors").open("wb") as file:
+        file.truncate(30 << 30)
+    (finding,) = [f for f in examine(None, str(model), None) if f.subject == "gpu memory"]
+    assert finding.level is Level.FAIL and "GiB are missing: 30.0 GiB of weights" in finding.text and finding.action
 
 
 def test_a_missing_file_of_keys_is_told(tmp_path):

@@ -119,6 +119,13 @@ def test_members_of_a_group_stand_together_the_leader_first(view):
     assert "layout tp2@(2,0), 1 dp   auto   epoch 4" in lines[0]
 
 
+@pytest.mark.parametrize("view", [status_view, lambda now: top_view(None, now)], ids=["status", "top"])
+def test_a_member_that_leaves_its_group_is_shown_as_leaving_though_it_serves(view):
+    lines = drawn(view(replace(merged(), leaving=(0,))))
+    states = {key: next(line for line in lines if f" {key} " in line).split()[2] for key in ("0.0", "2.0")}
+    assert states == {"0.0": "leaving", "2.0": "ready"}
+
+
 def piped() -> ClusterSnapshot:
     """The same instances as `merged`; the two are stages of a pipeline that holds 200 blocks."""
     pp2 = LaneInfo(shape="pp2", capacity=replace(CAPACITY, num_blocks=200))
@@ -157,6 +164,8 @@ def test_a_host_tier_shows_its_size_in_tokens():
     tokens = 300 * CAPACITY.block_size
     assert host_parts(alone) == (300 * CAPACITY.bytes_per_block, 60 * CAPACITY.bytes_per_block, tokens)
     assert host_parts(instance(1)) == (0, 0, 0)
+    stage = replace(alone, stats=replace(held, shape="pp2", host_blocks=600))
+    assert host_parts(stage) == (300 * CAPACITY.bytes_per_block, 30 * CAPACITY.bytes_per_block, 2 * tokens)
     now = replace(merged(), instances=(alone,))
     assert f"{tokens // 5:,} / {tokens:,}" in "\n".join(drawn(status_view(now)))
     assert f"20% of {tokens:,}" in "\n".join(drawn(top_view(None, now)))
@@ -262,10 +271,21 @@ def test_a_thousand_groups_are_not_all_named():
 
 def test_tenants_are_shown_with_their_shares() -> None:
     uses = [
-        TenantUse(tenant="acme", service_class="default", num_running=2, share=0.75, total_tokens=1200, attainment=0.5),
+        TenantUse(
+            tenant="acme",
+            service_class="default",
+            num_running=2,
+            share=0.75,
+            total_tokens=1200,
+            total_parked=17,
+            total_recomputed=3,
+            swapped_bytes=3 << 19,
+            attainment=0.5,
+        ),
         TenantUse(tenant="", service_class="flex", num_waiting=9, share=0.25),
     ]
     text = "\n".join(drawn(tenants_view(uses)))
     assert "acme" in text and "75%" in text and "1,200" in text and "50%" in text
+    assert "17" in text and "1.5 MiB" in text
     assert "(none)" in text and "flex" in text
     assert "no requests yet" in "\n".join(drawn(tenants_view([])))

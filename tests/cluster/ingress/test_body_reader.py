@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.datastructures import Headers
 
-from pengserve.cluster.ingress import guard as guard_module
-from pengserve.cluster.ingress.body import MAX_CONTAINERS, MAX_VALUES, _check_counts, parse_object
-from pengserve.cluster.ingress.body_reader import SHORT_BYTES, BodyReader
 from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.ingress.errors import OverloadedError, RequestRefused
-from pengserve.cluster.ingress.guard import Guard
-from pengserve.cluster.ingress.traffic import Traffic
+from pengserve.cluster.ingress.guards import guard as guard_module
+from pengserve.cluster.ingress.guards.body import MAX_CONTAINERS, MAX_VALUES, _check_counts, parse_object
+from pengserve.cluster.ingress.guards.body_reader import SHORT_BYTES, BodyReader
+from pengserve.cluster.ingress.guards.guard import Guard
+from pengserve.cluster.ingress.in_flight.traffic import Traffic
 from pengserve.planners.types.config import InstanceConfig
 from tests.support.effort import examples
 from tests.support.speed import least_cpu_s, slowness

@@ -13,7 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pengserve.cluster.haproxy.limits import ConnectionLimits
-from pengserve.cluster.ingress.connection_guard import guard
+from pengserve.cluster.ingress.guards.connection_guard import guard
 
 pytestmark = pytest.mark.slow  # waits for time-outs
 

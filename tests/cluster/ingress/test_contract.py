@@ -5,8 +5,8 @@ from typing import Any
 import httpx
 import pytest
 
-from pengserve.cluster.ingress.contract import ContractReader, without_own_fields
 from pengserve.cluster.ingress.errors import RequestRefused
+from pengserve.cluster.ingress.request.contract import ContractReader, without_own_fields
 from pengserve.planners.types.contract import (
     BUILT_IN_CLASSES,
     NO_CONTRACT,

@@ -9,7 +9,7 @@ import pytest
 
 from pengserve.cluster.ingress import demand as demand_module
 from pengserve.cluster.ingress.demand import NOTHING, DemandReporter
-from pengserve.cluster.ingress.request_options import RequestOptions
+from pengserve.cluster.ingress.request.request_options import RequestOptions
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.snapshot import Demand
 from tests.support.moving import Cluster

@@ -14,7 +14,7 @@ import itertools
 
 from vllm.outputs import CompletionOutput
 
-from pengserve.cluster.ingress.deposit import DepositCollector
+from pengserve.cluster.ingress.slo.deposit import DepositCollector
 from pengserve.cluster.ingress.vllm_openai_seam import RequestOutput, RequestOutputCollector, RequestOutputKind
 
 INTERVAL_MS = 50.0

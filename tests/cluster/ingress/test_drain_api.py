@@ -43,7 +43,7 @@ async def http(controller):
     from fastapi import FastAPI
 
     from pengserve.cluster.ingress import errors
-    from pengserve.cluster.ingress.drain_api import drain_router
+    from pengserve.cluster.ingress.steering.drain_api import drain_router
 
     app = FastAPI()
     errors.install(app)

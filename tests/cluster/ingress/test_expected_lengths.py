@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
+from pengserve.cluster.ingress.request.request_options import NO_OPTIONS, RequestOptions
 from pengserve.planners.lengths import MIN_ANSWERS
 from pengserve.planners.types.contract import NO_CONTRACT, Contract, Slo
 from tests.support.moving import Cluster, FakeLink

@@ -6,8 +6,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from pengserve.cluster.ingress.fair_queue import FairQueue, fair_queue
-from pengserve.cluster.ingress.request_options import RequestOptions
+from pengserve.cluster.ingress.request.request_options import RequestOptions
+from pengserve.cluster.ingress.tenants.fair_queue import FairQueue, fair_queue
+from pengserve.planners.fairness import told_band
 from pengserve.planners.types.contract import BUILT_IN_CLASSES, Contract
 from pengserve.planners.types.ids import Epoch, InstanceId
 from pengserve.planners.types.layout import Layout
@@ -102,7 +103,7 @@ def test_a_request_that_never_ran_costs_nothing() -> None:
 def test_what_is_lifted_is_told_to_the_instance_and_survives_its_death() -> None:
     world = World()
     world.ask(0, "a", service_class="flex", priority=1)
-    assert world.place(0)[0] == 1
+    assert world.place(0)[0] == told_band(1, is_ahead=False)
     world.now_s += 1001.0
     world.book.tend()
     assert world.place(0)[0] < -(1 << 31)

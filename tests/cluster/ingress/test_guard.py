@@ -8,8 +8,8 @@ import pytest
 from fastapi import FastAPI
 
 from pengserve.cluster.ingress.config import IngressConfig
-from pengserve.cluster.ingress.guard import Guard
-from pengserve.cluster.ingress.traffic import Traffic
+from pengserve.cluster.ingress.guards.guard import Guard
+from pengserve.cluster.ingress.in_flight.traffic import Traffic
 from pengserve.planners.types.config import InstanceConfig
 
 PAGE = "https://chat.example.org"

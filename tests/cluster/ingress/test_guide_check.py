@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from pengserve.cluster.ingress.errors import OverloadedError
-from pengserve.cluster.ingress.guide_check import MAX_WAITING, GuideChecker
+from pengserve.cluster.ingress.guides.guide_check import MAX_WAITING, GuideChecker
 from pengserve.cluster.ingress.vllm_openai_seam import VLLMClientError
 from tests.support.speed import slowness
 

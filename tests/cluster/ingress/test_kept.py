@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from pengserve.cluster.ingress.kept import KeptAnswer, KeptSequence, Outcome
-from pengserve.cluster.ingress.request_options import NO_OPTIONS
-from pengserve.cluster.ingress.slo_meters import SloMeters
+from pengserve.cluster.ingress.request.kept import KeptAnswer, KeptSequence, Outcome
+from pengserve.cluster.ingress.request.request_options import NO_OPTIONS
+from pengserve.cluster.ingress.slo.slo_meters import SloMeters
 from pengserve.cluster.metrics.facade import Metrics
 from pengserve.planners.lengths import LengthRange
 from pengserve.planners.types.contract import Slo
@@ -97,10 +97,12 @@ def test_pauses_are_added_up_by_the_name_of_the_copy() -> None:
     cluster.lengths[1], cluster.seen[1] = 6, []
     cluster.book.add(a_request(1, 6), NO_OPTIONS, kept)
     link: Any = next(iter(cluster.open_links.values()))
-    for seconds in (0.25, 0.5):
-        cluster.book.note_pause(link, Paused("r1", seconds))
-    cluster.book.note_pause(link, Paused("another", 9.0))
+    for seconds, swapped_bytes in ((0.25, 0), (0.5, 4096)):
+        cluster.book.note_pause(link, Paused("r1", seconds, swapped_bytes))
+    cluster.book.note_pause(link, Paused("another", 9.0, 9))
     assert kept.paused_s == 0.75
+    (record,) = cluster.book.records()
+    assert (record.num_parks, record.swapped_bytes) == (2, 4096)
 
 
 def test_attainment_is_counted_by_class() -> None:

@@ -139,3 +139,55 @@ def test_stop_strings_and_whole_answers_wait_for_no_pace(http: httpx.Client) -> 
     seen = "".join(c["choices"][0]["delta"].get("content") or "" for _, c in stopped if c["choices"])
     assert seen == text[: text.index(stop)]
     assert time.monotonic() - started_s < 55, "one token a minute holds nothing that is finished"
+
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Oslo", "Rome"]}, "days": {"enum": [1, 2, 3]}},
+            "required": ["city", "days"],
+            "additionalProperties": False,
+        },
+        "strict": True,
+    },
+}
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def calls(chunks: list[tuple[float, dict[str, Any]]]) -> tuple[dict[int, tuple[str, str]], str, list[str]]:
+    """Of a stream: name and arguments of each tool call, the text beside them, and why it ended."""
+    found: dict[int, tuple[str, str]] = {}
+    text, ends = "", []
+    for choice in (choice for _, chunk in chunks for choice in chunk["choices"]):
+        for part in choice["delta"].get("tool_calls") or ():
+            name, arguments = found.get(part["index"], ("", ""))
+            function = part.get("function") or {}
+            more = function.get("name") or "", function.get("arguments") or ""
+            found[part["index"]] = name + more[0], arguments + more[1]
+        text += choice["delta"].get("content") or ""
+        ends += [choice["finish_reason"]] if choice.get("finish_reason") else []
+    return found, text, ends
+
+
+@pytest.mark.parametrize("choice", [NAMED, "required", "auto"])
+def test_tool_calls_are_the_same_in_a_paced_stream(
+    http: httpx.Client, no_blanks: dict[str, int], choice: dict[str, Any] | str
+) -> None:
+    body = CHAT | {"tools": [TOOL], "tool_choice": choice, "max_completion_tokens": 60, "logit_bias": no_blanks}
+    plain, _ = stream(http, "/v1/chat/completions", body)
+    paced, _ = stream(http, "/v1/chat/completions", body | {"slo": {"tbt_ms": 15, "pacing": "steady"}})
+    assert calls(paced) == calls(plain)
+    if choice != "auto":
+        [(name, arguments)] = calls(plain)[0].values()
+        assert name == "weather" and json.loads(arguments)["city"] in ("Oslo", "Rome")
+    started_s = time.monotonic()
+    one = {"tbt_ms": 60_000, "pacing": "steady"}  # a token in a minute
+    slow, _ = stream(http, "/v1/chat/completions", body | {"slo": one})
+    assert calls(slow) == calls(plain)
+    whole = [http.post("/v1/chat/completions", json=body | more).json()["choices"][0] for more in ({}, {"slo": one})]
+    asked = [[call["function"] for call in choice["message"].get("tool_calls") or ()] for choice in whole]
+    assert asked[0] == asked[1] and whole[0]["finish_reason"] == whole[1]["finish_reason"]
+    assert time.monotonic() - started_s < 55, "a call that is complete waits for no pace"

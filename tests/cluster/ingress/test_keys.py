@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pengserve.cluster.ingress.config import IngressConfig
-from pengserve.cluster.ingress.keys import KeyRing, Keys
+from pengserve.cluster.ingress.guards.keys import KeyRing, Keys
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import ConfigError
 

@@ -77,7 +77,7 @@ async def http(controller):
     from fastapi import FastAPI
 
     from pengserve.cluster.ingress import errors
-    from pengserve.cluster.ingress.layout_api import layout_router
+    from pengserve.cluster.ingress.steering.layout_api import layout_router
 
     app = FastAPI()
     errors.install(app)

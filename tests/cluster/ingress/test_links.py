@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from pengserve.cluster.ingress.links import LinkPool
+from pengserve.cluster.ingress.routing.links import LinkPool
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.snapshot import STEP_GRACE_S, Address, InstanceStats, Route, RoutingTable
 from pengserve.replicas.channel.frames import FrameKind, encode

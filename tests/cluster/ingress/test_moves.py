@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pengserve.cluster.ingress import records
 from pengserve.cluster.ingress.config import LimitConfig
-from pengserve.cluster.ingress.moves import MAX_STASHED, Orphans
+from pengserve.cluster.ingress.in_flight import records
+from pengserve.cluster.ingress.request.moves import MAX_STASHED, Orphans
 from pengserve.planners.types.ids import InstanceKey
 from tests.support.effort import examples
 from tests.support.moving import Cluster, FakeInstance, FakeLink
@@ -311,7 +311,7 @@ def test_a_stash_is_bounded(pair: tuple[Cluster, FakeLink, FakeLink]) -> None:
 
 
 def test_orphans_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pengserve.cluster.ingress.moves.MAX_TOLD", 3)
+    monkeypatch.setattr("pengserve.cluster.ingress.request.moves.MAX_TOLD", 3)
     cluster = Cluster(1)
     link: Any = cluster.connect(cluster.instances[0])
     orphans = Orphans()

@@ -2,13 +2,11 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from transformers import AutoTokenizer
 
 from tests.support.ingress import FixedRoutes, ingress_config, serving, wait_ready
 from tests.support.processes import InstanceProcess
@@ -31,13 +29,6 @@ def newest(instances: list[InstanceProcess]) -> Iterator[httpx.Client]:
         wait_ready(url)
         with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
             yield client
-
-
-@pytest.fixture(scope="session")
-def no_blanks(model: Path) -> dict[str, int]:
-    """A logit bias against blanks: JSON allows any number of them, and the random model would write them for ever."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    return {str(i): -100 for i in range(len(tokenizer)) if not tokenizer.decode([i]).strip()}
 
 
 def test_models_lists_the_served_name(client: openai.OpenAI) -> None:

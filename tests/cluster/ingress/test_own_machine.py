@@ -4,7 +4,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from pengserve.cluster.ingress.errors import RequestRefused
-from pengserve.cluster.ingress.own_machine import refuse_foreign
+from pengserve.cluster.ingress.guards.own_machine import refuse_foreign
 
 JSON = {"content-type": "application/json"}
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from pengserve.cluster import app
 from pengserve.cluster.ingress.config import LimitConfig
-from pengserve.cluster.ingress.dispatcher import STEPS_UNTIL_SEEN
-from pengserve.cluster.ingress.prefixes import GRANULE, MAX_GRANULES, MAX_SESSIONS, Prefixes, chain_of
-from pengserve.cluster.ingress.record import RequestRecord
-from pengserve.cluster.ingress.request_options import NO_OPTIONS, RequestOptions
+from pengserve.cluster.ingress.request.record import RequestRecord
+from pengserve.cluster.ingress.request.request_options import NO_OPTIONS, RequestOptions
+from pengserve.cluster.ingress.routing.dispatcher import STEPS_UNTIL_SEEN
+from pengserve.cluster.ingress.routing.prefixes import GRANULE, MAX_GRANULES, MAX_SESSIONS, Prefixes, chain_of
 from pengserve.cluster.settings import load_settings
 from pengserve.planners.types.contract import Contract
 from pengserve.planners.types.ids import InstanceId, InstanceKey

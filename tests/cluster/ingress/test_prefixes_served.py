@@ -7,7 +7,7 @@ import uuid
 import httpx
 import pytest
 
-from pengserve.cluster.ingress.prefixes import GRANULE
+from pengserve.cluster.ingress.routing.prefixes import GRANULE
 
 pytestmark = pytest.mark.slow
 

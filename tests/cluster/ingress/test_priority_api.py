@@ -12,9 +12,9 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from pengserve.cluster.ingress import errors
-from pengserve.cluster.ingress.fair_queue import FairQueue
-from pengserve.cluster.ingress.priority_api import priority_router
-from pengserve.cluster.ingress.request_options import RequestOptions
+from pengserve.cluster.ingress.request.request_options import RequestOptions
+from pengserve.cluster.ingress.steering.priority_api import priority_router
+from pengserve.cluster.ingress.tenants.fair_queue import FairQueue
 from pengserve.planners.types.contract import BUILT_IN_CLASSES, Contract
 from pengserve.planners.types.tenants import FairnessConfig
 from tests.support.moving import Cluster
@@ -46,9 +46,10 @@ def test_a_change_reaches_the_instance_and_stays(cluster: Cluster, http: httpx.C
     answer = http.put("/cluster/requests/r2/priority", json={"priority": -3, "tenant": "acme"})
     assert answer.json() == {"requests": 1, "priority": -3}
     link: Any = cluster.open_links[cluster.instances[0].key]
-    assert link.orders["r2"][0] == -3
+    told = -6 if cluster.book._order.fair is not None else -3  # twice, as tenants ahead of their shares come between
+    assert link.orders["r2"][0] == told
     record = next(record for record in cluster.book.records() if record.request_id == "r2")
-    assert record.is_urgent and record.request.priority == -3 and cluster.book.demand().num_priority == 1
+    assert record.is_urgent and record.request.priority == told and cluster.book.demand().num_priority == 1
     cluster.settle()
     assert cluster.ended == {0, 1, 2}
 

@@ -29,7 +29,7 @@ class Handle:
 def source_of(*errors: Exception) -> tuple[Any, list[Handle]]:
     """A source whose controllers raise these, one after the other."""
     pytest.importorskip("ray")
-    from pengserve.cluster.ingress.ray_source import RayRoutingSource
+    from pengserve.cluster.ingress.routing.ray_source import RayRoutingSource
 
     handles = [Handle(error) for error in errors]
     return RayRoutingSource(lambda: handles.pop(0)), handles
@@ -77,7 +77,7 @@ class Deaf:
 
 async def test_a_controller_that_never_answers_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    from pengserve.cluster.ingress import ray_source
+    from pengserve.cluster.ingress.routing import ray_source
 
     monkeypatch.setattr(ray_source, "ANSWER_TIMEOUT_S", 0.05)
     asked: list[int] = []

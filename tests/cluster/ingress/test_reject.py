@@ -7,9 +7,9 @@ import httpx
 import pytest
 
 from pengserve.cluster.ingress.errors import DROPPED_REASON_HEADER, OverloadedError, respond
-from pengserve.cluster.ingress.kept import KeptAnswer, current_kept
-from pengserve.cluster.ingress.reject import DROPPED_REASON, QUEUE_TIMEOUT, require_ttft
-from pengserve.cluster.ingress.request_options import RequestOptions, current_options
+from pengserve.cluster.ingress.request.kept import KeptAnswer, current_kept
+from pengserve.cluster.ingress.request.request_options import RequestOptions, current_options
+from pengserve.cluster.ingress.slo.reject import DROPPED_REASON, QUEUE_TIMEOUT, require_ttft
 from pengserve.planners.ttft import MIN_SEEN
 from pengserve.planners.types.contract import Contract, Slo, SloPolicy
 from tests.support.ingress import MODEL_NAME

@@ -6,8 +6,8 @@ import pytest
 
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.errors import RequestRefused
-from pengserve.cluster.ingress.records import SUPERSEDED_WAIT_S
-from pengserve.cluster.ingress.request_options import PARALLELISM_HEADER, RequestOptions, read_options
+from pengserve.cluster.ingress.in_flight.records import SUPERSEDED_WAIT_S
+from pengserve.cluster.ingress.request.request_options import PARALLELISM_HEADER, RequestOptions, read_options
 from pengserve.cluster.ingress.vllm_openai_seam import RetryableRequestError
 from pengserve.planners.types.contract import Contract
 from pengserve.planners.types.snapshot import Demand, InstanceStats

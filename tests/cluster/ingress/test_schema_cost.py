@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from pengserve.cluster.ingress.body import check_generation, parse_object
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.errors import RequestRefused
-from pengserve.cluster.ingress.schema_cost import MAX_STATES, unrolled_size
+from pengserve.cluster.ingress.guards.body import check_generation, parse_object
+from pengserve.cluster.ingress.guides.schema_cost import MAX_STATES, unrolled_size
 from tests.support.speed import least_cpu_s, slowness
 
 COSTLY = "^(abcdefgh){2000}$"

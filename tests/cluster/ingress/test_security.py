@@ -3,7 +3,7 @@
 import pytest
 
 from pengserve.cluster.ingress.config import IngressConfig
-from pengserve.cluster.ingress.security import refuse_unsafe
+from pengserve.cluster.ingress.guards.security import refuse_unsafe
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import ConfigError
 

@@ -8,14 +8,14 @@ import pytest
 
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.errors import describe, respond
-from pengserve.cluster.ingress.quarantine import (
+from pengserve.cluster.ingress.in_flight.quarantine import (
     MAX_KILLERS_PER_KEY,
     QUARANTINE_S,
     KeyClosedError,
     PoisonousRequestError,
     Quarantine,
 )
-from pengserve.cluster.ingress.request_options import RequestOptions
+from pengserve.cluster.ingress.request.request_options import RequestOptions
 from pengserve.replicas.engine.wire import Trial
 from pengserve.replicas.trial_gate import PROVEN_STEPS
 from tests.support.moving import Cluster, Copy, FakeInstance, FakeLink, a_request

@@ -4,10 +4,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from pengserve.cluster.ingress.record import RequestRecord
-from pengserve.cluster.ingress.request_options import RequestOptions
-from pengserve.cluster.ingress.tenant_figures import MAX_KEPT, MAX_SHOWN, WINDOW_S, TenantFigures
-from pengserve.planners.types.contract import Contract
+from pengserve.cluster.ingress.request.kept import KeptSequence
+from pengserve.cluster.ingress.request.record import RequestRecord
+from pengserve.cluster.ingress.request.request_options import RequestOptions
+from pengserve.cluster.ingress.tenants.tenant_figures import MAX_KEPT, MAX_SHOWN, WINDOW_S, TenantFigures
+from pengserve.planners.types.contract import Contract, Slo
 from tests.support.moving import a_request
 
 
@@ -29,6 +30,20 @@ def test_what_is_in_flight_and_what_was_served() -> None:
     assert (second.tenant, second.total_tokens, second.total_ended) == ("b", 7, 2)
     assert (third.tenant, third.num_waiting, third.share) == ("", 1, 0.0)
     assert first.share == pytest.approx(30 / 37) and first.attainment is None
+
+
+def test_preemptions_swapped_bytes_and_attainment_are_added_up() -> None:
+    figures = TenantFigures(lambda: 0.0)
+    for number, finish in enumerate(["length", "error", "abort"]):
+        found = record(number, "a")
+        found.num_parks, found.num_recomputes, found.swapped_bytes = 2, 1, 4096
+        found.kept = KeptSequence(Slo(ttft_s=5.0), 0.0, is_paced=False)
+        found.kept.add(1, 1.0)
+        found.kept.finish = finish
+        figures.ended(found)
+    (use,) = figures.uses([])
+    assert (use.total_parked, use.total_recomputed, use.swapped_bytes) == (6, 3, 3 * 4096)
+    assert use.attainment == 0.5, "what failed kept nothing, and a client that left does not count"
 
 
 def test_old_service_counts_less() -> None:

@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("vllm")
 
 from pengserve.cluster.ingress.errors import OverloadedError, respond
-from pengserve.cluster.ingress.record import RequestRecord
-from pengserve.cluster.ingress.request_options import RequestOptions
-from pengserve.cluster.ingress.tenants import Tenants
+from pengserve.cluster.ingress.request.record import RequestRecord
+from pengserve.cluster.ingress.request.request_options import RequestOptions
+from pengserve.cluster.ingress.tenants.tenants import Tenants
 from pengserve.planners.types.contract import Contract
 from pengserve.planners.types.tenants import FairnessConfig, TenantConfig
 from tests.support.moving import a_request

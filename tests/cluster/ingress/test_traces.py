@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from pengserve.cluster.ingress.record import RequestRecord
-from pengserve.cluster.ingress.request_options import RequestOptions
+from pengserve.cluster.ingress.request.record import RequestRecord
+from pengserve.cluster.ingress.request.request_options import RequestOptions
 from pengserve.cluster.ingress.traces import Traces
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from tests.support.collector import Collector, attributes

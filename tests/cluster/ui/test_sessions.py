@@ -4,7 +4,7 @@ from http.cookies import SimpleCookie
 
 import pytest
 
-from pengserve.cluster.ingress.keys import Keys
+from pengserve.cluster.ingress.guards.keys import Keys
 from pengserve.cluster.ui.sessions import LIFETIME_S, Sessions
 
 

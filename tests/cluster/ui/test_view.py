@@ -52,6 +52,11 @@ def test_a_pipeline_holds_half_of_the_weights_and_has_the_rest_for_kv() -> None:
     assert follower["leader"] == 0 and follower["kv_used"] == dropped["instances"]["0"]["kv_used"]
 
 
+def test_a_member_that_leaves_its_group_is_told_as_leaving() -> None:
+    view = view_of(replace(snapshot(2, "tp2@(0,1)"), leaving=(1,)))
+    assert [view["instances"][name]["leaving"] for name in ("0", "1")] == [False, True]
+
+
 def test_parked_requests_are_not_counted_as_waiting_too() -> None:
     told = snapshot(1)
     (instance,) = told.instances

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pengserve.planners.judge.cohorts import COHORTS
@@ -75,17 +75,24 @@ def test_requests_are_conserved_and_nothing_is_negative(load: dict[str, float]) 
         assert np.isfinite(value) and value >= 0, name
 
 
+def wave(**load: float) -> dict[str, float]:
+    """Requests that began together, with answers of one length: all end at once, and their memory is free at once."""
+    return {"output_spread": 0.0, "stall_s": 0.0, "servers": 4.0, "output_tokens": 50.0} | load
+
+
 @settings(max_examples=examples(100))
 @given(st.fixed_dictionaries(LOADS))
+@example(wave(rate=3.0, running=97, waiting=0, kv_tokens=1e6, prompt_tokens=9000.0))
+@example(wave(rate=8.0, running=142, waiting=37, kv_tokens=150e3, prompt_tokens=1000.0))
 def test_a_stall_is_never_predicted_to_help(load: dict[str, float]) -> None:
     load["waiting_tokens"] = load["waiting"] * load["prompt_tokens"]
     load["running"] = min(load["running"], load["kv_tokens"] // (load["prompt_tokens"] + load["output_tokens"]))
     load["held_tokens"] = load["running"] * load["prompt_tokens"]
     without = predict(row(**(load | {"stall_s": 0.0})), 20.0)
     with_it = predict(row(**(load | {"stall_s": 2.0})), 20.0)
-    # Answers of one length come in waves; slices of time blur what a stall does to these.
-    least = 0.95 if load["output_spread"] == 1.0 else 0.92
-    assert with_it.cost_s[0] >= without.cost_s[0] * least
+    # Answers of one length come in waves; slices of time, and the end of the horizon, blur what a stall does to these.
+    least = {1.0: 0.95, 0.3: 0.92, 0.0: 0.85}
+    assert with_it.cost_s[0] >= without.cost_s[0] * least[load["output_spread"]]
 
 
 def test_the_slices_are_the_horizon() -> None:
@@ -101,6 +108,15 @@ def test_at_low_load_two_as_one_are_faster_and_at_high_load_slower() -> None:
     assert together_s < 0.9 * alone_s
     alone_s, together_s = cost_s(14.0)
     assert together_s > 1.1 * alone_s
+
+
+@pytest.mark.parametrize(("prompt", "is_sooner"), [(50.0, False), (9000.0, True)])
+def test_stages_read_chunks_of_a_long_prompt_side_by_side_and_each_chunk_has_the_fixed_part_of_a_step(
+    prompt: float, is_sooner: bool
+) -> None:
+    load = {"rate": 0.4, "prompt_tokens": prompt, "pairs": prompt, "running": 8.0, "held_tokens": 8e3}
+    alone, pipeline = (predict(row(servers=s, kv_tokens=s * 150e3, **load), 20.0) for s in (1.0, 4.0))
+    assert bool(pipeline.ttft_s[0] < alone.ttft_s[0]) == is_sooner
 
 
 def test_a_drop_helps_where_memory_is_short_and_not_where_compute_is() -> None:
@@ -120,14 +136,21 @@ def test_a_drop_helps_where_memory_is_short_and_not_where_compute_is() -> None:
 
 
 def test_rows_do_not_depend_on_their_neighbours() -> None:
-    rows = [row(rate=1.0), row(TP2, rate=9.0), row(rate=3.0, waiting=20.0, waiting_tokens=20e3)]
-    names = list(Rows.__slots__)
-    together = predict(Rows(**{name: np.concatenate([getattr(r, name) for r in rows]) for name in names}), 20.0)
-    for at, one in enumerate(rows):
-        assert float(predict(one, 20.0).cost_s[0]) == pytest.approx(float(together.cost_s[at]))
+    rows = [row(rate=1.0), row(TP2, rate=9.0, later_rate=1.0), row(rate=3.0, waiting=20.0, waiting_tokens=20e3)]
+    horizons_s = [20.0, 7.0, 60.0]
+    alike, each = predict(Rows.joined(rows), 20.0), predict(Rows.joined(rows), np.array(horizons_s))
+    for at, (one, horizon_s) in enumerate(zip(rows, horizons_s, strict=True)):
+        assert float(predict(one, 20.0).cost_s[0]) == pytest.approx(float(alike.cost_s[at]))
+        assert float(predict(one, horizon_s).cost_s[0]) == pytest.approx(float(each.cost_s[at]))
 
 
 def test_more_memory_is_never_predicted_to_be_worse_where_nothing_is_slower() -> None:
     for rate in (1.0, 4.0, 8.0):
         costs = [float(predict(replace(row(rate=rate), kv_tokens=np.array([kv])), 20.0).cost_s[0]) for kv in (3e4, 3e5)]
         assert costs[1] <= costs[0] * 1.001
+
+
+@pytest.mark.parametrize("cost", [replace(COST, load_s=0.0), StepCost(**dict.fromkeys(COST.__slots__, 0.0))])
+def test_a_fit_that_finds_no_cost_still_gives_finite_figures(cost: StepCost) -> None:
+    fate = predict(row(cost), 30.0)
+    assert all(np.isfinite(getattr(fate, name)).all() for name in fate.__slots__)

@@ -1,13 +1,19 @@
 """Laws of the judge: what pays is done, what does not is left alone, and the same looks give the same decisions."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pengserve.planners import judged
 from pengserve.planners.check import check_switch
+from pengserve.planners.columns import ReadyInstances, ready_instances
+from pengserve.planners.judge.changes import Change
+from pengserve.planners.judge.forecasts import KEEP, Forecast, Forecasts
+from pengserve.planners.judge.judge import Judgement, judge, pricing_of
 from pengserve.planners.selector import Action, Decision, SelectorHistory, select
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.plans import SwitchPlan
@@ -43,6 +49,21 @@ def test_at_low_load_instances_merge_because_each_token_comes_sooner() -> None:
     plan, decision = decided(served(4, rate=0.3, running=1))
     assert what(plan) == "merge tp4@(0,1,2,3)"
     assert decision.is_judged and decision.chosen.gain_s > 0 and decision.chosen.prediction is not None
+
+
+@pytest.mark.parametrize("layout", ["tp2@(0,1) tp2@(2,3)", "tp2@(0,1)"])
+def test_groups_that_are_wanted_wider_merge_in_one_switch_and_that_is_what_it_costs(layout: str) -> None:
+    looks = list(served(4, layout, rate=0.3, running=1))
+    plan, _ = decided(looks)
+    assert plan is not None and what(plan) == "merge tp4@(0,1,2,3)" and plan.parts == looks[-1].layout.groups
+    history = SelectorHistory()
+    for seen in looks:
+        _, history, _ = select(seen, MERGE, DROP, history, judge_config=JudgeConfig(is_on=False))
+    pricing = pricing_of(seen, ready_instances(seen.instances), JudgeConfig(), DROP, history.judge)
+    direct = Change("merge", plan.group, (), plan.parts, (plan.group,))
+    detour = direct._replace(verb="split", group=plan.parts[0])
+    prices = [priced.price_s for priced in pricing.price([direct, detour])]
+    assert 0 < prices[0] < prices[1], "two switches stall twice"
 
 
 def test_at_high_load_a_group_is_split_because_two_compute_more_than_one() -> None:
@@ -131,6 +152,25 @@ def test_decisions_are_lawful_and_the_same_again(layout: str, rate: float, runni
             assert (decision.chosen.action.value, decision.chosen.group) == (plan.verb, plan.group)
 
 
+@pytest.mark.parametrize("layout", ["", "tp2@(0,1)", "tp4@(0..3)", "pp4@(0..3)", "pp2@(0,1) tp2@(2,3)"])
+def test_no_member_is_left_out_of_what_a_change_leads_to(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its groups run would be left out with it, and half of the load would be gained."""
+    changes: list[Change] = []
+
+    def noted(snapshot: ClusterSnapshot, instances: ReadyInstances, found: Sequence[Change], *rest: Any) -> Judgement:
+        changes.extend(found)
+        return judge(snapshot, instances, found, *rest)
+
+    monkeypatch.setattr(judged, "judge", noted)
+    history = SelectorHistory()
+    for seen in served(4, layout, rate=0.3, running=1, seconds=4):
+        _, history, _ = select(seen, MERGE, DROP, history)
+    assert changes
+    for change in changes:
+        before, after = ([m for g in groups for m in g.members] for groups in (change.before, change.after))
+        assert sorted(before) == sorted(after), change
+
+
 # What it measures
 
 
@@ -140,8 +180,6 @@ def test_steps_that_take_longer_than_profiled_are_believed() -> None:
     for seen in served(2, rate=2.0, running=20, slow=1.5):
         _, history, _ = select(seen, MERGE, DROP, history)
     assert seen is not None
-    from pengserve.planners.columns import ready_instances
-
     costs = history.judge.watched.costs(ready_instances(seen.instances))
     alone = costs.of("dp")
     assert alone is not None and alone.load_s == pytest.approx(1.5 * COST.load_s, rel=0.2)
@@ -153,8 +191,6 @@ def test_without_a_profile_steps_are_fitted_and_other_shapes_are_a_share_of_them
     for seen in served(2, rate=2.0, running=20, costs={}):
         _, history, _ = select(seen, MERGE, DROP, history)
     assert seen is not None
-    from pengserve.planners.columns import ready_instances
-
     costs = history.judge.watched.costs(ready_instances(seen.instances))
     alone, pair = costs.of("dp"), costs.of("tp2")
     assert alone is not None and pair is not None
@@ -168,9 +204,89 @@ def test_the_rate_and_the_lengths_of_requests_are_those_of_late() -> None:
     for seen in served(4, rate=2.0, prompt=700, output=90):
         _, history, _ = select(seen, MERGE, DROP, history)
     traffic = history.judge.watched.traffic()
-    few, expected, many = traffic.rates
-    assert few < expected < many and expected == pytest.approx(8.0, rel=0.1)
+    few, expected, many, most = (coming.later for coming in traffic.coming)
+    assert few < expected < many <= most and expected == pytest.approx(8.0, rel=0.1)
     assert traffic.prompt_tokens == pytest.approx(700) and traffic.output_tokens == pytest.approx(90, rel=0.1)
+
+
+def test_requests_that_come_in_bursts_may_come_in_one_again() -> None:
+    """As many come as evenly, but all of them in every tenth second."""
+    many = []
+    for is_even in (True, False):
+        history = SelectorHistory()
+        for at, seen in enumerate(served(4, rate=4.0, seconds=40)):
+            counts = [i.stats.total_requests for i in seen.instances]
+            if not is_even:
+                counts = [int(4.0 * 10 * (at // 20)) for _ in counts]
+            stats = [replace(i.stats, total_requests=c) for i, c in zip(seen.instances, counts, strict=True)]
+            seen = replace(
+                seen, instances=tuple(replace(i, stats=s) for i, s in zip(seen.instances, stats, strict=True))
+            )
+            _, history, _ = select(seen, replace(MERGE, is_auto=False), DropConfig(), history)
+        _, expected, _, most = (coming.later for coming in history.judge.watched.traffic().coming)
+        assert expected == pytest.approx(16.0, rel=0.3)
+        many.append(most)
+    assert many[1] > 1.3 * many[0], many
+
+
+@pytest.mark.parametrize(("life_s", "expected"), [(0.0, 20.0), (12.0, 20.0), (70.0, 70.0), (900.0, 100.0)])
+def test_what_is_predicted_lasts_as_long_as_a_request_lives(life_s: float, expected: float) -> None:
+    assert JudgeConfig().horizon(life_s) == expected
+
+
+def test_before_any_answer_has_ended_none_is_expected_to_be_as_long_as_all_are_together() -> None:
+    """Forty requests began together, and have 150 tokens each: 6,000 tokens, and no answer."""
+    history = SelectorHistory()
+    for seen in calm_then_burst(20, calm_s=0.0):
+        _, history, _ = select(seen, MERGE, DROP, history)
+    running = [i.stats for i in seen.instances]
+    tokens = sum(s.total_generated_tokens for s in running) / sum(s.num_running for s in running)
+    output = history.judge.watched.traffic().output_tokens
+    assert not any(s.total_finished for s in running)
+    assert tokens < output < 2.5 * tokens
+
+
+def test_a_pipeline_whose_requests_have_their_kv_on_the_way_is_not_taken_for_idle() -> None:
+    history = SelectorHistory()
+    for seen in served(2, "pp2@(0,1)", rate=0.0, running=0, seconds=8):
+        leader, other = (replace(i.stats, total_requests=7) for i in seen.instances)
+        stats = [replace(leader, num_waiting=40, num_holding=40, kv_blocks_used=4000), other]
+        held = tuple(replace(i, stats=s) for i, s in zip(seen.instances, stats, strict=True))
+        plan, history, _ = select(replace(seen, instances=held), MERGE, DROP, history)
+        assert plan is None, plan
+
+
+def test_forecasts_that_end_together_become_what_each_would_alone() -> None:
+    """They are of groups of different sizes, and of different horizons."""
+    history = SelectorHistory()
+    for seen in served(4, rate=4.0, running=30, seconds=8):
+        _, history, _ = select(seen, replace(MERGE, max_degree=1), DropConfig(), history)
+    instances, groups = ready_instances(seen.instances), seen.layout.groups
+    pricing = pricing_of(seen, instances, JudgeConfig(), DROP, history.judge)
+    begun = []
+    for count, horizon_s in ((1, 3.0), (4, 5.0), (2, 5.0)):
+        kept = pricing.keep(groups[:count])
+        assert kept is not None
+        of, rows, predicted = kept
+        begun_s = seen.time_s - horizon_s
+        begun.append(
+            Forecast(
+                action=KEEP,
+                groups=of,
+                rows=rows,
+                predicted=predicted,
+                made_s=begun_s,
+                horizon_s=horizon_s,
+                begun_s=begun_s,
+                seen_s=begun_s,
+            )
+        )
+    traffic = history.judge.watched.traffic()
+    _, together = Forecasts(open=tuple(begun)).seen(seen, instances, traffic)
+    alone = [outcome for one in begun for outcome in Forecasts(open=(one,)).seen(seen, instances, traffic)[1]]
+    assert len(together) == 3 and len({outcome.error for outcome in together}) == 3
+    for one, other in zip(together, alone, strict=True):
+        assert one.error == pytest.approx(other.error) and replace(one, error=other.error) == other
 
 
 def test_a_forecast_is_held_against_what_became_of_it() -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from pengserve.planners.columns import ready_instances
-from pengserve.planners.judge.moves import paying
+from pengserve.planners.decision import Action
+from pengserve.planners.judge.moves import JudgedMoves, judge_moves
 from pengserve.planners.selector import SelectorHistory, select
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.orders import Migrate
@@ -42,12 +43,19 @@ def order(seen: ClusterSnapshot, share: float) -> Migrate:
 
 def test_requests_leave_a_full_instance_where_others_wait() -> None:
     seen, history = uneven(0.98, 0.1, waiting=3)
-    assert paying([order(seen, 0.4)], seen, JudgeConfig(), DROP, history.judge)
+    found = judge_moves([order(seen, 0.4)], seen, JudgeConfig(), DROP, history.judge)
+    assert found.orders and found.forecast is not None and found.decision is not None
+    chosen, keep = found.decision.chosen, found.decision.options[0]
+    assert chosen.action is Action.MIGRATE and (str(chosen.group), str(chosen.target)) == ("dp@(0)", "dp@(1)")
+    assert chosen.gain_s > 0 < chosen.price_s
+    assert chosen.prediction is not None and keep.prediction is not None
+    assert chosen.prediction.ttft_s < keep.prediction.ttft_s
 
 
 def test_nothing_moves_where_all_have_room() -> None:
     seen, history = uneven(0.45, 0.3)
-    assert not paying([order(seen, 0.1)], seen, JudgeConfig(), DROP, history.judge)
+    found = judge_moves([order(seen, 0.1)], seen, JudgeConfig(), DROP, history.judge)
+    assert not found.orders and found.decision is not None and found.decision.chosen.action is Action.KEEP
 
 
 @pytest.mark.parametrize("config", [JudgeConfig(is_on=False), JudgeConfig()])
@@ -55,7 +63,7 @@ def test_where_nothing_can_be_predicted_what_was_proposed_stands(config: JudgeCo
     seen, history = uneven(0.45, 0.3)
     orders = [order(seen, 0.1)]
     known = history.judge if not config.is_on else SelectorHistory().judge
-    assert paying(orders, seen, config, DROP, known) == tuple(orders)
+    assert judge_moves(orders, seen, config, DROP, known) == JudgedMoves(orders=tuple(orders))
 
 
 def urgent(costs: dict[str, StepCost]) -> Iterator[ClusterSnapshot]:

@@ -1,17 +1,14 @@
-"""When a placement is made anew, whether it is worth its move, and what an instance is told."""
+"""When a placement is made anew, whether it is worth its move, and whose layers move with it."""
 
 from dataclasses import replace
 
 from pengserve.planners.placement.solver import predicted_s, solve
-from pengserve.planners.placement.spread import Spread
+from pengserve.planners.placement.spread import RESIDENT, Spread
 from pengserve.planners.placement.values import Decode, PlacementConfig
-from pengserve.planners.placement.watch import InForce, orders, pays, reason_to_solve, remeasured
-from pengserve.planners.types.ids import InstanceId, InstanceKey
-from pengserve.planners.types.orders import Park, Place, Resume
+from pengserve.planners.placement.watch import InForce, moved, pays, reason_to_solve, remeasured
 from tests.planners.placement.test_solver import A5000, decodes, placed
 
 CONFIG = PlacementConfig()
-INSTANCE = InstanceKey(instance_id=InstanceId(0), incarnation=1)
 
 
 def in_force(requests: list[Decode], age: int = 0) -> InForce:
@@ -51,18 +48,14 @@ def test_a_move_that_saves_less_than_it_costs_is_left_out() -> None:
     assert pays(dear, requests[1:], A5000), "another batch needs another placement"
 
 
-def test_orders_name_what_changes_and_nothing_else() -> None:
-    requests = decodes(16_000, 6000, 6000, slo_s=0.07)
-    requests[2] = replace(requests[2], paused_s=60.0)
+def test_layers_move_of_those_whose_spread_changes_and_of_no_others() -> None:
+    requests = decodes(9000, 4000, 2500, 2500)
     found = solve(requests, A5000)
-    told = orders(found, requests, INSTANCE, 32, "p1")
-    assert [order.request_ids for order in told if isinstance(order, Park)] == [found.paused]
-    assert [order.request_ids for order in told if isinstance(order, Resume)] == [("r2",)]
-    places = [order for order in told if isinstance(order, Place)]
-    assert {order.request_id: order.layers for order in places} == {
-        name: spread.layers(32) for name, spread in found.spreads if spread.distance
+    away = {name: spread for name, spread in found.spreads if spread.distance}
+    assert moved(found, requests) == away and len(away) > 1
+    now = placed(requests, found)
+    assert moved(found, now) == {}
+    first = next(iter(away))
+    assert moved(found, [replace(r, spread=RESIDENT) if r.request_id == first else r for r in now]) == {
+        first: away[first]
     }
-    assert len({order.order_id for order in told}) == len(told)
-    stays = [replace(r, paused_s=1.0) if r.request_id in found.paused else replace(r, paused_s=None) for r in requests]
-    stays = [*placed(stays, found), *(r for r in stays if r.request_id in found.paused)]
-    assert orders(found, stays, INSTANCE, 32, "p2") == ()

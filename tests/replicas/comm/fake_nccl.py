@@ -25,25 +25,25 @@ class FakeWork:
 
     def __init__(self, group: "FakeNccl", works: list[Any]) -> None:
         self._group, self._works = group, works
+        self._is_done = threading.Event()
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def is_completed(self) -> bool:
+        return self._is_done.is_set()
+
+    def _watch(self) -> None:
+        """Completes in the background, as a kernel does: whether it is waited for or not."""
+        with contextlib.suppress(RuntimeError):  # gloo notices that the peer is gone; a kernel does not
+            for work in self._works:
+                work.wait()
+            self._is_done.set()
 
     def wait(self) -> bool:
-        for work in self._works:
-            self._spin(work)
-        return True
-
-    def _spin(self, work: Any) -> None:
-        done = threading.Event()
-
-        def run() -> None:
-            with contextlib.suppress(RuntimeError):  # gloo notices that the peer is gone; a kernel does not
-                work.wait()
-                done.set()
-
-        threading.Thread(target=run, daemon=True).start()
         end_s = time.monotonic() + MAX_SPIN_S
-        while not done.is_set() and not self._group.aborted.wait(0.001):
+        while not self._is_done.is_set() and not self._group.aborted.wait(0.001):
             if time.monotonic() > end_s:
                 raise AssertionError("this call would never have ended")
+        return True
 
 
 class FakeNccl:
@@ -117,16 +117,33 @@ class FakeNccl:
         return None
 
 
+class RefusingNccl(FakeNccl):
+    """Two members are on one device: NCCL says so in the first call, not when it connects."""
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> FakeWork:
+        raise RuntimeError("Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 60")
+
+
+class SilentNccl(FakeNccl):
+    """The members never come together."""
+
+    def allreduce(self, tensors: list[torch.Tensor]) -> FakeWork:
+        return FakeWork(self, [_NeverDone()])
+
+
 class _NeverDone:
+    def is_completed(self) -> bool:
+        return False
+
     def wait(self) -> None:
         raise RuntimeError("the peer is gone")
 
 
 @contextlib.contextmanager
-def nccl_is_there() -> Iterator[None]:
+def nccl_is_there(kind: type[FakeNccl] = FakeNccl) -> Iterator[None]:
     """While open, torch has a `ProcessGroupNCCL`: this one."""
     before = getattr(dist, "ProcessGroupNCCL", None)
-    dist.ProcessGroupNCCL = FakeNccl
+    dist.ProcessGroupNCCL = kind
     try:
         yield
     finally:

@@ -28,16 +28,16 @@ def key_of(slot: int, incarnation: int) -> InstanceKey:
     return InstanceKey(instance_id=InstanceId(slot), incarnation=incarnation)
 
 
-def spec_of(members: list[list[int]], round_: int = 0) -> GroupSpec:
-    """The tp group of these lives."""
-    group = Group(kind=GroupKind.TP, members=tuple(InstanceId(slot) for slot, _ in members))
+def spec_of(members: list[list[int]], round_: int = 0, kind: GroupKind = GroupKind.TP) -> GroupSpec:
+    """The group of these lives."""
+    group = Group(kind=kind, members=tuple(InstanceId(slot) for slot, _ in members))
     return GroupSpec(group=group, members=tuple(key_of(*member) for member in members), round=round_)
 
 
 class Member:
     """Answers commands; each method is one."""
 
-    def __init__(self, key: InstanceKey, timeout_s: float, backend: str) -> None:
+    def __init__(self, key: InstanceKey, timeout_s: float, backend: str, device: str = "cpu") -> None:
         self.received: list[bytes] = []
         self.lost: list[str] = []
         self.network = PeerNetwork(
@@ -48,7 +48,7 @@ class Member:
             lambda key: self.lost.append(str(key)),
             timeout_s,
         )
-        self.pool = CommunicatorPool(self.network, "cpu", timeout_s, backend)
+        self.pool = CommunicatorPool(self.network, device, timeout_s, backend)
 
     def endpoint(self) -> str:
         return self.network.endpoint

@@ -10,6 +10,7 @@ import torch
 from pengserve.planners.types.errors import EngineError
 from pengserve.replicas.comm.communicator import Communicator, Move
 from pengserve.replicas.comm.direct import DirectCommunicator
+from pengserve.replicas.comm.staged import StagedCommunicator
 from tests.replicas.comm.local import LocalCluster
 from tests.replicas.comm.member import check_collectives
 from tests.support.waiting import until
@@ -33,6 +34,16 @@ def test_every_call_is_right_and_equal_on_all_members(cluster: LocalCluster, gro
     digests = cluster.on(group, check_collectives)
     assert not [digest for digest in digests if isinstance(digest, Exception)]
     assert len(set(map(str, digests))) == 1
+
+
+def test_by_way_of_the_host_every_call_is_right_too(cluster: LocalCluster, group: list[Communicator]) -> None:
+    """Over tensors on the CPU, which are copied there and back all the same."""
+    staged: list[Communicator] = [StagedCommunicator(member) for member in group]
+    digests = cluster.on(staged, check_collectives)
+    assert not [digest for digest in digests if isinstance(digest, Exception)], digests
+    assert len(set(map(str, digests))) == 1
+    staged[0].abort()
+    assert staged[0].is_broken and group[0].is_broken
 
 
 def test_an_all_reduce_sums_in_rank_order(cluster: LocalCluster, group: list[Communicator]) -> None:

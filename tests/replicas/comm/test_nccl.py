@@ -1,5 +1,6 @@
 """The calls that torch's NCCL groups are given, over a fake that keeps NCCL's rules; no GPU is needed."""
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ import torch
 
 from pengserve.planners.types.errors import EngineError
 from pengserve.replicas.comm.communicator import Communicator, Move
-from tests.replicas.comm.fake_nccl import nccl_is_there
+from tests.replicas.comm.fake_nccl import FakeNccl, RefusingNccl, SilentNccl, nccl_is_there
 from tests.replicas.comm.local import LocalCluster
 from tests.replicas.comm.member import check_collectives
 
@@ -26,6 +27,19 @@ def test_every_call_is_right_and_equal_on_all_members(cluster: LocalCluster) -> 
     digests = cluster.on(cluster.group(0, 1, 2), check_collectives)
     assert not [digest for digest in digests if isinstance(digest, Exception)], digests
     assert len(set(map(str, digests))) == 1
+
+
+def test_no_thread_of_torch_ends_the_process_of_a_member_whose_peer_has_died(
+    cluster: LocalCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the operator says otherwise."""
+    for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING"):
+        monkeypatch.delenv(f"TORCH_NCCL_{name}", raising=False)
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    cluster.group(0, 1)
+    found = {name: os.environ.get(f"TORCH_NCCL_{name}") for name in ("ASYNC_ERROR_HANDLING", "ENABLE_MONITORING")}
+    assert found == {"ASYNC_ERROR_HANDLING": "2", "ENABLE_MONITORING": "0"}
+    assert os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] == "1"
 
 
 def test_an_exchange_is_coalesced_on_the_device_of_its_tensors(cluster: LocalCluster) -> None:
@@ -65,3 +79,17 @@ def test_a_lost_member_frees_a_thread_that_waits_in_a_call(cluster: LocalCluster
     (result,) = cluster.on(group[:1], lambda c: c.barrier())
     assert isinstance(result, EngineError)
     assert time.monotonic() - start_s < 1.0 and group[0].name in pool.failed()
+
+
+@pytest.mark.parametrize("kind", [RefusingNccl, SilentNccl])
+def test_a_group_whose_members_nccl_does_not_connect_is_never_ready(kind: type[FakeNccl]) -> None:
+    """Seen on a GPU: two members on one device connect without an error, and no call of theirs can be made."""
+    with nccl_is_there(kind):
+        cluster = LocalCluster(2, timeout_s=0.5, backend="nccl")
+        spec = cluster.spec(0, 1)
+        start_s = time.monotonic()
+        cluster.all(lambda member: member.pool.build([spec]))
+        assert time.monotonic() - start_s < 5.0
+        assert [member.pool.failed() for member in cluster.members] == [(spec.name,)] * 2
+        assert [member.pool.ready() for member in cluster.members] == [()] * 2
+        cluster.close()

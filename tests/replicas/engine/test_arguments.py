@@ -10,7 +10,7 @@ from vllm.multimodal.media import MediaConnector
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import ConfigError
-from pengserve.replicas.engine.dp_lane import engine_arguments
+from pengserve.replicas.engine.lanes.dp_lane import engine_arguments
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +29,13 @@ def test_defaults_give_way_to_the_user(tmp_path: Path) -> None:
 def test_arguments_that_cannot_work_are_named(tmp_path: Path, name: str, value: object) -> None:
     with pytest.raises(ConfigError, match=rf"engine\.{name}"):
         arguments(tmp_path, **{name: value})
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_where_the_shape_never_changes_vllm_s_own_memory_and_sums_are_left_alone(tmp_path: Path, device: str) -> None:
+    given = engine_arguments(InstanceConfig(app="tests", model=str(tmp_path), device=device))
+    assert not {"additional_config", "disable_custom_all_reduce", "compilation_config"} & set(given)
+    assert ("enforce_eager" in given, "kv_cache_memory_bytes" in given) == (device == "cpu", device == "cpu")
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
@@ -57,6 +64,17 @@ def test_an_engine_with_workers_has_them_in_processes_that_share_its_memory(tmp_
     )
     given = engine_arguments(config)
     assert given["kv_cache_memory_bytes"] == given["additional_config"]["pengserve_memory"]["memory_bytes"] == 1 << 29
+
+
+@pytest.mark.parametrize(("device", "kv_bytes"), [("cuda", None), ("cpu", 1)])
+def test_vllm_looks_what_is_free_where_it_can_tell(tmp_path: Path, device: str, kv_bytes: int | None) -> None:
+    config = InstanceConfig(
+        app="tests", model=str(tmp_path), memory_bytes=-1, degrees=(2, 4), max_stages=2, device=device
+    )
+    given = engine_arguments(config)
+    assert given["kv_cache_memory_bytes"] == kv_bytes
+    assert given["additional_config"]["pengserve_shapes"] == 3
+    assert given["additional_config"]["pengserve_memory"]["is_gradual"] == (device == "cuda")
 
 
 def test_media_are_fetched_from_nowhere_until_a_domain_is_named(tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ pytest.importorskip("vllm")
 from pengserve.planners.layer_sizes import LayerSizes
 from pengserve.planners.stages import Parts, stage_layers, stage_of
 from pengserve.planners.types.errors import EngineError, StepError
-from pengserve.replicas.engine import exchange as exchange_module
-from pengserve.replicas.engine.exchange import DropExchange
-from pengserve.replicas.engine.restore import LayerRestore
-from pengserve.replicas.engine.weights_return import WeightsReturn
+from pengserve.replicas.engine.movers import exchange as exchange_module
+from pengserve.replicas.engine.movers.exchange import DropExchange
+from pengserve.replicas.engine.movers.restore import LayerRestore
+from pengserve.replicas.engine.movers.weights_return import WeightsReturn
+from pengserve.replicas.engine.tiers.stage_host import StageHost
+from pengserve.replicas.kv.channel import PeerChannel
 from pengserve.replicas.kv.ledger import CellLedger
 from pengserve.replicas.kv.table import CellTable
 from pengserve.replicas.kv.tiers import DeviceTier
@@ -82,6 +84,7 @@ def make_lane(rank: int, size: int) -> Any:
         blocks_for=lambda num_tokens: -(-num_tokens // TOKENS),
         adopt=lambda request: None,
         runner=SimpleNamespace(requests={}, input_batch=None),
+        host=StageHost(CellTable(num_blocks + 1)),
     )
 
 
@@ -113,7 +116,7 @@ def travellers(members: list[Member]) -> list[Any]:
     return [
         SimpleNamespace(
             request_id=request_id, rank=m.lane.rank, logical_ids=[next(ids) for _ in range(4)],
-            num_tokens=3 * TOKENS - 1, handoff=None, part_ids=[],
+            num_tokens=3 * TOKENS - 1, handoff=None, part_ids=[], rows=[], host_rows=[],
         )
         for m in members
         for request_id in m.requests
@@ -125,7 +128,7 @@ def run(members: list[Member], parts: list[Any], seed: int) -> list[int]:
     source, done, queues = random.Random(seed), [], [[] for _ in parts]
     for rank, part in enumerate(parts):
         part.start(
-            lambda to, data, rank=rank: queues[to].append((rank, [bytearray(bytes(p)) for p in data])),
+            PeerChannel(lambda to, data, rank=rank: queues[to].append((rank, [bytearray(bytes(p)) for p in data]))),
             lambda rank=rank: done.append(rank),
         )
     while any(member.lanes.transfers.is_busy for member in members) or any(queues):

@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 import xgrammar
 from vllm.v1.structured_output.backend_xgrammar import XgrammarGrammar
 
-from pengserve.replicas.engine.grammar_budget import BURST_S, LEAST_S, BudgetedGrammar, bound_grammars
+from pengserve.replicas.engine.scheduling.grammar_budget import BURST_S, LEAST_S, BudgetedGrammar, bound_grammars
 from pengserve.replicas.engine.vllm_seam import StructuredOutputGrammar
 from tests.support.speed import slowness
 

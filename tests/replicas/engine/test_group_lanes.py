@@ -10,26 +10,25 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 from vllm import SamplingParams
 
+from pengserve.planners.types.contract import NO_CONTRACT
 from pengserve.planners.types.ids import InstanceId, InstanceKey
-from pengserve.planners.types.snapshot import KvCapacity
-from pengserve.replicas.engine.group_run import STEP, GroupRun
-from pengserve.replicas.engine.pp_lane import PpLane
-from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
-from pengserve.replicas.engine.step_message import ResumedRequest
-from pengserve.replicas.engine.tp_lane import LEASE_CHUNK, TpLane
+from pengserve.replicas.engine.groups.group_lane import GroupLane
+from pengserve.replicas.engine.groups.group_run import STEP, GroupRun
+from pengserve.replicas.engine.groups.pp_lane import PpLane
+from pengserve.replicas.engine.groups.step_message import ResumedRequest
+from pengserve.replicas.engine.groups.tp_lane import LEASE_CHUNK, TpLane
+from pengserve.replicas.engine.groups.under_way import Microbatch
+from pengserve.replicas.engine.placement.placement_notes import PlacementNotes
+from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
+from pengserve.replicas.engine.tiers.stage_host import StageHost
+from pengserve.replicas.kv.table import CellTable
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
 from tests.support.vllm_requests import scheduled_request
+from tests.support.vllm_schedulers import capacity_of
 
 BLOCK_SIZE, NUM_BLOCKS, STEP_TOKENS = 16, 64, 64
-CAPACITY = KvCapacity(
-    num_blocks=NUM_BLOCKS,
-    block_size=BLOCK_SIZE,
-    bytes_per_block=1,
-    max_model_len=NUM_BLOCKS * BLOCK_SIZE,
-    max_num_seqs=4,
-    weight_bytes=0,
-)
+CAPACITY = capacity_of(NUM_BLOCKS, BLOCK_SIZE, max_num_seqs=4)
 
 
 def leader(kind: type[Any]) -> Any:
@@ -49,6 +48,7 @@ def tp_lane() -> TpLane:
     lane: TpLane = leader(TpLane)
     lane._withheld, lane._lease, lane.num_lendable = lane.scheduler.withhold(NUM_BLOCKS), [], 0
     lane.leased = []  # type: ignore[attr-defined]
+    lane.base = SimpleNamespace(contracts=None)  # type: ignore[assignment]
     lane.on_lease = lambda lane, ids: lane.leased.extend(ids)  # type: ignore[attr-defined]
     return lane
 
@@ -57,8 +57,10 @@ def pp_lane() -> PpLane:
     """With all blocks."""
     lane: PpLane = leader(PpLane)
     lane._withheld, lane._arriving, lane._in_flight, lane._ended = [], {}, [], []  # type: ignore[assignment,attr-defined]
+    lane._arriving_parked = set()
     lane._is_settled, lane._is_exchanging = True, False
-    lane.residency = None
+    lane.residency, lane.host = None, StageHost(CellTable(NUM_BLOCKS + 1))
+    lane.scheduler.watch_frees(lane._note_freed)
     return lane
 
 
@@ -139,10 +141,16 @@ def test_a_token_in_flight_is_not_written_yet() -> None:
     request = scheduled_request("a")
     request.num_computed_tokens = 32
     assert lane.num_written(request) == 32 and lane.is_between_steps(request)
-    microbatch = SimpleNamespace(output=SimpleNamespace(num_scheduled_tokens={"a": 1, "b": 7}))
-    lane._in_flight.append(microbatch)  # type: ignore[arg-type]
+    cached = SimpleNamespace(resumed_req_ids={"b"})
+    output: Any = SimpleNamespace(
+        num_scheduled_tokens={"a": 1, "b": 7}, scheduled_new_reqs=[], scheduled_cached_reqs=cached
+    )
+    lane._in_flight.append(Microbatch(output, is_first=False))
     assert lane.num_written(request) == 31 and not lane.is_between_steps(request)
     assert lane.is_between_steps(scheduled_request("c"))
+    begun = scheduled_request("b")
+    begun.num_computed_tokens = 32
+    assert lane.num_written(begun) == 0, "what it shares may be what a microbatch before this one writes"
 
 
 @pytest.mark.parametrize("make", [tp_lane, pp_lane])
@@ -212,3 +220,35 @@ def test_every_message_of_a_run_begins_with_its_stamp_and_goes_to_the_member_of_
         *((key, STEP, [b"tp/3", b"s"]) for key in keys[1:]),
     ]
     assert (run.leader, run.members, run.timeout_s) == (keys[0], keys, 1.0)
+
+
+# SLOs -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_leader_holds_prompts_back_as_dp_does() -> None:
+    """In each shape: the gate comes with the run, and vLLM schedules within it."""
+    contracts = SimpleNamespace(num_paced=1, contract=lambda request_id: NO_CONTRACT, deposit_tokens=lambda name: 0)
+    keys = tuple(InstanceKey(instance_id=InstanceId(i), incarnation=1) for i in range(2))
+    run: Any = GroupRun(communicator=SimpleNamespace(name="g/3", members=keys), seed=1, post=None)  # type: ignore[arg-type]
+    slots: dict[str, list[int]] = {"tp": [], "pp": []}
+    tp, pp = tp_lane(), pp_lane()
+    nothing = SimpleNamespace(total_num_scheduled_tokens=0, finished_req_ids=())
+    tp._step = lambda: slots["tp"].append(tp.scheduler.new_slots) or {}  # type: ignore[method-assign,func-returns-value]
+    pp.max_in_flight = 2
+    pp._microbatches = SimpleNamespace(  # type: ignore[assignment]
+        schedule=lambda *given: slots["pp"].append(pp.scheduler.new_slots) or nothing  # type: ignore[func-returns-value]
+    )
+    pp._recompute_if_stuck = lambda output: None  # type: ignore[method-assign]
+    for lane in (tp, pp):
+        lane.base = SimpleNamespace(contracts=contracts, placement_notes=PlacementNotes(), places_by_slo=True)  # type: ignore[assignment]
+        lane._active = SimpleNamespace(activate=lambda group: None)  # type: ignore[assignment]
+        lane._slo_gate = lane._slo_placement = lane.residency = lane._chunks = None
+        lane._count = lambda *given: None  # type: ignore[method-assign]
+        GroupLane.enter(lane, run)
+        assert lane._slo_gate is not None and lane._slo_placement is None, "without a host tier nothing is placed"
+    for num_new, expected in ((None, 4), (1, 1)):
+        for lane in (tp, pp):
+            lane._slo_gate.num_new = lambda num_new=num_new: num_new  # type: ignore[method-assign,union-attr,misc]
+        tp.step()
+        assert not pp._begin()
+        assert (slots["tp"].pop(), slots["pp"].pop()) == (expected, expected)

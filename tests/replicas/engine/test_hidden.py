@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("vllm")
 
 from pengserve.planners.types.errors import EngineError
-from pengserve.replicas.engine.hidden import HiddenCodec, HiddenInbox
+from pengserve.replicas.engine.groups.hidden import HiddenCodec, HiddenInbox
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -26,14 +26,17 @@ class Stage:
         return SimpleNamespace(tensors={n: torch.zeros(shape, dtype=dtype) for n in ("residual", "hidden_states")})
 
 
-def test_what_is_encoded_comes_back() -> None:
+@pytest.mark.parametrize("num_tokens", [5, 3], ids=["whole", "padded to a graph's rows"])
+def test_what_is_encoded_comes_back(num_tokens: int) -> None:
     codec = HiddenCodec(Stage(), torch.device("cpu"))  # type: ignore[arg-type]
     sent = {name: torch.randn(5, 8).to(torch.bfloat16) for name in ("hidden_states", "residual")}
-    parts = [bytes(part) for part in codec.encode(SimpleNamespace(tensors=sent))]  # type: ignore[arg-type]
-    found = codec.decode([bytearray(part) for part in parts], 5).tensors
+    parts = [bytes(part) for part in codec.encode(SimpleNamespace(tensors=sent), num_tokens)]  # type: ignore[arg-type]
+    found = codec.decode([bytearray(part) for part in parts], num_tokens).tensors
     assert all(torch.equal(found[name], sent[name]) for name in sent)
     with pytest.raises(EngineError, match="came for 4 tokens"):
         codec.decode([bytearray(part) for part in parts], 4)
+    with pytest.raises(EngineError, match="of 32 elements came for 5 rows"):
+        codec.decode([bytearray(part) for part in (parts[0], parts[1][:-16], parts[2])], num_tokens)
 
 
 def test_an_inbox_keeps_the_order_and_leaves_other_groups_out() -> None:

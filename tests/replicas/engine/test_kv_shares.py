@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pengserve.replicas.engine.kv_shares import KvShare, LaneKv, flows_between, shares_of
+from pengserve.replicas.engine.lanes.kv_shares import KvShare, LaneKv, flows_between, shares_of
 from pengserve.replicas.memory.kv_views import BlockLayout, KvView
 
 SHAPES = ("dp", "tp2", "tp4", "tp8", "pp2", "pp3", "pp4")

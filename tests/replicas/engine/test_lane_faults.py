@@ -13,11 +13,11 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
+from pengserve.replicas.engine.groups.leases import Leases
+from pengserve.replicas.engine.groups.tp_lane import TpLane
+from pengserve.replicas.engine.instance_lanes import Lanes
 from pengserve.replicas.engine.lane_registry import LaneRegistry
-from pengserve.replicas.engine.lanes import Lanes
-from pengserve.replicas.engine.leases import Leases
 from pengserve.replicas.engine.stepper import Stepper
-from pengserve.replicas.engine.tp_lane import TpLane
 from pengserve.replicas.kv.channel import PeerChannel
 from pengserve.replicas.kv.ledger import Cells
 from pengserve.replicas.kv.rows import CellRows
@@ -51,6 +51,7 @@ def lanes() -> Lanes:
     lane.rank, lane.shape, lane.capacity, lane.table = 0, "tp2", None, CellTable(9)
     lane.group = SimpleNamespace(unique_name=str(GROUP))
     lane.totals = lambda: {"step": 5}
+    lane.model = SimpleNamespace(emptied=lambda: None)
     lane.table.lease([1, 2], [3, 4])
     made.leases.ledger.move([3, 4], "dp", lane.name)
     made.registry._lanes = {GROUP: lane}
@@ -61,7 +62,7 @@ def registry(dp: Any, max_stages: int = 1) -> LaneRegistry:
     """No lane yet. A registry notes vLLM's groups, which are there once an engine is."""
     made = LaneRegistry.__new__(LaneRegistry)
     made._config, made._dp = InstanceConfig(app="a", model="m", degrees=(2, 4), max_stages=max_stages), dp
-    made._lanes, made._why_not, made._gone = {}, {}, Counter()
+    made._lanes, made._why_not, made._gone, made._step_costs = {}, {}, Counter(), {}
     return made
 
 
@@ -100,7 +101,7 @@ def test_a_lane_that_is_left_or_discarded_takes_its_transfers_along(lanes: Lanes
 def test_the_instance_goes_on_without_it(
     lanes: Lanes, error: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def make(group: Group, rank: int) -> Any:
+    def make(group: Group, rank: int, model: Any = None) -> Any:
         raise error("no memory")
 
     monkeypatch.setattr(lanes.registry, "_make", make)

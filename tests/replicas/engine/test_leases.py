@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
-from pengserve.replicas.engine.leases import Leases
-from pengserve.replicas.engine.tp_lane import TpLane
+from pengserve.replicas.engine.groups.leases import Leases
+from pengserve.replicas.engine.groups.tp_lane import TpLane
 from pengserve.replicas.kv.table import CellTable
 
 NUM_BLOCKS = 12

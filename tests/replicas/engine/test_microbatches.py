@@ -1,6 +1,8 @@
 """Laws of microbatches, over vLLM's own scheduler without a model: requests that are under way are left alone."""
 
 from collections import deque
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -9,29 +11,21 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 
 from pengserve.planners.types.config import MicrobatchPolicy
-from pengserve.planners.types.snapshot import KvCapacity
-from pengserve.replicas.engine.microbatches import FIRST_MODEL, Microbatches, chunks_of
-from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
+from pengserve.planners.types.contract import NO_CONTRACT, Contract, Slo
+from pengserve.replicas.engine.placement.slo_gate import SloGate
+from pengserve.replicas.engine.scheduling.chunk_shares import ChunkShares
+from pengserve.replicas.engine.scheduling.microbatches import FIRST_MODEL, Microbatches, chunks_of, prompt_tokens_of
+from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput, SchedulerOutput
-from pengserve.simulator.engine.options import SchedulerOptions
-from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
 from tests.support.vllm_requests import scheduled_request
+from tests.support.vllm_schedulers import capacity_of, scheduler_handle
 
 BLOCK_SIZE, NUM_BLOCKS, STEP_TOKENS, MAX_TOKENS = 16, 64, 48, 5
 
 
 def make_handle() -> SchedulerHandle:
-    capacity = KvCapacity(
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        bytes_per_block=1,
-        max_model_len=NUM_BLOCKS * BLOCK_SIZE,
-        max_num_seqs=8,
-        weight_bytes=0,
-    )
-    return SchedulerHandle(
-        build_vllm_scheduler(capacity, SchedulerOptions(max_num_batched_tokens=STEP_TOKENS), is_terse=False)
-    )
+    capacity = capacity_of(NUM_BLOCKS, BLOCK_SIZE, max_num_seqs=8)
+    return scheduler_handle(capacity, max_num_batched_tokens=STEP_TOKENS)
 
 
 def finish(handle: SchedulerHandle, output: SchedulerOutput) -> None:
@@ -77,3 +71,85 @@ def test_what_a_step_computes_is_said_by_prefix_and_tokens() -> None:
     assert [(chunk.prefix_tokens, chunk.num_tokens) for chunk in chunks_of(output)] == [(0, STEP_TOKENS)]
     finish(handle, output)
     assert [(chunk.prefix_tokens, chunk.num_tokens) for chunk in chunks_of(handle.schedule())] == [(STEP_TOKENS, 12)]
+
+
+def steps_until_guest(policy: MicrobatchPolicy, *, has_shares: bool) -> tuple[int, list[int]]:
+    """Two stages read a flood's two prompts of twelve steps each when a guest's comes.
+
+    Returns the microbatches until the guest's first token, and the flood's tokens in each.
+    """
+    capacity = capacity_of(400, BLOCK_SIZE, max_num_seqs=8)
+    handle = scheduler_handle(capacity, max_num_batched_tokens=STEP_TOKENS, policy="priority")
+    shares = ChunkShares(handle, lambda: 0.0)
+    microbatches = Microbatches(handle, 2, FIRST_MODEL, policy, shares if has_shares else None)
+    in_flight, floods = deque[SchedulerOutput](), list[int]()
+
+    def add(name: str, num_tokens: int, band: int) -> None:
+        request = scheduled_request(name, num_tokens, max_tokens=2)
+        request.priority = band
+        shares.note(band)
+        handle.add(request)
+
+    def step() -> SchedulerOutput:
+        while len(in_flight) < 2 and (output := microbatches.schedule(list(in_flight), 2)).total_num_scheduled_tokens:
+            in_flight.append(output)
+        output = in_flight.popleft()
+        microbatches.came_back(output, chunks_of(output), STAGE_S)
+        finish(handle, output)
+        return output
+
+    add("flood 0", 12 * STEP_TOKENS, 1)
+    add("flood 1", 12 * STEP_TOKENS, 1)
+    step()
+    add("guest", STEP_TOKENS, 0)
+    guest = handle.request("guest")
+    while not guest.num_output_tokens:
+        output = step()
+        floods.append(sum(count for name, count in output.num_scheduled_tokens.items() if name.startswith("flood")))
+    while handle.has_unfinished:
+        step()
+    return len(floods), floods
+
+
+@pytest.mark.parametrize("policy", list(MicrobatchPolicy))
+def test_a_short_prompt_overtakes_a_long_one_of_a_tenant_ahead_of_its_share(policy: MicrobatchPolicy) -> None:
+    """What is under way when it comes goes first: a microbatch a stage. Then all of the pipeline is the guest's."""
+    count, floods = steps_until_guest(policy, has_shares=True)
+    assert count <= 4 and not floods[-1], floods
+    assert steps_until_guest(policy, has_shares=False)[0] >= 12, "without shares it waits for the flood's prompt"
+
+
+TOKEN_S, STAGE_S = 0.001, 0.01
+TBT_S, NUM_TOKENS = 0.025, 60
+STREAMED = Contract(slo=Slo(tbt_s=TBT_S), low_tokens=NUM_TOKENS)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_prompts_wait_for_the_slo_of_a_stream_in_a_pipeline(is_gated: bool) -> None:
+    """Two stages: a token takes two microbatches. 24 prompts of 40 ms each, and a stream with 25 ms a token."""
+    handle = make_handle()
+    microbatches, in_flight = Microbatches(handle, 2), deque[SchedulerOutput]()
+    known = SimpleNamespace(num_paced=1, contract=lambda name: STREAMED if name == "stream" else NO_CONTRACT)
+    now_s, tokens_s = 0.0, list[float]()
+    gate = SloGate(handle, known, lambda: now_s)
+    handle.add(scheduled_request("stream", 40, max_tokens=NUM_TOKENS))
+    while handle.has_unfinished:
+        if len(tokens_s) == 10 and not handle.knows("p0"):
+            for index in range(24):
+                handle.add(scheduled_request(f"p{index}", 40, max_tokens=2))
+        while len(in_flight) < 2:
+            with gate.limiting() if is_gated else nullcontext():
+                output = microbatches.schedule(list(in_flight), 2)
+            if not output.total_num_scheduled_tokens:
+                break
+            in_flight.append(output)
+        output = in_flight.popleft()
+        took_s = STAGE_S + TOKEN_S * prompt_tokens_of(output)
+        now_s += took_s
+        microbatches.came_back(output, chunks_of(output), took_s)
+        gate.learn(took_s, prompt_tokens_of(output), 2)
+        finish(handle, output)
+        if "stream" in output.num_scheduled_tokens:
+            tokens_s.append(now_s)
+    tpot_s = (tokens_s[-1] - tokens_s[0]) / (NUM_TOKENS - 1)
+    assert (tpot_s <= TBT_S) is is_gated, tpot_s

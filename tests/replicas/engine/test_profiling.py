@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.planners.types.step_cost import StepCost
 from pengserve.planners.types.units import blocks_for
+from pengserve.replicas.engine.idle_profile import NUM_BATCHES
 from pengserve.replicas.engine.profiling import choose_batches
 from pengserve.replicas.environment import process_environment
 from tests.support.processes import ENGINE, OFFLINE
@@ -78,6 +81,23 @@ def test_idle_time_is_given_up_for_requests_and_changes_nothing(profiled: dict[s
     assert not idle["began_at_once"] and idle["rounds"] > 3 and not idle["changed"]
     assert idle["answers"] == profiled["before"]
     assert idle["model"]["load_s"] >= 0
+
+
+def test_what_the_judge_is_told_that_steps_cost_is_what_they_took(profiled: dict[str, Any]) -> None:
+    idle = profiled["idle"]
+    costs = {shape: StepCost(**terms) for shape, terms in idle["costs"].items()}
+    assert set(costs) == {"dp", "pp2"}
+    ratios, wide = [], []
+    for sample in idle["samples"]:
+        chunks = sample["chunks"]
+        tokens = sum(c["num_tokens"] for c in chunks)
+        context = tokens + sum(c["prefix_tokens"] for c in chunks)
+        pairs = sum(c["num_tokens"] * (c["num_tokens"] + 2 * c["prefix_tokens"]) for c in chunks if c["num_tokens"] > 1)
+        ratios.append(costs["dp"].step_s(tokens, len(chunks), context, pairs) / sample["seconds"])
+        wide.append(costs["pp2"].step_s(tokens, len(chunks), context, pairs) / sample["seconds"])
+    assert len(ratios) == NUM_BATCHES
+    assert statistics.median(ratios) == pytest.approx(1.0, abs=0.3)
+    assert statistics.median(wide) > statistics.median(ratios), "each stage has what is no work of layers"
 
 
 def test_a_profiled_lane_is_as_it_was(profiled: dict[str, Any]) -> None:

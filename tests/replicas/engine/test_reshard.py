@@ -11,9 +11,12 @@ import torch
 
 pytest.importorskip("vllm")
 
+from pengserve.planners.types.ids import InstanceId
+from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.waves import Mover, merge_wave
-from pengserve.replicas.engine import reshard as reshard_module
-from pengserve.replicas.engine.reshard import Resharder, Traveller
+from pengserve.replicas.engine.lanes.kv_shares import KvShare, LaneKv, shares_of
+from pengserve.replicas.engine.movers import reshard as reshard_module
+from pengserve.replicas.engine.movers.reshard import Resharder, Traveller
 from pengserve.replicas.kv.ledger import CellLedger
 from pengserve.replicas.kv.table import CellTable
 from pengserve.replicas.kv.transfers import Transfers
@@ -53,34 +56,59 @@ class Member:
         size: int,
         lengths: dict[str, int],
         source: random.Random,
+        *,
+        part: tuple[int, int] = (0, 1),
         num_blocks: int = 0,
         num_heads: int = 0,
         tp_tokens: int = 0,
     ) -> None:
-        """Without `num_blocks` none is free; without the others, heads are spread over `size` members."""
-        needed = {request_id: -(-tokens // BLOCK) for request_id, tokens in lengths.items()}
+        """Without `num_blocks` none is free; without the last ones, heads are spread over `size` members.
+
+        `part`: rank in its part, and how many members that has. Its requests have the same logical blocks everywhere.
+        """
+        own_rank, degree = part
+        self.part_tokens = BLOCK * degree  # of a block of the part's lane
+        needed = {request_id: -(-tokens // self.part_tokens) for request_id, tokens in lengths.items()}
         num_blocks = num_blocks or sum(needed.values())
         layers = [torch.zeros(num_blocks + 1, 2 * HEADS * BLOCK * DIM) for _ in range(LAYERS)]
         self.free = source.sample(range(1, num_blocks + 1), num_blocks)
-        self.blocks = {i: [self.free.pop() for _ in range(count)] for i, count in needed.items()}
         self.ledger, self.table = CellLedger(num_blocks + 1, "dp"), CellTable(4 * num_blocks + 1)
         self.dp_view = packed_view(layers, HEADS, BLOCK)
         self.tp_view = packed_view(layers, num_heads or HEADS // size, tp_tokens or BLOCK * size)
-        self.adopted: list[Any] = []
+        part_view = packed_view(layers, HEADS // degree, self.part_tokens)
+        first, stop = self.part_heads = Shard(own_rank, degree).heads(HEADS)
+        self.blocks: dict[str, list[int]] = {}  # physical
+        self.logical: dict[str, list[int]] = {}  # of the part's lane
+        part_table = CellTable(num_blocks + 1)
         for request_id, tokens in lengths.items():
-            tiles = self.dp_view.tiles([(self.blocks[request_id], tokens)], BLOCK)
-            self.dp_view.write(tiles, content(request_id, tokens), (0, HEADS))
-        self.lanes: Any = SimpleNamespace(
-            dp=SimpleNamespace(block_ids=self.blocks.__getitem__),
-            dp_view=lambda: self.dp_view,
-            transfers=Transfers(self.ledger),
+            self.blocks[request_id] = [self.free.pop() for _ in range(needed[request_id])]
+            begun = 1 + sum(map(len, self.logical.values()))
+            self.logical[request_id] = list(range(begun, begun + needed[request_id]))
+            part_table.lease(self.logical[request_id], self.blocks[request_id])
+            tiles = part_view.tiles([(self.blocks[request_id], tokens)], BLOCK)
+            part_view.write(tiles, content(request_id, tokens)[:, :, :, first:stop], (0, stop - first))
+        self.adopted: list[Any] = []
+        share = KvShare((0, LAYERS), (first, stop))
+        physical: Any = list if degree == 1 else part_table.physical
+        self.part: Any = SimpleNamespace(
+            block_ids=self.blocks.__getitem__, kv=lambda view: LaneKv(part_view, share, BLOCK, physical)
         )
+        self.lanes: Any = SimpleNamespace(dp_view=lambda: self.dp_view, transfers=Transfers(self.ledger))
+        shape = f"tp{size}"
+        wide = shares_of(shape, LAYERS, HEADS)[rank]
         self.lane: Any = SimpleNamespace(
-            name=f"tp{size}", shard=Shard(rank, size), kv_view=self.tp_view, table=self.table, adopt=self.adopted.append
+            name=shape,
+            shape=shape,
+            rank=rank,
+            kv=lambda view: LaneKv(self.tp_view, wide, BLOCK, self.table.physical),
+            adopt=self.adopted.append,
         )
 
+    def resharder(self, parts: Sequence[Group], group: ThreadExchange) -> Resharder:
+        return Resharder(self.lanes, self.lane, self.part, parts, group.communicator(self.lane.rank))
+
     def take_wave(self, resharder: Resharder, wave: list[Traveller], lease: list[int]) -> None:
-        """As `merging.take_wave`; what is freed is overwritten before anybody can read it again."""
+        """As `Merge.take`; what is freed is overwritten before anybody can read it again."""
         collected = resharder.collect(wave)
         for traveller in wave:
             self.free += self.blocks.pop(traveller.request_id, [])
@@ -91,6 +119,16 @@ class Member:
         self.table.lease(lease, physical)
         self.ledger.move(physical, "dp", "tp")
         resharder.place(wave, collected)
+
+
+def groups_of(sizes: Sequence[int]) -> tuple[Group, ...]:
+    """Neighbours in groups of so many members."""
+    starts = [sum(sizes[:index]) for index in range(len(sizes))]
+    found = []
+    for start, size in zip(starts, sizes, strict=True):
+        members = tuple(map(InstanceId, range(start, start + size)))
+        found.append(Group(kind=GroupKind.TP if size > 1 else GroupKind.DP, members=members))
+    return tuple(found)
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -122,7 +160,7 @@ def test_a_split_gives_all_heads_to_members_that_have_room(size: int, seed: int)
             ids = [member.free.pop() for _ in range(-(-traveller.num_tokens // BLOCK))]
             return member.blocks.setdefault(traveller.request_id, ids)
 
-        return Resharder(member.lanes, member.lane, group.communicator(member.lane.shard.rank)).split(wave, admit)
+        return member.resharder(groups_of([1] * size), group).split(wave, admit)
 
     with ThreadPoolExecutor(size) as pool:
         told = list(pool.map(split, members))
@@ -138,31 +176,40 @@ def test_a_split_gives_all_heads_to_members_that_have_room(size: int, seed: int)
         assert member.lanes.transfers.check() == ()
 
 
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("sizes", [(1, 1), (1, 1, 1, 1), (2, 2), (2, 1, 1), (1, 1, 2)])
+@pytest.mark.parametrize("seed", range(3))
 def test_members_without_a_free_block_merge_and_keep_all_kv(
-    size: int, seed: int, monkeypatch: pytest.MonkeyPatch
+    sizes: tuple[int, ...], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of parts that are instances alone, or narrower groups whose members have a share of the heads each."""
+    size, parts = sum(sizes), groups_of(sizes)
     wide = size * BLOCK  # tokens of a block of the group
     monkeypatch.setattr(reshard_module, "revive", lambda handoff, client: handoff)
     monkeypatch.setattr("pengserve.planners.waves.MAX_WAVE_TOKENS", 4 * wide)  # one or two of each member in a wave
     source = random.Random(seed)
     # With their next tokens (`Lane.blocks_needed`) they fill the group's blocks nearly, and just as many bytes of `dp`.
     counts = [source.randrange(2, 5) * wide - source.randrange(1, BLOCK) for _ in range(5)]
-    lengths = [{f"r{rank}.{i}": count for i, count in enumerate(counts)} for rank in range(size)]
-    members = [Member(rank, size, mine, source) for rank, mine in enumerate(lengths)]
+    lengths = [
+        {f"r{part.leader}.{i}.{j}": count for i, count in enumerate(counts) for j in range(part.degree)}
+        for part in parts
+    ]
+    members = [
+        Member(rank, size, mine, source, part=(part.members.index(InstanceId(rank)), part.degree))
+        for part, mine in zip(parts, lengths, strict=True)
+        for rank in part.members
+    ]
     group = ThreadExchange()
-    resharders = [Resharder(m.lanes, m.lane, group.communicator(rank)) for rank, m in enumerate(members)]
+    resharders = [member.resharder(parts, group) for member in members]
     all_lengths = {request_id: count for mine in lengths for request_id, count in mine.items()}
     left = tuple(
         Mover(
             request_id=request_id,
-            rank=rank,
+            ranks=part.members,
             num_tokens=count,
             num_needed=-(-(count + 1) // wide),
-            num_own=len(members[rank].blocks[request_id]),
+            num_own=len(members[part.leader].blocks[request_id]),
         )
-        for rank, mine in enumerate(lengths)
+        for part, mine in zip(parts, lengths, strict=True)
         for request_id, count in mine.items()
     )
     logical: dict[str, list[int]] = {}
@@ -180,7 +227,10 @@ def test_members_without_a_free_block_merge_and_keep_all_kv(
                 logical[mover.request_id] = ids
                 lease += ids
                 handoff: Any = SimpleNamespace(num_computed_tokens=mover.num_tokens)
-                wave.append(Traveller(mover.request_id, mover.rank, ids, handoff))
+                traveller = Traveller(mover.request_id, mover.ranks[0], ids, handoff)
+                if len(mover.ranks) > 1:
+                    traveller.part_ids = members[mover.ranks[0]].logical[mover.request_id]
+                wave.append(traveller)
             done = [
                 pool.submit(member.take_wave, resharder, wave, lease)
                 for member, resharder in zip(members, resharders, strict=True)

@@ -8,15 +8,12 @@ import pytest
 
 pytest.importorskip("vllm")
 from pengserve.planners.preemption import QUANTUM_TOKENS
-from pengserve.planners.types.snapshot import KvCapacity
-from pengserve.replicas.engine.lane_tiers import LaneTiers
-from pengserve.replicas.engine.residency import ResidentRequests
-from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
+from pengserve.replicas.engine.tiers.lane_tiers import LaneTiers
+from pengserve.replicas.engine.tiers.residency import ResidentRequests
 from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput
-from pengserve.simulator.engine.options import SchedulerOptions
-from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
 from tests.replicas.kv.tiered_world import BLOCK_SIZE, TieredWorld
 from tests.support.vllm_requests import scheduled_request
+from tests.support.vllm_schedulers import capacity_of, scheduler_handle
 
 pytestmark = pytest.mark.slow
 
@@ -29,16 +26,12 @@ class Engine:
     def __init__(self, host: int = HOST, *, max_seqs: int = 16, by_priority: bool = False) -> None:
         self.world = TieredWorld(LAYERS, DEVICE, host, RESERVED)
         num_blocks = self.world.num_blocks - 1
-        capacity = KvCapacity(
-            num_blocks=num_blocks,
-            block_size=BLOCK_SIZE,
-            bytes_per_block=1,
-            max_model_len=min(160, num_blocks * BLOCK_SIZE),
-            max_num_seqs=max_seqs,
-            weight_bytes=0,
+        capacity = capacity_of(
+            num_blocks, BLOCK_SIZE, max_num_seqs=max_seqs, max_model_len=min(160, num_blocks * BLOCK_SIZE)
         )
-        options = SchedulerOptions(max_num_batched_tokens=32, policy="priority" if by_priority else "fcfs")
-        self.handle = SchedulerHandle(build_vllm_scheduler(capacity, options, is_terse=False))
+        self.handle = scheduler_handle(
+            capacity, max_num_batched_tokens=32, policy="priority" if by_priority else "fcfs"
+        )
         self.world.tiers.watch_uses(self.handle.uses)
         self.now_s = 0.0
         self.residency = ResidentRequests(
@@ -51,6 +44,9 @@ class Engine:
 
     def num_available(self) -> int:
         return self.handle.num_free()
+
+    def moved_bytes(self) -> int:
+        return sum(self.world.tiers.engine.moved_bytes.values())
 
     def step(self) -> None:
         """As `DpLane.step`, every 50 ms."""
@@ -110,6 +106,8 @@ def test_requests_of_several_times_the_device_all_end_without_recompute(engine: 
     run(engine)
     assert [request.num_output_tokens for request in requests] == [60] * 12
     assert {request.num_preemptions for request in requests} == {0}
+    swapped_bytes = sum(pause.swapped_bytes for pause in engine.residency.take_pauses())
+    assert 0 < swapped_bytes <= engine.moved_bytes(), "what was copied for pauses, and nothing twice"
     assert engine.world.tiers.counts.parks > 0 and engine.residency.num_given_up == 0
     assert engine.num_choices < engine.num_steps, "while nothing changes, the choice stands"
 
@@ -124,6 +122,30 @@ def test_parked_by_an_order_means_until_an_order(engine: Engine) -> None:
     assert engine.residency.resume(["a"]) == ["a"]
     run(engine)
     assert not engine.handle.knows("a")
+
+
+def test_a_pause_tells_what_was_copied_for_it(engine: Engine) -> None:
+    requests = [scheduled_request(name, 40, max_tokens=60) for name in "abcd"]
+    engine.handle.add(requests[0])
+    for _ in range(5):
+        engine.step()
+    engine.residency.park(["a"])
+    engine.residency.resume(["a"])
+    engine.step()
+    (unmoved,) = engine.residency.take_pauses()
+    assert unmoved.request is requests[0] and unmoved.swapped_bytes <= engine.moved_bytes()
+    engine.residency.park(["a"])
+    for request in requests[1:]:
+        engine.handle.add(request)
+    run(engine)
+    full = requests[0].num_computed_tokens // BLOCK_SIZE
+    assert engine.world.tiers.num_away(np.array(engine.handle.block_ids("a")[:full])) > 0, "the others took its cells"
+    engine.residency.resume(["a"])
+    run(engine)
+    pauses = engine.residency.take_pauses()
+    (own,) = [pause for pause in pauses if pause.request is requests[0]]
+    assert own.swapped_bytes >= full * engine.world.tiers.pool.block_bytes, "it came back"
+    assert sum(pause.swapped_bytes for pause in (unmoved, *pauses)) <= engine.moved_bytes()
 
 
 def test_a_parked_request_that_is_aborted_is_gone(engine: Engine) -> None:

@@ -8,24 +8,17 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 from vllm.v1.core.kv_cache_utils import init_none_hash
 
-from pengserve.planners.types.snapshot import KvCapacity
-from pengserve.replicas.engine.lane_build import get_hash_fn_by_name, get_request_block_hasher
-from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
+from pengserve.replicas.engine.lanes.lane_build import get_hash_fn_by_name, get_request_block_hasher
+from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
 from pengserve.replicas.kv.placement import Use
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
 from tests.support.vllm_requests import scheduled_request
+from tests.support.vllm_schedulers import capacity_of
 
 BLOCK_SIZE, NUM_BLOCKS, MAX_SEQS = 16, 8, 3
-CAPACITY = KvCapacity(
-    num_blocks=NUM_BLOCKS,
-    block_size=BLOCK_SIZE,
-    bytes_per_block=1,
-    max_model_len=NUM_BLOCKS * BLOCK_SIZE,
-    max_num_seqs=MAX_SEQS,
-    weight_bytes=0,
-)
+CAPACITY = capacity_of(NUM_BLOCKS, BLOCK_SIZE, max_num_seqs=MAX_SEQS)
 CALLED: set[str] = set()
 
 
@@ -62,26 +55,21 @@ def test_a_prompt_in_chunks_shows_what_no_step_has_taken(handle: SchedulerHandle
     assert handle.prefilling_tokens() == 0, "it decodes"
 
 
+def hashed(name: str) -> Request:
+    """Of 40 tokens that are all alike."""
+    params = SamplingParams(max_tokens=50, ignore_eos=True)
+    return Request(
+        name, [1] * 40, params, None,
+        block_hasher=lambda request: [
+            str(i).encode() for i in range(len(request.block_hashes), request.num_tokens // BLOCK_SIZE)
+        ],
+    )  # fmt: skip
+
+
 def test_the_full_blocks_of_a_prompt_are_found_in_the_cache() -> None:
     options = SchedulerOptions(max_num_batched_tokens=64, prefix_caching=True)
-    capacity = KvCapacity(
-        num_blocks=NUM_BLOCKS,
-        block_size=BLOCK_SIZE,
-        bytes_per_block=1,
-        max_model_len=128,
-        max_num_seqs=3,
-        weight_bytes=0,
-    )
+    capacity = capacity_of(NUM_BLOCKS, BLOCK_SIZE, max_num_seqs=3, max_model_len=128)
     handle = Counted(build_vllm_scheduler(capacity, options, is_terse=False))
-
-    def hashed(name: str) -> Request:
-        params = SamplingParams(max_tokens=50, ignore_eos=True)
-        return Request(
-            name, [1] * 40, params, None,
-            block_hasher=lambda request: [
-                str(i).encode() for i in range(len(request.block_hashes), request.num_tokens // BLOCK_SIZE)
-            ],
-        )  # fmt: skip
 
     assert handle.cached_tokens(hashed("second")) == 0
     handle.add(hashed("first"))
@@ -199,6 +187,23 @@ def test_a_request_that_comes_shares_what_the_prefix_cache_has() -> None:
     assert handle.num_free() == NUM_BLOCKS
 
 
+def test_a_request_without_blocks_has_its_computed_tokens_and_gets_blocks_again(handle: SchedulerHandle) -> None:
+    """Its KV is elsewhere meanwhile."""
+    handle.add(scheduled_request("a", 40))
+    step(handle)
+    request = handle.request("a")
+    handle.hold(request)
+    handle.free(request)
+    assert handle.block_ids("a") == [] and handle.num_free() == NUM_BLOCKS and request.num_computed_tokens == 40
+    assert handle.reserve_again(request) == 0, "there is no prefix cache"
+    assert request.num_computed_tokens == 40 and len(handle.block_ids("a")) == -(-41 // BLOCK_SIZE)
+    handle.enqueue(request)
+    assert dict(handle.schedule().num_scheduled_tokens) == {"a": 1}, "what was computed is not computed again"
+    handle.take(other := arrived("b", NUM_BLOCKS * BLOCK_SIZE - 1), NUM_BLOCKS * BLOCK_SIZE - 2)
+    assert handle.knows("b") and handle.block_ids("b") == []
+    assert handle.reserve_again(other) is None and other.num_computed_tokens == NUM_BLOCKS * BLOCK_SIZE - 2
+
+
 def test_a_request_is_held_and_goes_on(handle: SchedulerHandle) -> None:
     for name in "ab":
         handle.add(scheduled_request(name))
@@ -214,6 +219,49 @@ def test_a_request_is_held_and_goes_on(handle: SchedulerHandle) -> None:
     handle.hold(request)
     handle.end("ab")
     assert handle.num_free() == NUM_BLOCKS
+
+
+def test_a_prefix_is_seen_to_go_and_comes_with_a_request_that_waits() -> None:
+    options = SchedulerOptions(max_num_batched_tokens=64, prefix_caching=True)
+    handle, gone = Counted(build_vllm_scheduler(CAPACITY, options, is_terse=False)), dict[int, bytes]()
+    handle.watch_evictions(gone.__setitem__)
+
+    def begun(name: str, token: int, num_tokens: int) -> Request:
+        def hashes(request: Request) -> list[bytes]:
+            return [f"{token}.{i}".encode() for i in range(len(request.block_hashes), request.num_tokens // BLOCK_SIZE)]
+
+        params = SamplingParams(max_tokens=50, ignore_eos=True)
+        handle.add(request := Request(name, [token] * num_tokens, params, None, block_hasher=hashes))
+        return request
+
+    assert handle.block_size == BLOCK_SIZE
+    begun("first", 1, 40)
+    step(handle)
+    blocks = handle.block_ids("first")
+    handle.end(["first"])
+    begun("other", 2, 60)
+    step(handle)
+    assert not gone, "free blocks without content go first"
+    step(handle, None)
+    handle.withhold(handle.num_free() - 1)
+    assert gone == {blocks[1]: b"1.1"}, "the end of the prefix"
+    handle.end(["other"])
+    again = begun("again", 1, 40)
+    assert handle.first_waiting(3) == [again] and handle.first_waiting(0) == []
+    assert handle.reserve_prefix(again, 2 * BLOCK_SIZE) == BLOCK_SIZE, "the first block is cached still"
+    assert handle.first_waiting(3) == [] and len(handle.block_ids("again")) == 2
+    handle.enqueue(again)
+    output = step(handle)
+    assert output.num_scheduled_tokens == {"again": 40 - 2 * BLOCK_SIZE}
+    assert [new.num_computed_tokens for new in output.scheduled_new_reqs] == [2 * BLOCK_SIZE]
+
+
+def test_a_request_that_waits_without_kv_is_held(handle: SchedulerHandle) -> None:
+    handle.add(request := scheduled_request("a"))
+    handle.withdraw(request)
+    assert handle.first_waiting(1) == [] and handle.knows("a")
+    handle.enqueue(request)
+    assert handle.first_waiting(1) == [request]
 
 
 def test_one_gives_up_its_blocks_where_none_can_go_on(handle: SchedulerHandle) -> None:
@@ -279,6 +327,36 @@ def test_blocks_are_withheld_offered_and_made(handle: SchedulerHandle) -> None:
     assert handle.reset_prefix_cache() is True
 
 
+def test_blocks_are_spared_while_others_are_handed_out(handle: SchedulerHandle) -> None:
+    handle.add(scheduled_request("a", 20))
+    step(handle)
+    held, free = handle.block_ids("a"), handle.withhold(2)
+    handle.offer(free)
+    with handle.sparing([*held, *free]):
+        assert handle.num_free() == NUM_BLOCKS - 4
+        taken = handle.withhold(NUM_BLOCKS - 4)
+        assert set(free).isdisjoint(taken)
+    assert handle.num_free() == 2 and sorted(handle.withhold(2)) == sorted(free)
+    handle.offer([*free, *taken])
+    handle.end("a")
+    assert handle.num_free() == NUM_BLOCKS
+
+
+def test_it_is_seen_when_a_request_loses_its_blocks(handle: SchedulerHandle) -> None:
+    lost: list[tuple[str, list[int]]] = []
+    handle.watch_frees(lambda request_id: lost.append((request_id, handle.block_ids(request_id))))
+    for name in "ab":
+        handle.add(scheduled_request(name, 8 * BLOCK_SIZE // 4 * 2 - 1))
+    step(handle)
+    blocks = {name: handle.block_ids(name) for name in "ab"}
+    assert all(blocks.values()) and not lost
+    handle.end("a")
+    assert lost == [("a", blocks["a"])]
+    handle.hold(request := handle.request("b"))
+    handle.free(request)
+    assert lost[1:] == [("b", blocks["b"])]
+
+
 def test_no_more_new_requests_than_slots(handle: SchedulerHandle) -> None:
     assert handle.new_slots == handle.max_running and handle.takes_new
     handle.add(scheduled_request("a"))
@@ -317,6 +395,39 @@ def test_a_queue_by_arrival_is_left_as_it_is(handle: SchedulerHandle) -> None:
     handle.reorder({"b": (-1, 0.0)})
     assert [request.request_id for request in handle.waiting] == ["a", "b"]
     assert handle.request("b").priority == -1
+
+
+def test_what_decodes_comes_first_in_the_batch_and_then_prompts_by_priority(handle: SchedulerHandle) -> None:
+    for name, length, priority in (("late", 90, 2), ("early", 60, 1), ("decodes", 3, 3)):
+        request = scheduled_request(name, length)
+        request.priority = priority
+        handle.add(request)
+        with handle.passing_over(list(handle.running)), handle.limited(max_tokens=4):
+            step(handle)
+    assert [request.request_id for request in handle.running] == ["late", "early", "decodes"]
+    handle.decode_first()
+    assert [request.request_id for request in handle.running] == ["decodes", "early", "late"]
+    with handle.limited(max_tokens=5):
+        assert step(handle).num_scheduled_tokens == {"decodes": 1, "early": 4}
+
+
+def test_blocks_that_are_given_up_hold_nothing_and_are_not_handed_out() -> None:
+    options = SchedulerOptions(max_num_batched_tokens=64, prefix_caching=True)
+    handle = Counted(build_vllm_scheduler(CAPACITY, options, is_terse=False))
+    handle.add(request := hashed("a"))
+    step(handle)
+    handle.hold(request)
+    handle.preempt(request)
+    handle.keep_only(5)
+    assert handle.num_free() == 4 and set(handle.uses()[1:5]) == {Use.DEAD}
+    assert handle.reset_prefix_cache(), "no request has a block"
+    handle.end_at(4 * BLOCK_SIZE)
+    while handle.knows("a"):
+        step(handle)
+        assert set(handle.block_ids("a")) <= {1, 2, 3, 4}
+        assert handle.num_blocks_of("a") == len(handle.block_ids("a"))
+        assert handle.reset_prefix_cache() is not handle.knows("a")
+    assert request.num_tokens == 4 * BLOCK_SIZE, "it ends where its blocks do"
 
 
 def test_each_method_was_called_over_a_real_scheduler() -> None:

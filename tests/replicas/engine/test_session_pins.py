@@ -6,12 +6,9 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 
 from pengserve.planners.types.contract import NO_CONTRACT, Contract
-from pengserve.planners.types.snapshot import KvCapacity
-from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
-from pengserve.replicas.engine.session_pins import MAX_SHARE, SessionPins
+from pengserve.replicas.engine.tiers.session_pins import MAX_SHARE, SessionPins
 from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput, Request
-from pengserve.simulator.engine.options import SchedulerOptions
-from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
+from tests.support.vllm_schedulers import capacity_of, scheduler_handle
 
 pytestmark = pytest.mark.slow
 
@@ -22,16 +19,8 @@ class Engine:
     """A scheduler whose requests end with their first token."""
 
     def __init__(self) -> None:
-        capacity = KvCapacity(
-            num_blocks=NUM_BLOCKS,
-            block_size=BLOCK,
-            bytes_per_block=1,
-            max_model_len=600,
-            max_num_seqs=8,
-            weight_bytes=0,
-        )
-        options = SchedulerOptions(max_num_batched_tokens=600, prefix_caching=True)
-        self.handle = SchedulerHandle(build_vllm_scheduler(capacity, options, is_terse=False))
+        capacity = capacity_of(NUM_BLOCKS, BLOCK, max_num_seqs=8, max_model_len=600)
+        self.handle = scheduler_handle(capacity, max_num_batched_tokens=600, prefix_caching=True)
         self.contracts: dict[str, Contract] = {}
         self.now_s = 0.0
         self.pins = SessionPins(self.handle, self, PIN_S, lambda: self.now_s)

@@ -51,7 +51,7 @@ def world() -> Iterator[Any]:
     from vllm.platforms import current_platform
     from vllm.v1.worker.cpu_model_runner import _set_torch_accelerator_to_noop
 
-    from pengserve.replicas.engine.lane_groups import ActiveGroup
+    from pengserve.replicas.engine.lanes.lane_groups import ActiveGroup
 
     _set_torch_accelerator_to_noop()  # as vLLM's CPU runner does before it loads a model
     if parallel_state._TP is None:
@@ -69,8 +69,8 @@ def build(directory: Path, active: Any, rank: int = 0, degree: int = 1, *, on_me
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader import get_model
 
-    from pengserve.replicas.engine.lane_groups import LaneGroup
-    from pengserve.replicas.engine.shared_model import plain_weights
+    from pengserve.replicas.engine.lanes.lane_groups import LaneGroup
+    from pengserve.replicas.engine.lanes.shared_model import plain_weights
     from pengserve.replicas.engine.vllm_seam import (
         initialize_model,
         set_current_vllm_config,
@@ -96,7 +96,7 @@ def build(directory: Path, active: Any, rank: int = 0, degree: int = 1, *, on_me
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Weights and biases that a model computes with, by name; the parts of a shared layer joined."""
-    from pengserve.replicas.engine.shared_model import ViewMethod
+    from pengserve.replicas.engine.lanes.shared_model import ViewMethod
 
     found: dict[str, torch.Tensor] = {}
     for name, module in model.named_modules():
@@ -114,7 +114,7 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("degree", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_views_are_what_vllm_loads(world: Any, tmp_path: Path, family: str, degree: int) -> None:
-    from pengserve.replicas.engine.shared_model import check_supported, share_weights, viewed_tensors
+    from pengserve.replicas.engine.lanes.shared_model import check_supported, share_weights, viewed_tensors
     from pengserve.replicas.memory.weight_views import Shard, new_bytes
 
     directory = checkpoint(family, tmp_path)
@@ -125,13 +125,15 @@ def test_views_are_what_vllm_loads(world: Any, tmp_path: Path, family: str, degr
         share_weights(shared, base, Shard(rank, degree))
         assert new_bytes(viewed_tensors(shared), [*base.parameters(), *base.buffers()]) == 0
         expected, found = weights(build(directory, world, rank, degree)), weights(shared)
+        embedding = shared.get_submodule("model.embed_tokens").weight
+        assert torch.equal(embedding, expected["model.embed_tokens.weight"]), "what vLLM's CUDA kernel reads"
         assert found.keys() == expected.keys()
         for name, weight in expected.items():
             assert torch.equal(found[name], weight), f"rank {rank} of {degree}: {name}"
 
 
 def test_tied_embeddings_are_shared(world: Any, tmp_path: Path) -> None:
-    from pengserve.replicas.engine.shared_model import share_weights
+    from pengserve.replicas.engine.lanes.shared_model import share_weights
     from pengserve.replicas.memory.weight_views import Shard
 
     directory = checkpoint("Llama", tmp_path, tie_word_embeddings=True)
@@ -143,7 +145,7 @@ def test_tied_embeddings_are_shared(world: Any, tmp_path: Path) -> None:
 
 
 def test_experts_are_refused_with_a_sentence(world: Any, tmp_path: Path) -> None:
-    from pengserve.replicas.engine.shared_model import check_supported
+    from pengserve.replicas.engine.lanes.shared_model import check_supported
 
     directory = checkpoint("Mixtral", tmp_path, num_local_experts=2, num_experts_per_tok=1)
     with pytest.raises(UnsupportedShapeError, match="mixture-of-experts"):
@@ -163,7 +165,7 @@ def test_heads_that_do_not_split_are_refused(world: Any, tmp_path: Path) -> None
 def test_products_over_plain_weights_are_those_of_the_faster_library(
     num_rows: int, num_outputs: int, is_onednn: bool
 ) -> None:
-    from pengserve.replicas.engine.shared_model import gemm
+    from pengserve.replicas.engine.lanes.shared_model import gemm
 
     x, weight = torch.randn(num_rows, 512), torch.randn(num_outputs, 512)
     mkl = torch.nn.functional.linear(x, weight)
@@ -175,7 +177,7 @@ def test_products_over_plain_weights_are_those_of_the_faster_library(
 def test_weights_that_cannot_be_packed_are_told_of_once(
     world: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from pengserve.replicas.engine.shared_model import gemm, pack_linears
+    from pengserve.replicas.engine.lanes.shared_model import gemm, pack_linears
 
     odd = build(checkpoint("Llama", tmp_path, intermediate_size=208), world)  # 416 outputs: oneDNN pads them
     with caplog.at_level(logging.WARNING):
@@ -188,7 +190,7 @@ def test_weights_that_cannot_be_packed_are_told_of_once(
 
 
 def test_nothing_is_told_where_all_are_packed(world: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from pengserve.replicas.engine.shared_model import gemm, pack_linears
+    from pengserve.replicas.engine.lanes.shared_model import gemm, pack_linears
 
     model = build(checkpoint("Llama", tmp_path), world)
     with caplog.at_level(logging.WARNING):

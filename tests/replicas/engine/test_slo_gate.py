@@ -6,13 +6,10 @@ import pytest
 
 pytest.importorskip("vllm")
 from pengserve.planners.types.contract import NO_CONTRACT, Contract, Slo
-from pengserve.planners.types.snapshot import KvCapacity
-from pengserve.replicas.engine.scheduler_handle import SchedulerHandle
-from pengserve.replicas.engine.slo_gate import MAX_HELD_S, SloGate
+from pengserve.replicas.engine.placement.slo_gate import MAX_HELD_S, SloGate
 from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput
-from pengserve.simulator.engine.options import SchedulerOptions
-from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
 from tests.support.vllm_requests import scheduled_request
+from tests.support.vllm_schedulers import capacity_of, scheduler_handle
 
 pytestmark = pytest.mark.slow
 
@@ -35,11 +32,8 @@ class Engine:
     """Steps of a scheduler; each takes as long as what it computes."""
 
     def __init__(self, *, is_gated: bool = True) -> None:
-        capacity = KvCapacity(
-            num_blocks=4000, block_size=16, bytes_per_block=1, max_model_len=8000, max_num_seqs=64, weight_bytes=0
-        )
-        options = SchedulerOptions(max_num_batched_tokens=512)
-        self.handle = SchedulerHandle(build_vllm_scheduler(capacity, options, is_terse=False))
+        capacity = capacity_of(4000, 16, max_num_seqs=64, max_model_len=8000)
+        self.handle = scheduler_handle(capacity, max_num_batched_tokens=512)
         self.known, self.now_s = Known(), 100.0
         self.gate = SloGate(self.handle, self.known, lambda: self.now_s)
         self._is_gated = is_gated

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pengserve.replicas.engine.stage_clock import StageClock
+from pengserve.replicas.engine.groups.stage_clock import StageClock
 
 Microbatch = tuple[float, float, bool]  # begins, ends, is the first after the pipeline had no work
 

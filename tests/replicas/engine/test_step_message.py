@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 pytest.importorskip("vllm")
 from vllm import SamplingParams
 
-from pengserve.replicas.engine.step_message import ResumedRequest, StepCodec
+from pengserve.replicas.engine.groups.step_message import ResumedRequest, StepCodec
 from pengserve.replicas.engine.vllm_seam import CachedRequestData, GrammarOutput, NewRequestData, SchedulerOutput
 
 IDS = st.lists(st.integers(1, 1 << 30), max_size=4)

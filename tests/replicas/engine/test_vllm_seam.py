@@ -53,6 +53,16 @@ def test_a_rejected_request_ends_with_the_stop_reason_that_it_has_then() -> None
     assert source.index("structured_output_manager.accept_tokens(") < source.index("stop_reason=request.stop_reason")
 
 
+def test_the_table_of_blocks_is_committed_before_all_that_reads_it() -> None:
+    """`ShownTable` writes it then, for kernels and for the mapping of slots."""
+    source = inspect.getsource(vllm_seam.GPUModelRunner._prepare_inputs)
+    committed = source.index("self.input_batch.block_table.commit_block_table(num_reqs)")
+    assert committed < source.index("self.input_batch.block_table.compute_slot_mapping(")
+    assert "self.block_table.gpu" in inspect.getsource(vllm_seam.BlockTable.compute_slot_mapping)
+    assert "self.block_table.gpu[:num_reqs]" in inspect.getsource(vllm_seam.BlockTable.get_device_tensor)
+    assert "get_device_tensor(" in inspect.getsource(vllm_seam.GPUModelRunner._build_attention_metadata)
+
+
 def test_vllm_is_the_pinned_one() -> None:
     import vllm
 

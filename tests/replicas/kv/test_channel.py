@@ -1,16 +1,22 @@
-"""Law: the same plan brings the same bytes over each end of a channel: peer messages, own TCP, and gloo."""
+"""Law: the same plan brings the same bytes over each end of a channel: peer messages, ways, own TCP, and gloo."""
 
+import contextlib
+import queue
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 
 from pengserve.planners.types.errors import EngineError
-from pengserve.replicas.kv.channel import CommunicatorChannel, PeerChannel, read_header
+from pengserve.replicas.comm import bulk
+from pengserve.replicas.comm.bulk import Landed
+from pengserve.replicas.kv.channel import BulkChannel, CommunicatorChannel, PeerChannel, read_header
 from pengserve.replicas.kv.transfer import Segment, TransferPlan
+from tests.replicas.comm.fake_nccl import nccl_is_there
 from tests.replicas.comm.local import LocalCluster
-from tests.replicas.kv.room import LAYERS, Room, content
+from tests.replicas.kv.room import BLOCK, LAYERS, Room, content
 
 SIZE = 3
 
@@ -101,6 +107,40 @@ def test_over_peer_messages_a_piece_at_a_time(rooms: list[Room]) -> None:
         require_ring(rooms)
     finally:
         cluster.close()
+
+
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_announced_by_peer_messages_and_brought_by_ways(
+    rooms: list[Room], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of two blocks at most: a layer's three blocks are several, from each member to each."""
+    monkeypatch.setattr(bulk, "PIECE_BYTES", 2 * BLOCK)
+    monkeypatch.setattr(BulkChannel, "most_bytes", 2 * BLOCK)
+    with nccl_is_there() if backend == "nccl" else contextlib.nullcontext():
+        cluster = LocalCluster(SIZE, timeout_s=60.0, backend=backend)
+        try:
+            ways = [found for found in cluster.ways(*range(SIZE)) if found is not None]
+            inboxes: list[queue.SimpleQueue[tuple[int, bytes, Landed]]] = [queue.SimpleQueue() for _ in rooms]
+
+            def announce(src: int, dst: int, parts: Sequence[bytes]) -> None:
+                head, num_bytes = parts
+                ways[dst].receive(src, int(num_bytes), lambda landed: inboxes[dst].put((src, head, landed)), print)
+
+            for rank, room in enumerate(rooms):
+                channel = BulkChannel(ways[rank], partial(announce, rank), lambda *_: pytest.fail("by message"))
+                room.transfer = room.transfers.submit(ring(room, LAYERS), channel)
+            ends_s = time.monotonic() + 60.0
+            while not all(room.transfer is not None and room.transfer.is_done for room in rooms):
+                assert time.monotonic() < ends_s
+                for room, inbox in zip(rooms, inboxes, strict=True):
+                    room.transfers.advance(0.001)
+                    while not inbox.empty():
+                        src, head, landed = inbox.get()
+                        assert room.transfer is not None
+                        room.transfer.receive(src, [head, landed.take()])
+            require_ring(rooms)
+        finally:
+            cluster.close()
 
 
 @pytest.mark.parametrize("junk", [b"", b"1 2", b"1 2 3 4", b"1 2 three", b"\xff\x00"])

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pengserve.planners.types.errors import EngineError
+from pengserve.replicas.kv.copies import Priority
 from pengserve.replicas.kv.placement import NO_ROW
 from tests.replicas.kv.tiered_world import BLOCK_SIZE, TieredWorld
 
@@ -38,6 +39,63 @@ def test_blocks_at_home_take_no_table() -> None:
     world.close()
 
 
+@given(seed=st.integers(0, 10_000), device_blocks=st.integers(8, 14), host_blocks=st.integers(8, 40))
+def test_requests_that_decode_on_read_what_was_written_while_others_move(
+    seed: int, device_blocks: int, host_blocks: int
+) -> None:
+    """The table of blocks is written again only where something has changed, and then it is."""
+    rng = random.Random(seed)
+    world = TieredWorld(rng.choice([2, 4]), device_blocks, host_blocks, min(device_blocks - 1, 6))
+    try:
+        for _ in range(6):
+            world.random_step(rng)
+            work = []
+            for request in world.requests:
+                if world.can_step([*work, (request, BLOCK_SIZE)]):
+                    work.append((request, BLOCK_SIZE))
+            for _ in range(rng.randint(1, 2 * BLOCK_SIZE)):
+                if not work or not world.can_step([(request, 1) for request, _ in work]):
+                    break
+                world.step([(request, 1) for request, _ in work])
+                if rng.random() < 0.2:
+                    world.move_one(rng)
+    finally:
+        world.close()
+
+
+def test_steps_in_which_nothing_has_changed_look_at_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At home, and where blocks have other places than their own, in one table for all layers."""
+    world = TieredWorld(4, 16, 40, 2)
+    for _ in range(4):  # the last of them has blocks that no device has
+        for other in world.requests[:-1]:
+            world.end(other)
+        request = world.begin()
+        world.step([(request, 11 * BLOCK_SIZE)])
+    looked: list[int] = []
+    begin = world.tiers.begin_step
+    monkeypatch.setattr(world.tiers, "begin_step", lambda *given: looked.append(1) or begin(*given))
+    mapped = world.tiers.counts.mapped_steps
+    for _ in range(3 * BLOCK_SIZE):
+        world.step([(request, 1)])
+    assert world.tiers.counts.mapped_steps == mapped + 3 * BLOCK_SIZE, "blocks have other places"
+    assert len(looked) <= 2, "the first step, and at most one that makes room"
+    world.close()
+
+
+def test_a_block_that_moves_between_two_steps_is_looked_at_anew() -> None:
+    world = TieredWorld(4, 20, 20, 2)
+    request = world.begin()
+    world.step([(request, 4 * BLOCK_SIZE + 1)])
+    blocks = np.array(request.blocks[:4])
+    world.tiers.write_behind(blocks)
+    world.tiers.traffic.wait(world.tiers.traffic.copies())
+    world.step([(request, 1)])
+    world.tiers.place(blocks, [1])
+    world.step([(request, 1)])
+    assert world.tiers.counts.staged == 4, "they left the device at once: the host had them"
+    world.close()
+
+
 def test_a_prompt_of_thrice_what_the_device_holds_in_a_layer() -> None:
     world = TieredWorld(12, 8, 40, 4)
     request = world.begin()
@@ -61,6 +119,22 @@ def test_a_second_swap_out_copies_only_what_is_new() -> None:
     counts = world.tiers.counts
     assert counts.reused > counts.evicted // 2
     assert sum(world.tiers.engine.moved_bytes.values()) > sum(moved.values())
+    world.close()
+
+
+def test_prefixes_that_leave_next_are_saved_beside_the_steps() -> None:
+    """A step that makes room waits for the copies of what leaves; those of what leaves after that have been made."""
+    world = TieredWorld(4, 32, 80, 2)
+    for _ in range(6):  # a prefix each, of 12 of the device's 31 blocks; every third ends without one
+        request = world.begin()
+        world.step([(request, 12 * BLOCK_SIZE)])
+        world.end(request)
+    moved = world.tiers.engine.moved_bytes
+    assert moved[True, Priority.BEHIND] > 0, "they are saved before their room is needed"
+    world.tiers.traffic.wait(world.tiers.traffic.copies())
+    saved = int(world.tiers.placement.on_host[:, list(world.cached)].all(axis=0).sum())
+    away = int((world.tiers.placement.index[:, list(world.cached)] == 0).all(axis=0).sum())
+    assert saved > away
     world.close()
 
 
@@ -91,7 +165,6 @@ def test_layers_that_are_placed_on_the_host_stay_there_and_are_staged() -> None:
     blocks = np.array(request.blocks)
     world.tiers.place(blocks, [1, 3])
     world.tiers.traffic.wait(world.tiers.traffic.copies())
-    world.tiers.place(blocks, [1, 3])
     for _ in range(3):
         world.step([(request, 1)])
         away = (world.tiers.placement.index[:, blocks] == 0).sum(axis=1)
@@ -100,4 +173,21 @@ def test_layers_that_are_placed_on_the_host_stay_there_and_are_staged() -> None:
     world.tiers.place(blocks, [])
     world.step([(request, 1)])
     assert world.tiers.num_away(blocks) == 0, "they are kept where they were staged"
+    world.close()
+
+
+def test_a_request_that_comes_back_keeps_its_layers_on_the_host() -> None:
+    world = TieredWorld(4, 20, 20, 2)
+    request = world.begin()
+    world.step([(request, 4 * BLOCK_SIZE)])
+    blocks, none = np.array(request.blocks), np.zeros(0, dtype=np.int64)
+    world.tiers.place(blocks, [0, 2])
+    world.tiers.traffic.wait(world.tiers.traffic.copies())
+    assert not world.tiers.bring(blocks, none), "nothing is to come"
+    world.tiers.room.make_room(world.pool.num_cells, none)
+    assert world.tiers.num_away(blocks) == 4 * 4
+    assert world.tiers.bring(blocks, none)
+    world.tiers.traffic.wait(world.tiers.traffic.copies())
+    assert (world.tiers.placement.index[:, blocks] == 0).sum(axis=1).tolist() == [4, 0, 4, 0]
+    world.step([(request, 1)])
     world.close()

@@ -17,18 +17,19 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from pengserve.planners.stages import stage_layers, stage_of
 from pengserve.planners.types.snapshot import KvCapacity
-from pengserve.replicas.engine.block_groups import BlockGroups, blocks_of, grouped
-from pengserve.replicas.engine.dp_lane import DpLane
-from pengserve.replicas.engine.group_lane import GroupLane
-from pengserve.replicas.engine.group_run import GroupRun
-from pengserve.replicas.engine.handoff import Handoff, revive
-from pengserve.replicas.engine.kv_shares import KvShare, shares_of
-from pengserve.replicas.engine.lane import Lane
-from pengserve.replicas.engine.lane_build import get_hash_fn_by_name, get_request_block_hasher
-from pengserve.replicas.engine.microbatches import FIRST_MODEL, Microbatches
-from pengserve.replicas.engine.pp_lane import PpLane
-from pengserve.replicas.engine.step_message import StepCodec
-from pengserve.replicas.engine.tp_lane import TpLane
+from pengserve.replicas.engine.groups.group_lane import GroupLane
+from pengserve.replicas.engine.groups.group_run import GroupRun
+from pengserve.replicas.engine.groups.pp_lane import PpLane
+from pengserve.replicas.engine.groups.step_message import StepCodec
+from pengserve.replicas.engine.groups.tp_lane import TpLane
+from pengserve.replicas.engine.lanes.dp_lane import DpLane
+from pengserve.replicas.engine.lanes.handoff import Handoff, revive
+from pengserve.replicas.engine.lanes.kv_shares import KvShare, shares_of
+from pengserve.replicas.engine.lanes.lane import Lane
+from pengserve.replicas.engine.lanes.lane_build import get_hash_fn_by_name, get_request_block_hasher
+from pengserve.replicas.engine.scheduling.block_groups import BlockGroups, blocks_of, grouped
+from pengserve.replicas.engine.scheduling.microbatches import FIRST_MODEL, Microbatches
+from pengserve.replicas.engine.tiers.stage_host import StageHost
 from pengserve.replicas.engine.vllm_seam import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -267,6 +268,7 @@ class _SumGroupLane(GroupLane):
         self.table, self._codec = CellTable(capacity.num_blocks + 1), StepCodec()
         self._known, self._forgotten = [], []
         self._active: Any = SimpleNamespace(activate=lambda group: None)
+        self.base: Any = SimpleNamespace(contracts=None)
 
     def adopt(self, request: Request) -> None:
         self.runner.adopt(request)
@@ -303,13 +305,16 @@ class SumPpLane(_SumGroupLane, PpLane):
         self.stages = stage_layers(LAYERS, num_stages)
         self.stage = stage_of(rank, num_stages)
         self.layers = self.stages[self.stage]
+        self.host = StageHost(self.table)
         self._view = dp.view.part(*self.layers)
         self.runner = SumRunner(self._view, KvShare(self.layers, (0, HEADS)))
         self.max_in_flight = num_stages
         self._in_flight, self._withheld, self._arriving, self._ended = deque(), [], {}, []
+        self._arriving_parked = set()
         self._is_settled, self._is_exchanging, self._was_empty, self._stage_s = True, False, True, 0.0
         if self.leads:
             self._microbatches = Microbatches(self.scheduler, num_stages, FIRST_MODEL)
+            self.scheduler.watch_frees(self._note_freed)
         self._clock, self._counted_s = SimpleNamespace(forget=lambda: None, busy_s=0.0, idle_s=0.0), (0.0, 0.0)
 
     def _execute(self, microbatch: Any, grammar: Any = None) -> Any:

@@ -15,9 +15,9 @@ from pengserve.planners.types.errors import EngineError, LinkLostError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.orders import Migrate
-from pengserve.replicas.engine.group_run import STEP, GroupRun
-from pengserve.replicas.engine.handoff import Handoff
-from pengserve.replicas.engine.leases import Leases
+from pengserve.replicas.engine.groups.group_run import STEP, GroupRun
+from pengserve.replicas.engine.groups.leases import Leases
+from pengserve.replicas.engine.lanes.handoff import Handoff
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest, Request, RequestStatus
 from pengserve.replicas.kv.transfers import Transfers
 from pengserve.replicas.migration.migrations import Migrations
@@ -41,7 +41,7 @@ class Record:
 
 
 class Ingress:
-    """Follows requests by the rules of `cluster/ingress/records.py`."""
+    """Follows requests by the rules of `cluster/ingress/in_flight/records.py`."""
 
     def __init__(self, world: "World") -> None:
         self._world = world

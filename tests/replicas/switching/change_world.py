@@ -19,9 +19,9 @@ from pengserve.planners.types.errors import EngineError, StepError
 from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
-from pengserve.replicas.engine.group_run import STEP
-from pengserve.replicas.engine.lanes import Lanes
-from pengserve.replicas.engine.leases import Leases
+from pengserve.replicas.engine.groups.group_run import STEP
+from pengserve.replicas.engine.groups.leases import Leases
+from pengserve.replicas.engine.instance_lanes import Lanes
 from pengserve.replicas.engine.stepper import Stepper
 from pengserve.replicas.kv.tiers import DeviceTier
 from pengserve.replicas.kv.transfers import Transfers
@@ -146,6 +146,9 @@ class ChangingInstance(SumInstance):
 
     def get(self, name: str) -> Any:
         return self.rounds.communicator(name, self.group_named(name), self.key)
+
+    def bulk(self, name: str) -> None:
+        """All goes by messages."""
 
     def mark_failed(self, name: str) -> None:
         self.rounds.end(name, self.group_named(name))

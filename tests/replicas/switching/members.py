@@ -35,6 +35,13 @@ class FakeLane:
         self.is_paused = False
         self.residency = self.tiers = None
 
+    @property
+    def shape(self) -> str:
+        return GROUP.shape
+
+    def kv(self, dp_view: Any) -> Any:
+        """No KV moves between these lanes."""
+
     def unpin(self) -> None:
         """Nothing is pinned."""
 
@@ -109,7 +116,7 @@ class FakeLanes:
     require = tp
 
     def dp_view(self) -> Any:
-        return SimpleNamespace(layout=SimpleNamespace(num_heads=2, num_tokens=16))
+        return SimpleNamespace(layout=SimpleNamespace(num_heads=2, num_tokens=16), num_layers=4)
 
     def build(self, group: Group, rank: int) -> None: ...
 

@@ -114,6 +114,26 @@ def test_the_death_of_a_peer_ends_its_groups(pair: list[FakeMember]) -> None:
         pair[0].agent.prepare(plan(5, is_merge=False))
 
 
+@pytest.mark.parametrize("how", ["dies", "breaks off"])
+def test_calls_of_a_group_are_aborted_while_the_step_thread_waits_in_one(pair: list[FakeMember], how: str) -> None:
+    """It may wait on a device for a peer that is gone, so what it is given to do would come too late."""
+    commit(pair, plan(1)).result(TIMEOUT_S)
+    until(lambda: is_merged(pair))
+    waits, is_over = threading.Event(), threading.Event()
+    pair[0].do(lambda: (waits.set(), is_over.wait(10 * TIMEOUT_S)))
+    try:
+        assert waits.wait(10 * TIMEOUT_S)
+        if how == "dies":
+            pair[1].network.close()
+        else:
+            pair[1].do(lambda: pair[1].lanes.on_broken(EngineError("a step failed")))
+        until(lambda: bool(pair[0].agent.groups_failed()), timeout_s=10 * TIMEOUT_S)
+        assert pair[0].lanes.running is not None, "the step thread has not come back"
+    finally:
+        is_over.set()
+    until(lambda: pair[0].lanes.running is None)
+
+
 def test_groups_with_a_lost_peer_need_a_new_round_though_none_runs(pair: list[FakeMember]) -> None:
     pair[1].network.close()
     until(lambda: bool(pair[0].agent.groups_failed()))
@@ -168,7 +188,7 @@ def test_a_group_that_breaks_ends_the_drain_before_its_split(pair: list[FakeMemb
     pair[1].do(lambda: pair[1].lanes.on_broken(EngineError("a step failed")))
     with pytest.raises(EngineError):
         outcome.result(TIMEOUT_S / 2)
-    assert is_alone(pair)
+    until(lambda: is_alone(pair))
 
 
 def test_requests_are_sent_again_where_a_follower_is_lost_as_the_split_commits(

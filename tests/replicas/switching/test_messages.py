@@ -11,8 +11,8 @@ pytest.importorskip("vllm")
 from vllm import SamplingParams
 
 from pengserve.planners.types.errors import EngineError
-from pengserve.replicas.engine.handoff import Handoff
-from pengserve.replicas.engine.reshard import Traveller
+from pengserve.replicas.engine.lanes.handoff import Handoff
+from pengserve.replicas.engine.movers.reshard import Traveller
 from pengserve.replicas.switching import messages
 from pengserve.replicas.switching.messages import MergeWave, SwitchCodec, SwitchMessage, Word
 from tests.replicas.switching.members import plan
@@ -28,7 +28,7 @@ def traveller() -> Traveller:
     return Traveller("r", 1, [4, 5], Handoff(request, "client", [6, 7], 4), [8], 2, [9])
 
 
-VALUES: dict[object, object] = {int: 3, str: "no room", list[int]: [1, 2], list[str]: ["a"]}
+VALUES: dict[object, object] = {int: 3, str: "no room", list[int]: [1, 2], list[str]: ["a"], list[list[int]]: [[], [7]]}
 
 
 def word_of(kind: type) -> Word:
@@ -70,7 +70,9 @@ def test_junk_raises_one_error(parts: list[bytes]) -> None:
 
 
 def test_a_word_that_was_cut_or_lacks_a_field_raises_the_same_error() -> None:
-    whole = bytes(SwitchCodec().encode(SwitchMessage("1", MergeWave(travellers=[], lease=[1], given_up=[])))[0])
+    whole = bytes(
+        SwitchCodec().encode(SwitchMessage("1", MergeWave(travellers=[], lease=[1], given_up=[], freed=[])))[0]
+    )
     lacking = msgspec.msgpack.encode(["1", {"word": "MergeWave", "travellers": []}])
     unknown = msgspec.msgpack.encode(["1", {"word": "Whistle"}])
     for data in (*(whole[:end] for end in range(len(whole))), lacking, unknown):

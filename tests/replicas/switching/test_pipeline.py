@@ -5,16 +5,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("vllm")
 from pengserve.planners.types.errors import EngineError, LinkLostError, StepError
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.replicas.engine.group_run import GroupRun
+from pengserve.replicas.comm.bulk import PIECE_BYTES, Landed, _Room
+from pengserve.replicas.engine.groups.group_run import GroupRun
+from pengserve.replicas.kv.channel import Channel, Piece
 from pengserve.replicas.switching import pipeline
-from pengserve.replicas.switching.pipeline import PIECE, SETTLED, PipelineTraffic
+from pengserve.replicas.switching.pipeline import COMING, PIECE, SETTLED, PipelineTraffic
 from tests.replicas.switching.members import KEYS, plan
 
 LEADER, FOLLOWER = KEYS
+PIECE_OF_LAYER_3 = Piece(1, 3, 7, 0, torch.frombuffer(bytearray(b"data"), dtype=torch.uint8))
 RUN = b"pp2@(0,1)/7"
 
 
@@ -25,19 +29,18 @@ class Mover:
         self.received: list[tuple[int, list[bytes]]] = []
         self.begun: list[int] | None = None
         self.is_started = self.is_undone = False
-        self.send: Callable[[int, Sequence[bytes]], None] = lambda rank, parts: None
         self.on_done: Callable[[], None] = lambda: None
 
     def begin(self, withheld: list[int]) -> None:
         self.begun = withheld
 
-    def start(self, send: Callable[[int, Sequence[bytes]], None], on_done: Callable[[], None]) -> None:
-        self.is_started, self.send, self.on_done = True, send, on_done
+    def start(self, channel: Channel, on_done: Callable[[], None]) -> None:
+        self.is_started, self.channel, self.on_done = True, channel, on_done
 
     def receive(self, owner: int, parts: list[bytes]) -> None:
         if parts == [b"junk"]:
             raise EngineError("it does not belong here")
-        self.received.append((owner, [bytes(part) for part in parts]))
+        self.received.append((owner, [part if isinstance(part, bytes) else bytes(part) for part in parts]))
 
     def undo(self) -> None:
         self.is_undone = True
@@ -65,13 +68,16 @@ class Side:
         self.broken: list[BaseException] = []
         self.settled, self.offers, self.num_arrived = [True], 0, 0
         self.network: Any = SimpleNamespace(subscribe=self.handlers.__setitem__, send=self._send)
-        member: Any = SimpleNamespace(key=own, network=self.network, lanes=None, parts_of=lambda plan: None)
+        self.ways: Any = None
+        pool = SimpleNamespace(bulk=lambda name: self.ways if name == RUN.decode() else None)
+        member: Any = SimpleNamespace(key=own, network=self.network, lanes=None, pool=pool, parts_of=lambda plan: None)
         self.lane: Any = SimpleNamespace(
             leads=own == LEADER,
             note_settled=self.settled.append,
             arrived=self._arrived,
             give_up_blocks=lambda parts: [4, 5],
             offer_all=self._offer_all,
+            ends_making_room=lambda: None,
         )
         wiring: Any = None
         self.traffic = PipelineTraffic(member, wiring, lambda work: work(), self.broken.append)
@@ -130,10 +136,69 @@ def test_pieces_of_another_run_are_ignored_and_those_that_do_not_belong_break_th
 
 def test_pieces_carry_the_run_and_the_movement(monkeypatch: pytest.MonkeyPatch) -> None:
     side = Side(monkeypatch)
-    side.drop().send(1, [b"head", b"data"])
+    side.drop().channel.move([PIECE_OF_LAYER_3], [])
     side.traffic.begin_return(plan(3), [4])
-    Returning.made.send(1, [b"head", b"data"])
-    assert [parts for _, _, parts in side.sent] == [[RUN, b"", b"head", b"data"], [RUN, b"3", b"head", b"data"]]
+    Returning.made.channel.move([PIECE_OF_LAYER_3], [])
+    assert [parts for _, _, parts in side.sent] == [[RUN, b"", b"3 7 0", b"data"], [RUN, b"3", b"3 7 0", b"data"]]
+
+
+class Ways:
+    """Of a group over NCCL: a piece comes when the test says so."""
+
+    members = KEYS
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[int, bytes]] = []
+        self.expected: list[tuple[int, int, Callable[[Landed], object], Callable[[EngineError], object]]] = []
+
+    def send(self, dst: int, data: torch.Tensor, announce: Callable[[], None]) -> None:
+        announce()
+        self.sent.append((dst, bytes(data.numpy())))
+
+    def receive(self, *expected: Any) -> None:
+        self.expected.append(expected)  # type: ignore[arg-type]
+
+
+def landed(data: bytes) -> Landed:
+    room = _Room(torch.device("cpu"))
+    room.claim()[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return Landed(room, room.data[: len(data)])
+
+
+def test_where_a_group_has_ways_a_message_only_announces_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side(monkeypatch)
+    side.ways = Ways()
+    side.drop().channel.move([PIECE_OF_LAYER_3], [])
+    assert side.sent == [(FOLLOWER, COMING, [RUN, b"", b"3 7 0", b"4"])] and side.ways.sent == [(1, b"data")]
+    row = torch.zeros(PIECE_BYTES + 1, dtype=torch.uint8)
+    side.traffic._movement.mover.channel.move([PIECE_OF_LAYER_3._replace(data=row)], [])  # type: ignore[union-attr]
+    assert side.sent[-1][1] == PIECE and len(side.ways.sent) == 1, "one row that has no room there goes by message"
+
+
+def test_an_announced_piece_is_received_at_once_and_taken_when_it_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side(monkeypatch, FOLLOWER)
+    side.ways = Ways()
+    side.traffic.begin(side.lane, side.run, None)
+    side.hear(COMING, b"another run", b"3", b"head", b"4", key=LEADER)
+    side.hear(COMING, RUN, b"3", b"head", b"4", key=LEADER)  # before its plan
+    [(src, num_bytes, on_landed, _)] = side.ways.expected
+    assert (src, num_bytes) == (0, 4)
+    on_landed(landed(b"data"))
+    side.traffic.begin_return(plan(3), [4])
+    assert Returning.made.received == [(0, [b"head", b"data"])]
+
+
+def test_an_announced_piece_that_does_not_come_breaks_its_own_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    side = Side(monkeypatch, FOLLOWER)
+    side.ways = Ways()
+    side.traffic.begin(side.lane, side.run, None)
+    side.hear(COMING, RUN, b"", b"head", b"4", key=LEADER)
+    [(_, _, _, on_failed)] = side.ways.expected
+    on_failed(EngineError("the peer is gone"))
+    assert [str(error) for error in side.broken] == ["the peer is gone"]
+    side.traffic.end()
+    on_failed(EngineError("late"))
+    assert len(side.broken) == 1
 
 
 def test_weights_that_come_before_their_plan_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,6 +247,20 @@ def test_a_return_that_cannot_begin_gives_its_blocks_back(monkeypatch: pytest.Mo
     with pytest.raises(LinkLostError):
         side.traffic.lead_return(plan(3), gone, lambda: None)
     assert side.offers == 1
+
+
+def test_a_return_that_fails_half_way_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are offered again: they need the memory that was taken for weights."""
+
+    def begin(returning: Returning, withheld: list[int]) -> None:
+        raise StepError("there is no memory for a layer")
+
+    side = Side(monkeypatch)
+    side.traffic.begin(side.lane, side.run, None)
+    monkeypatch.setattr(Returning, "begin", begin)
+    with pytest.raises(StepError, match="no memory"):
+        side.traffic.lead_return(plan(3), lambda withheld: None, lambda: None)
+    assert Returning.made.is_undone and side.offers == 1
 
 
 def test_where_no_pipeline_runs_no_weights_come_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,19 @@ def refused_calls(arena: Arena) -> list[tuple[type[Exception], Callable[[], obje
     ]
 
 
+def test_an_arena_grows_by_free_chunks_and_what_is_mapped_stays(arena: Arena) -> None:
+    a, _, c = three_regions(arena)
+    words = a.tensor(torch.int64)[: 3 * CHUNK // 8]
+    words.fill_(7)
+    arena.grow(4)
+    assert (arena.num_chunks, arena.num_free) == (12, 7) and arena.check() == ()
+    arena.map(c, 0, 7)
+    assert bool((words == 7).all()) and arena.check() == ()
+    with pytest.raises(ConfigError):
+        arena.grow(1 << 40)
+    assert arena.num_chunks == 12 and arena.check() == ()
+
+
 @pytest.mark.parametrize("number", range(12))
 def test_a_refused_call_changes_nothing(arena: Arena, number: int) -> None:
     error, call = refused_calls(arena)[number]

@@ -11,6 +11,7 @@ import torch
 from pengserve.planners.types.errors import ConfigError
 from pengserve.replicas.memory.arena.arena import Arena, Region
 from pengserve.replicas.memory.arena.open import open_arena
+from tests.gpu.figures import note_figure
 
 pytestmark = [
     pytest.mark.gpu,
@@ -170,7 +171,7 @@ def test_remap_of_half_the_layers_is_short(chunk_bytes: int) -> None:
         torch.cuda.synchronize()
         for i in range(half):
             arena.move(kv[half + i], (1, 1 + per_layer), weights[i], 0)
-    print(f"2 GiB in chunks of {chunk_bytes // MIB} MiB: median {1e3 * statistics.median(times_s):.1f} ms")
+    note_figure(f"remap of 2 GiB in chunks of {chunk_bytes // MIB} MiB", 1e3 * statistics.median(times_s), "ms")
     per_call_s = 1e-4  # what a driver call may take; thousands of small chunks take as many calls
     assert statistics.median(times_s) < per_call_s * half * (per_layer + 2)
     assert arena.check() == ()

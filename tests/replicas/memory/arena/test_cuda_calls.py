@@ -201,3 +201,17 @@ def _bindings() -> Any:
     from cuda.bindings import driver
 
     return driver
+
+
+def test_an_arena_that_cannot_grow_keeps_what_it_has() -> None:
+    driver = HostDriver(memory_bytes=8 * GRANULARITY)
+    arena = opened(4)
+    region = arena.reserve(8 * GRANULARITY, "r")
+    arena.map(region, 0, 4)
+    arena.grow(2)
+    with pytest.raises(ConfigError, match="the arena wants"):
+        arena.grow(3)
+    assert driver.num_handles == arena.num_chunks == 6 and arena.check() == ()
+    arena.map(region, 4, 6)
+    arena.close()
+    assert driver.num_handles == 0

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pengserve.planners.types.snapshot import KvCapacity
-from pengserve.replicas.engine.tier_memory import tier_sizes
+from pengserve.replicas.engine.tiers.tier_memory import tier_sizes
 from pengserve.replicas.kv.copies import Copy, CopyEngine, Priority
 from pengserve.replicas.kv.host_tier import HostTier
 from pengserve.replicas.kv.pool import DevicePool, seen_twice
@@ -167,7 +167,7 @@ def test_an_instance_has_the_blocks_that_production_gives_it() -> None:
     )  # fmt: skip
     theirs = tier_sizes(
         num_layers=LAYERS, block_size=BLOCK, block_bytes=65536, device_bytes=64 * LAYERS * 65536,
-        host_bytes=sizes.host_bytes, max_model_len=2000,
+        host_bytes=sizes.host_bytes, max_model_len=2000, page_bytes=4096,
     )  # fmt: skip
     assert sizes.tiers is not None
     assert sizes.tiers.device_blocks == theirs.device_blocks

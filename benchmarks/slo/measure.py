@@ -1,0 +1,98 @@
+"""What is compared: plain vLLM, every second layer on the host, PengServe with `memory.place_by_slo` and without; in
+turn, a process each.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.harness import engine_flags
+from benchmarks.tiers.measure import BLOCK_BYTES
+from pengserve.planners.types.config import InstanceConfig
+from pengserve.replicas.environment import process_environment
+
+START_TIMEOUT_S = 600.0
+PLAIN, STATIC, UNPLACED, PENGSERVE = "plain vLLM", "static", "host tier alone", "PengServe"
+SYSTEMS = (PLAIN, STATIC, UNPLACED, PENGSERVE)
+BURST, DECODES = "burst of long prompts", "long decodes"
+
+
+def _size(
+    *, streams: int, stream_prompt: int, stream_output: int, prompts: int = 0, prompt: int = 0, output: int = 0
+) -> Mapping[str, int]:
+    """Streams that begin at once, and prompts that come when each stream has made 20 tokens."""
+    return locals()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One benchmark run. Sizes are requests, tokens of a prompt, tokens of an answer."""
+
+    model: Path
+    rounds: int = 2
+    device_blocks: int = 96  # 3,072 tokens
+    host_blocks: int = 1024
+    link_bytes_per_s: float = 1e9
+    slo_scale: float = 3.0  # the SLO, in steps of a batch that fits
+    fitting: int = 8  # requests of that batch
+    seed: int = 7
+    scenarios: Mapping[str, Mapping[str, int]] = field(
+        default_factory=lambda: {
+            BURST: _size(streams=4, stream_prompt=64, stream_output=500, prompts=12, prompt=640, output=64),
+            DECODES: _size(streams=10, stream_prompt=128, stream_output=400),
+        }
+    )
+    engine: Mapping[str, Any] = field(default_factory=partial(engine_flags, max_num_seqs=64))
+
+    def given(self, system: str, round_index: int, tbt_s: float) -> dict[str, Any]:
+        """What the worker of one system gets."""
+        engine = {**self.engine, "kv_cache_memory_bytes": self.device_blocks * BLOCK_BYTES}
+        found: dict[str, Any] = {
+            "engine": engine, "system": system, "seed": self.seed + 10 * round_index, "fitting": self.fitting,
+            "tbt_s": tbt_s, "places_by_slo": system != UNPLACED,
+            "scenarios": {name: dict(size) for name, size in self.scenarios.items()},
+        }  # fmt: skip
+        if system != PLAIN:
+            found |= {"host_bytes": self.host_blocks * BLOCK_BYTES, "link_bytes_per_s": self.link_bytes_per_s}
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What one engine did in one round."""
+
+    system: str
+    round_index: int
+    tbt_s: float  # the SLO
+    found: Mapping[str, Any]
+
+
+def measure(plan: Plan, on_run: Callable[[Run], None]) -> None:
+    """All rounds. The SLO follows from plain vLLM's steps with a batch that fits: the tenth quickest of a hundred, as
+    other work on the machine stretches many of them.
+    """
+    calm = _found(plan, {**plan.given(PLAIN, 0, 1.0), "scenarios": {}})["calm"]
+    tbt_s = plan.slo_scale * calm["quick_step_s"]
+    for index in range(plan.rounds):
+        for system in SYSTEMS if index % 2 == 0 else reversed(SYSTEMS):
+            found = _found(plan, plan.given(system, index, tbt_s))
+            on_run(Run(system=system, round_index=index, tbt_s=tbt_s, found=found))
+
+
+def _found(plan: Plan, given: Mapping[str, Any]) -> dict[str, Any]:
+    own = process_environment(InstanceConfig(app="bench", model=str(plan.model)))
+    environment = {**os.environ, **own, "PYTHONHASHSEED": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    command = [sys.executable, "-m", "benchmarks.slo.worker", str(plan.model), json.dumps(given)]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=START_TIMEOUT_S, check=False
+    )
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT"):
+            return dict(json.loads(line.removeprefix("RESULT")))
+    raise RuntimeError(f"{given['system']} failed:\n{done.stderr[-3000:]}")

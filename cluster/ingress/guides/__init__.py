@@ -1,0 +1,1 @@
+"""Schemas, patterns and grammars of requests: what they would cost, and a process that compiles them within limits."""

@@ -1,0 +1,1 @@
+"""Where requests go: the routing table, the links to instances, and the choice among them."""

@@ -1,0 +1,78 @@
+"""What groups run and queue now, and what those would that a change leads to."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+
+import numpy as np
+
+from pengserve.planners.columns import ReadyInstances, lane_capacity
+from pengserve.planners.judge.watch import Traffic
+from pengserve.planners.types.layout import Group
+from pengserve.planners.types.snapshot import ClusterSnapshot
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """What a group runs and queues, or would; counts are spread where it does not exist yet."""
+
+    running: float = 0.0
+    held_tokens: float = 0.0
+    waiting: float = 0.0
+    waiting_tokens: float = 0.0
+
+    def __add__(self, other: "GroupState") -> "GroupState":
+        return GroupState(
+            self.running + other.running,
+            self.held_tokens + other.held_tokens,
+            self.waiting + other.waiting,
+            self.waiting_tokens + other.waiting_tokens,
+        )
+
+    def share(self, part: float) -> "GroupState":
+        """So much of everything."""
+        return GroupState(self.running * part, self.held_tokens * part, self.waiting * part, self.waiting_tokens * part)
+
+    def parted(self, num_tokens: float) -> "tuple[GroupState, GroupState]":
+        """Without running requests that hold so many tokens of KV; and these."""
+        part = min(1.0, num_tokens / max(1.0, self.held_tokens))
+        moved = GroupState(self.running * part, self.held_tokens * part)
+        rest = replace(self, running=self.running - moved.running, held_tokens=self.held_tokens - moved.held_tokens)
+        return rest, moved
+
+
+class GroupStates:
+    """Of one look."""
+
+    def __init__(self, snapshot: ClusterSnapshot, instances: ReadyInstances, traffic: Traffic) -> None:
+        self._instances, self._traffic = instances, traffic
+        self._num_members = max(1, len(instances))
+        self._outside = sum(d.num_waiting for d in snapshot.demands if not d.longest_waiting_tokens)
+
+    def now(self, group: Group) -> GroupState:
+        """Of a group that stands. What waits at ingresses is spread over all instances."""
+        leader, traffic = self._instances[group.leader], self._traffic
+        stats, lane = leader.stats, lane_capacity(leader, group.shape)
+        block_size = stats.block_size or (lane.block_size if lane is not None else 1)
+        outside = self._outside * group.degree / self._num_members
+        paused = sum(self._instances[m].stats.num_paused for m in group.members if m in self._instances)
+        others = outside + paused + traffic.away.of(group.members)
+        return GroupState(
+            running=float(stats.num_running + stats.num_holding),
+            held_tokens=float(stats.kv_blocks_used * block_size),
+            waiting=stats.num_waiting - stats.num_holding + others,
+            waiting_tokens=stats.queued_tokens + others * traffic.prompt_tokens,
+        )
+
+    def spread(self, whole: GroupState, groups: Sequence[Group], num_members: int) -> Iterator[GroupState]:
+        """What each of `groups` will run: as many requests a member, which are not equally long.
+
+        The first one stands for the one that gets the longest ones.
+        """
+        sizes = self._traffic.prompt_tokens + np.array(self._traffic.ages)
+        each = whole.running / max(1, len(groups))
+        more = min(1.0, float(sizes.std() / sizes.mean()) / sqrt(max(1.0, each))) if len(groups) > 1 else 0.0
+        for at, group in enumerate(groups):
+            state = whole.share(group.degree / num_members)
+            share = more if at == 0 else -more / (len(groups) - 1)
+            yield replace(state, held_tokens=state.held_tokens * (1.0 + share))

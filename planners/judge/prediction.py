@@ -1,0 +1,91 @@
+"""What is predicted of a change: for people, for the log, and to be held against what becomes of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pengserve.planners.columns import Floats, Kept
+from pengserve.planners.judge.changes import Change
+from pengserve.planners.judge.fluid import Fate, Rows
+from pengserve.planners.types.layout import Group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What becomes of some groups within the horizon, at the expected rate of requests."""
+
+    cost_s: float = 0.0  # request-seconds, see `judge.fluid`
+    ttft_s: float = 0.0  # mean
+    tpot_s: float = 0.0  # mean
+    queue: float = 0.0  # requests that wait at the end
+    finished: float = 0.0  # requests
+    recomputed_tokens: float = 0.0
+    missed: float = 0.0  # requests beyond their limits
+
+    @classmethod
+    def of(cls, fate: Fate, rows: Sequence[int]) -> "Prediction":
+        """Of some rows of the fluid model together."""
+        sums: list[float] = _additive(fate)[:, list(rows)].sum(axis=1).tolist()
+        begun, ttft_s, tpot_s, cost_s, queue, finished, recomputed_tokens, missed = sums
+        return cls(
+            cost_s=cost_s,
+            ttft_s=ttft_s / begun,
+            tpot_s=tpot_s / begun,
+            queue=queue,
+            finished=finished,
+            recomputed_tokens=recomputed_tokens,
+            missed=missed,
+        )
+
+
+@Kept
+def _additive(fate: Fate) -> Floats:
+    """What can be added up over rows, `[figure, row]`: all changes of a look are predicted from one fate."""
+    begun = fate.finished + fate.running + 1e-9
+    means = fate.ttft_s * begun, fate.tpot_s * begun
+    return np.stack([begun, *means, fate.cost_s, fate.queue, fate.finished, fate.recomputed_tokens, fate.missed])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """A change, and what it does."""
+
+    change: Change
+    keep: Prediction  # of its groups as they are
+    then: Prediction  # ... and as they would be
+    price_s: float  # request-seconds that the switches there and back cost
+    gain_s: float  # request-seconds saved, less the price: at expected load, less half of the regret at another load
+
+    @property
+    def why(self) -> str:
+        """One sentence for people."""
+        return _told(self.change.why, self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PricedMove:
+    """Requests that could go from one group to another while both serve, and what that does."""
+
+    source: Group
+    target: Group
+    num_requests: float
+    keep: Prediction  # of both as they are
+    then: Prediction  # ... and with the move
+    rows: Rows  # what it leads to
+    price_s: float  # request-seconds that they stall
+    gain_s: float  # request-seconds saved, less the price
+
+    @property
+    def why(self) -> str:
+        """One sentence for people."""
+        return _told(f"about {self.num_requests:.0f} requests go from {self.source} to {self.target}", self)
+
+
+def _told(what: str, priced: Priced | PricedMove) -> str:
+    keep, then = priced.keep, priced.then
+    return (
+        f"{what}: {priced.gain_s:.1f} request-seconds saved of {keep.cost_s:.1f},"
+        f" TTFT {keep.ttft_s:.2f} -> {then.ttft_s:.2f} s,"
+        f" TPOT {keep.tpot_s * 1e3:.1f} -> {then.tpot_s * 1e3:.1f} ms"
+    )

@@ -1,0 +1,1 @@
+"""Lanes that several instances compute together: tensor-parallel ranks and pipeline stages."""

@@ -1,0 +1,477 @@
+"""What every lane is: one vLLM scheduler and one runner over the instance's one set of weights and KV memory."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+from pengserve.planners.types.placements import PlacementNote
+from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
+from pengserve.planners.types.step_cost import StepTotals
+from pengserve.replicas.engine.lanes.handoff import can_carry
+from pengserve.replicas.engine.lanes.kv_shares import LaneKv
+from pengserve.replicas.engine.placement.early_offload import EarlyOffload
+from pengserve.replicas.engine.placement.placement_notes import PlacementNotes
+from pengserve.replicas.engine.placement.slo_gate import Contracts, SloGate
+from pengserve.replicas.engine.placement.slo_placement import SloPlacement
+from pengserve.replicas.engine.scheduling.chunk_shares import ChunkShares
+from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle, is_prefilling
+from pengserve.replicas.engine.tiers.parked import ParkedRequests
+from pengserve.replicas.engine.tiers.residency import ResidentRequests
+from pengserve.replicas.engine.vllm_seam import EngineCoreEventType, EngineCoreOutputs, Request, RequestStatus
+from pengserve.replicas.engine.wire import is_copy
+from pengserve.replicas.memory.kv_views import KvView
+from pengserve.replicas.memory.layers import LayerMemory
+
+NOTHING: Mapping[str, int] = MappingProxyType({})
+AS_A_WHOLE = (
+    "a pipeline has a request on its devices or on the host as a whole: no layer is placed by SLOs, and the youngest"
+    " requests wait where KV is short"
+)
+_TOTALS = (
+    *("_steps", "_resumed", "_generated", "_prompted", "_preempted", "_prefix_queries", "_prefix_hits"),
+    *("_requests_come", "_request_tokens", "_sent_again", "_finished", "_finished_tokens"),
+)
+
+
+class Lane(ABC):
+    """Requests in, tokens out. Belongs to the thread that steps; all members of a group have one of the same shape."""
+
+    _slo_gate: SloGate | None = None  # where contracts are known, and this member schedules
+    _slo_placement: SloPlacement | None = None  # ... and KV is on device and host, layer by layer
+
+    def __init__(self, *, shape: str, capacity: KvCapacity, scheduler: Any, block_hasher: Any) -> None:
+        """`scheduler` is None on a follower, which executes what another member's scheduler decides."""
+        self.shape, self.capacity = shape, capacity
+        self._block_hasher = block_hasher
+        self._handle = SchedulerHandle(scheduler) if scheduler is not None else None
+        self._chunks = ChunkShares(self._handle) if self._handle is not None else None
+        self._steps = self._resumed = self._generated = self._prompted = self._preempted = 0
+        self._prefix_queries = self._prefix_hits = 0
+        self._requests_come = self._request_tokens = self._sent_again = self._finished = self._finished_tokens = 0
+        self._work = StepTotals()
+        self._made: dict[str, int] = {}  # tokens that a request has generated here
+        self._queued: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
+        self._added = 0
+        self.residency: ParkedRequests | None = None  # where KV has a host tier, and this member schedules
+
+    @property
+    def leads(self) -> bool:
+        """Whether this member schedules the lane's steps."""
+        return self._handle is not None
+
+    @property
+    def scheduler(self) -> SchedulerHandle:
+        """The lane's scheduler; only a member that leads has it."""
+        assert self._handle is not None, "a follower schedules nothing"
+        return self._handle
+
+    # What a lane of each kind does in its own way --------------------------------------------------------------------
+
+    @abstractmethod
+    def step(self) -> Mapping[int, EngineCoreOutputs]:
+        """Schedules, executes and samples one step; outputs by client index."""
+
+    @abstractmethod
+    def adopt(self, request: Request) -> None:
+        """Makes the runner (each member's) know a half-decoded request as one that it had preempted itself."""
+
+    @abstractmethod
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Makes the runner (each member's) forget requests now, so that they can come back under the same ids."""
+
+    @abstractmethod
+    def kv(self, dp_view: KvView) -> LaneKv:
+        """What this member has of the lane's KV; `dp_view` is the KV of its `dp` lane."""
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that this lane may hand out, used or not."""
+        return self.capacity.num_blocks
+
+    # Requests --------------------------------------------------------------------------------------------------------
+
+    def add(self, request: Request) -> None:
+        """Gives a prepared request to the scheduler. One that was running elsewhere goes to the head of the queue."""
+        self._added += 1
+        self.rehash(request)
+        self._note_bands([request.priority])
+        self.count_come(request)
+        if request.status is not RequestStatus.PREEMPTED:
+            self.scheduler.add(request)
+            return
+        self._resumed += 1
+        self.take_over(request)
+        self.scheduler.add(request, first=True)
+
+    def count_come(self, request: Request) -> None:
+        """Counts a request that an ingress sent here, which may also have gone back at once."""
+        if is_copy(request.request_id):
+            self._sent_again += 1
+        else:
+            self._requests_come += 1
+            self._request_tokens += request.num_tokens
+
+    def take_over(self, request: Request) -> None:
+        """Makes all members' runners know a half-decoded request before its next step, as `adopt` does one."""
+        self.adopt(request)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forgets requests; unknown ids are left alone. Their blocks are free at once."""
+        self.scheduler.end(request_ids)
+
+    def reorder(self, orders: Mapping[str, tuple[int, float]]) -> None:
+        """Gives requests here another `(priority, arrival_time)`; ids of others are left alone."""
+        self.scheduler.reorder(orders)
+        self._note_bands(band for band, _ in orders.values())
+        if self.residency is not None:
+            self.residency.unsettle()
+
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.has_requests or (self.residency is not None and self.residency.has_work())
+
+    def num_requests(self) -> int:
+        """Running, waiting and parked requests."""
+        return sum(self.scheduler.counts()) + self._num_parked()
+
+    def is_parked(self, request: Request) -> bool:
+        """Whether an order has parked it: it goes on when another order says so."""
+        return self.residency is not None and self.residency.is_ordered(request)
+
+    def _num_parked(self) -> int:
+        return self.residency.num_parked() if self.residency is not None else 0
+
+    # SLOs ------------------------------------------------------------------------------------------------------------
+
+    def keep_slos(self, contracts: Contracts, notes: PlacementNotes, *, places: bool) -> None:
+        """From now on prompts begin as the SLOs of requests that decode allow. For a leader.
+
+        Args:
+            places: KV is placed so, too, where there is a host tier. In a pipeline a note says that it is not.
+        """
+        self._slo_gate = SloGate(self.scheduler, contracts)
+        if not places or self.residency is None:
+            return
+        if not isinstance(self.residency, ResidentRequests):
+            notes.add(PlacementNote(number=0, reason="a pipeline began", why=AS_A_WHOLE, shape=self.shape, num_away=0))
+            return
+        early = EarlyOffload(self.scheduler, self.residency, contracts, self._slo_gate.prefill_s)
+        self._slo_placement = SloPlacement(self.scheduler, self.residency, contracts, notes, early, shape=self.shape)
+
+    def stop_placing(self) -> None:
+        """No KV is placed by SLOs any more."""
+        if self._slo_placement is not None:
+            self._slo_placement.close()
+        self._slo_placement = None
+
+    def _gating(self) -> AbstractContextManager[None]:
+        """Of the next step, what keeps prompts back that would break another request's SLO."""
+        gate = self._slo_gate
+        return gate.step() if gate is not None and gate.is_on else nullcontext()
+
+    def _choosing(self) -> AbstractContextManager[None]:
+        """Around a step: with a host tier, only what the device can hold is stepped."""
+        if self._slo_placement is not None and self._slo_placement.is_on:
+            return self._placing(self._slo_placement)
+        return self._resident()
+
+    @contextmanager
+    def _placing(self, placement: SloPlacement) -> Iterator[None]:
+        with placement.step(), self._resident():
+            yield
+
+    def _resident(self) -> AbstractContextManager[None]:
+        return self.residency.choosing() if self.residency is not None else nullcontext()
+
+    def _chunking(self) -> AbstractContextManager[None]:
+        """Around a step, within `_choosing`: which prompts it reads, where requests of several bands are served.
+
+        Pipelines ask for each microbatch instead (`Microbatches`).
+        """
+        chunks = self._chunks
+        return chunks.step() if chunks is not None and chunks.is_on else nullcontext()
+
+    def _note_bands(self, bands: Iterable[int]) -> None:
+        if self._chunks is not None:
+            for band in bands:
+                self._chunks.note(band)
+
+    def is_reading(self) -> bool:
+        """Whether a request waits, or has not computed its prompt."""
+        return any(map(is_prefilling, self.requests()))
+
+    def knows(self, request_id: str) -> bool:
+        """Whether a request is here and has not finished."""
+        return self.scheduler.knows(request_id)
+
+    def request(self, request_id: str) -> Request:
+        """A request that is here. Raises KeyError where it is not."""
+        return self.scheduler.request(request_id)
+
+    def rehash(self, request: Request) -> None:
+        """Hashes a request's blocks in this lane's block size; it may have been prepared for another lane."""
+        if request._block_hasher is not self._block_hasher:
+            request._block_hasher = self._block_hasher
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+    # Requests that come and go with their KV -------------------------------------------------------------------------
+
+    def requests(self) -> list[Request]:
+        """All requests, running ones first, in the order the scheduler serves them."""
+        return self.scheduler.requests()
+
+    def carriable(self) -> list[Request]:
+        """Requests whose KV can move to another lane."""
+        return [request for request in self.requests() if can_carry(request)]
+
+    def num_running(self) -> int:
+        """Requests that have begun and hold KV."""
+        return len(self.scheduler.running) + len(self.scheduler.holding) + self._num_parked()
+
+    def pause_new(self, paused: bool) -> None:
+        """While paused, no waiting request begins; what runs goes on."""
+        self.scheduler.pause_new(paused)
+
+    def admit(self, request: Request, num_computed_tokens: int) -> list[int] | None:
+        """Takes a request whose KV is to come; its block ids, or None where there is no room (nothing has changed).
+
+        The scheduler will go on with it once it is `settle`d; its KV must be in the blocks by then.
+        """
+        block_ids = self._make_room(request, num_computed_tokens)
+        if block_ids is not None:
+            self.scheduler.enqueue(request)
+        return block_ids
+
+    def _make_room(self, request: Request, num_computed_tokens: int) -> list[int] | None:
+        self.rehash(request)
+        return self.scheduler.reserve(request, num_computed_tokens)
+
+    def blocks_needed(self, num_computed_tokens: int) -> int:
+        """Blocks that `admit` takes for so many computed tokens, at most."""
+        return -(-(num_computed_tokens + 1) // self.capacity.block_size)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that so many tokens fill, the last one perhaps in part."""
+        return -(-num_tokens // self.capacity.block_size)
+
+    def reserve(self, request: Request, num_tokens: int, num_computed_tokens: int) -> int | None:
+        """Gives a request whose KV is to come room for so many tokens; None where there is none.
+
+        Returns how many of its computed tokens, from the first on, the prefix cache has already: their blocks are
+        shared, and must not be written. The request is not scheduled before `go_on`. `enlarge` gives it more room.
+        """
+        self.rehash(request)
+        return self.scheduler.reserve_cached(request, num_tokens, num_computed_tokens)
+
+    def enlarge(self, request: Request, num_tokens: int) -> bool:
+        """Gives a reserved request room for so many tokens in all; whether there was any."""
+        return self.scheduler.grow(request, num_tokens)
+
+    def take_lease(self) -> list[int]:
+        """Logical blocks that the other members must back before they hear of them, and have not been told of yet."""
+        return []
+
+    def num_written(self, request: Request) -> int:
+        """Tokens of a running request whose KV members have once they have made the steps that they were sent."""
+        return int(request.num_computed_tokens)
+
+    def num_moves(self, request: Request) -> int:
+        """How often a request has lost its blocks so far: while that stays equal, its KV stays where it is."""
+        return int(request.num_preemptions)
+
+    def is_between_steps(self, request: Request) -> bool:
+        """Whether no step that has begun and not ended is about this request."""
+        return True
+
+    def served(self, *, must_leave: bool) -> list[Request]:
+        """Requests that run or are parked; those that an order has parked only where they must leave."""
+        parked = self.residency.parked if self.residency is not None else []
+        return [*self.scheduler.running, *(request for request in parked if must_leave or not self.is_parked(request))]
+
+    def set_aside(self, request: Request) -> None:
+        """No step takes a request with KV any more, until `go_on`. Its blocks stay its own."""
+        if request.status is RequestStatus.RUNNING:
+            self.scheduler.hold(request)
+        elif self.residency is None or not self.residency.let_go(request):
+            self.scheduler.withdraw(request)
+
+    def go_on(self, request: Request) -> None:
+        """A request that was set aside, or whose KV has come, may be scheduled."""
+        if self.is_parked(request):
+            assert self.residency is not None
+            self.residency.keep(request)
+        else:
+            self.scheduler.enqueue(request)
+
+    def keep_parked(self, request: Request) -> None:
+        """A request whose KV has come was parked by an order where it came from, and stays so."""
+        if self.residency is not None:
+            self.scheduler.withdraw(request)
+            self.residency.keep(request, is_ordered=True)
+
+    def settle(self, request: Request) -> None:
+        """The KV has come: its full blocks join the prefix cache."""
+        self._added += 1
+        self.scheduler.cache(request)
+
+    def block_ids(self, request_id: str) -> list[int]:
+        """Logical blocks of a request, in the order of its tokens."""
+        return self.scheduler.block_ids(request_id)
+
+    def rows_of(self, request: Request) -> list[int]:
+        """Stage rows of the host that have the KV of a request which has no blocks; see `PpLane`."""
+        return []
+
+    def blocks_freed(self, request_ids: Sequence[str]) -> dict[str, tuple[int, list[int]]]:
+        """What `release` would free, by request: see `SchedulerHandle.blocks_freed`."""
+        return self.scheduler.blocks_freed(request_ids)
+
+    def release(self, request_ids: Iterable[str]) -> None:
+        """Lets requests go that went on elsewhere. Their blocks are free at once, cached prefixes stay."""
+        ids = list(request_ids)
+        self.abort(ids)
+        self.forget(self.scheduler.take_finished(ids))
+
+    def check_memory(self, memory: LayerMemory) -> Sequence[str]:
+        """Laws of the memory that KV and weights share while this lane runs, as sentences where one is broken."""
+        return memory.check(memory.sizes.all_layers, memory.base_blocks)
+
+    # Figures ---------------------------------------------------------------------------------------------------------
+
+    def num_free(self) -> int:
+        """Blocks that are free now, cached prefixes among them."""
+        return self.scheduler.num_free()
+
+    def num_used(self) -> int:
+        """Blocks that requests hold."""
+        return self.num_held - self.num_free()
+
+    def num_available(self) -> int:
+        """Blocks that are free, or that the lane can get while it runs."""
+        return self.num_free()
+
+    @property
+    def num_arriving(self) -> int:
+        """Requests that the scheduler does not serve yet, as their KV is on its way."""
+        return 0
+
+    def longest_tokens(self) -> int:
+        """Tokens of the running request with the most, where that decides about a shape; else 0."""
+        return 0
+
+    def stats(self, last_step_s: float = 0.0, idle: Mapping[str, int] = NOTHING, **shown: Any) -> InstanceStats:
+        """Load after the last step; parked requests, and those whose KV is on its way, count as waiting.
+
+        `idle` (totals of lanes that do not run) is added, `shown` replaces fields.
+        """
+        running, waiting = self.scheduler.counts()
+        num_parked, num_arriving = self._num_parked(), self.num_arriving
+        totals = self.totals()
+        for name, value in idle.items():
+            totals[name] += value
+        fields: dict[str, Any] = {
+            "num_running": running,
+            "num_waiting": waiting + num_parked + num_arriving,
+            "num_holding": len(self.scheduler.holding) + num_arriving,
+            "kv_blocks_used": self.num_used(),
+            "queued_tokens": self._queued_tokens(waiting),
+            "prefilling_tokens": self.scheduler.prefilling_tokens(),
+            "last_step_s": last_step_s,
+            "shape": self.shape,
+            "block_size": self.capacity.block_size,
+            "kv_blocks_total": self.capacity.num_blocks,
+            "max_model_len": self.capacity.max_model_len,
+            "longest_tokens": self.longest_tokens(),
+        }
+        fields |= totals
+        if self.residency is not None:
+            fields |= self.residency.figures()
+        return InstanceStats(**(fields | shown))
+
+    def totals(self) -> dict[str, int]:
+        """Counts that only grow, by their names in `InstanceStats`."""
+        return {
+            "step": self._steps,
+            "total_prompt_tokens": self._prompted,
+            "total_generated_tokens": self._generated,
+            "total_preemptions": self._preempted,
+            "total_prefix_queries": self._prefix_queries,
+            "total_prefix_hits": self._prefix_hits,
+            "total_resumed": self._resumed,
+            "total_requests": self._requests_come,
+            "total_request_tokens": self._request_tokens,
+            "total_sent_again": self._sent_again,
+            "total_finished": self._finished,
+            "total_finished_tokens": self._finished_tokens,
+            **self._work.named(),
+        }
+
+    def count_on_from(self, other: "Lane") -> None:
+        """Takes over the totals of the lane that this one replaces."""
+        for name in _TOTALS:
+            setattr(self, name, getattr(other, name))
+        self._work = replace(other._work)
+
+    @property
+    def has_served(self) -> bool:
+        """Whether the lane has made a step that counts."""
+        return self._steps > 0
+
+    def kept_totals(self) -> "KeptTotals":
+        """The totals as they are, for `put_back_totals`."""
+        return tuple(getattr(self, name) for name in _TOTALS), replace(self._work)
+
+    def put_back_totals(self, totals: "KeptTotals") -> None:
+        """Counts on from `totals`: the steps since then belonged to no client's request."""
+        counts, self._work = totals
+        for name, value in zip(_TOTALS, counts, strict=True):
+            setattr(self, name, value)
+
+    def _queued_tokens(self, num_waiting: int) -> int:
+        """Tokens that waiting requests have; counted again only when the queue has changed."""
+        if not num_waiting:
+            return 0
+        version = (num_waiting, self._added, self._preempted)
+        if self._queued[0] != version:
+            self._queued = (version, self.scheduler.queued_tokens())
+        return self._queued[1]
+
+    def _count(self, batches: Iterable[EngineCoreOutputs], seconds: float, num_in_flight: int = 1) -> None:
+        """Counts a step that took `seconds` of the whole model, one of so many that share what runs.
+
+        A prompt counts in the step that ends it.
+        """
+        self._steps += 1
+        num_tokens = pairs = 0
+        for batch in batches:
+            for output in batch.outputs:
+                num_new = len(output.new_token_ids)
+                self._generated += num_new
+                num_tokens += num_new
+                if output.finish_reason is None:
+                    self._made[output.request_id] = self._made.get(output.request_id, 0) + num_new
+                else:
+                    self._finished += 1
+                    self._finished_tokens += self._made.pop(output.request_id, 0) + num_new
+                if output.prefill_stats is not None:
+                    self._prompted += output.prefill_stats.num_prompt_tokens
+                    num_read = output.prefill_stats.num_computed_tokens
+                    num_tokens += num_read
+                    pairs += num_read * (num_read + 2 * output.prefill_stats.num_cached_tokens)
+                if output.events:
+                    self._preempted += sum(event.type is EngineCoreEventType.PREEMPTED for event in output.events)
+            stats = batch.scheduler_stats
+            if stats is not None and stats.prefix_cache_stats is not None:
+                self._prefix_queries += stats.prefix_cache_stats.queries
+                self._prefix_hits += stats.prefix_cache_stats.hits
+        context = self.num_used() * self.capacity.block_size
+        num_seqs = self.scheduler.counts()[0] // num_in_flight
+        self._work.add(seconds, num_tokens, num_seqs, context // num_in_flight, pairs)
+
+
+KeptTotals = tuple[tuple[int, ...], StepTotals]
+"""The totals of a lane at one moment."""

@@ -1,0 +1,1 @@
+"""Requests, KV and weights on their way when the shape changes: merges, splits, drops and restores."""

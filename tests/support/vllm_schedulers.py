@@ -1,0 +1,27 @@
+"""Schedulers of vLLM that no model belongs to, and the memory that they believe to have."""
+
+from typing import Any
+
+from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
+from pengserve.simulator.engine.options import SchedulerOptions
+from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
+
+
+def capacity_of(
+    num_blocks: int, block_size: int = 16, *, max_num_seqs: int = 8, max_model_len: int | None = None
+) -> KvCapacity:
+    """So many blocks; a sequence may have all of their tokens where `max_model_len` does not say fewer."""
+    return KvCapacity(
+        num_blocks=num_blocks,
+        block_size=block_size,
+        bytes_per_block=1,
+        max_model_len=max_model_len or num_blocks * block_size,
+        max_num_seqs=max_num_seqs,
+        weight_bytes=0,
+    )
+
+
+def scheduler_handle(capacity: KvCapacity, **options: Any) -> SchedulerHandle:
+    """`options` are those of `SchedulerOptions`."""
+    return SchedulerHandle(build_vllm_scheduler(capacity, SchedulerOptions(**options), is_terse=False))
