@@ -25,7 +25,8 @@ from pengserve.planners.judge.cohorts import Cohorts, Lengths
 from pengserve.planners.types.step_cost import KNOT_TOKENS
 
 WAIT_WEIGHT = 16.0  # request-seconds of a second without a first token
-STEP_TOKENS = 2048  # new tokens of a full step, as vLLM's default is
+TAIL_WEIGHT = 16.0  # ... and of one of the 99th percentile of TTFT, for each request: the one in a hundred counts for all
+TAIL, TAIL_DEVIATIONS = 0.01, 2.33  # share of requests beyond that percentile; standard deviations to it
 SLICES = 12  # of the horizon; the later ones are longer
 GROWTH = 1.15  # of a slice over the one before
 ATTEMPTS, NEAR = 3, 0.1  # to find how many steps fit into a slice; a share of them by which they may be wrong
@@ -42,6 +43,7 @@ class Rows:
     cost: Floats  # [row, term]: of one server's step, in the order of `StepCost.terms`
     kv_tokens: Floats
     slots: Floats  # requests that may run, of all servers together
+    step_tokens: Floats  # new tokens of a full step
     running: Floats
     held_tokens: Floats  # of running requests
     waiting: Floats
@@ -74,6 +76,7 @@ class Fate:
 
     cost_s: Floats  # request-seconds, see above
     ttft_s: Floats  # mean of those that begin; those that still wait at the end count with their wait until then
+    tail_s: Floats  # P99 of the TTFT of those that begin, but for queues that stand
     tpot_s: Floats  # mean
     queue: Floats  # requests that wait at the end
     running: Floats  # ... and that run
@@ -116,7 +119,7 @@ def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
     cohorts, held = Cohorts(running, rows.held_tokens, rows.ages, lengths), rows.held_tokens
     zero = np.zeros_like(kv)
     done = zero  # tokens of answers, of those that wait: they were preempted
-    wait_s, run_s, read_s, begun, finished, decoded, recomputed, late, slow, long_s, full_s = (
+    wait_s, run_s, read_s, begun, finished, decoded, recomputed, late, slow, tail_s, full_s = (
         zero.copy() for _ in range(11)
     )
     each = np.where(running > 0, held / np.maximum(running, 1e-9), usual)
@@ -154,10 +157,9 @@ def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
         end = later.running + new * still
         ended = np.maximum(0.0, running + new - end)
         chance, longest_s = _behind(rows, rate, steps)
-        # Of a long prompt: the mean size by token, which is what most tokens' prompts are like.
-        alone_s, of_long_s = _first_s(rows, steps, mean), _first_s(rows, steps, np.maximum(mean, rows.pairs))
+        alone_s = _first_s(rows, steps, mean)
         read_s += new * (alone_s + chance * longest_s)
-        long_s += new * (of_long_s + chance * longest_s)
+        tail_s += new * _tail_s(rows, steps, mean, alone_s, chance, longest_s)
         queue_s = np.minimum(horizon_s, np.maximum(0.0, waiting - new) * length / np.maximum(new, 1e-9))
         late += new * _late(rows, alone_s, queue_s, chance, longest_s)
         slow_share = _share_above(live / taken, rows.tpot_limit_s, TPOT_SPREAD)
@@ -186,8 +188,9 @@ def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
     slow += running * _share_above(steps.decode_s, rows.tpot_limit_s, TPOT_SPREAD)
     missed = late + slow * (1.0 - late / np.maximum(begun + waiting, late + 1e-9))
     return Fate(
-        cost_s=WAIT_WEIGHT * (wait_s + long_s) + run_s + left_s + rows.miss_s * missed,
+        cost_s=WAIT_WEIGHT * wait_s + TAIL_WEIGHT * tail_s + run_s + left_s + rows.miss_s * missed,
         ttft_s=(wait_s + read_s) / np.maximum(begun + waiting, 1e-9),
+        tail_s=tail_s / np.maximum(begun, 1e-9),
         tpot_s=run_s / np.maximum(decoded, 1e-9),
         queue=waiting,
         running=running,
@@ -209,6 +212,16 @@ def _behind(rows: Rows, rate: Floats, steps: "_Steps") -> tuple[Floats, Floats]:
     chance = share ** (np.sqrt(2.0 * (rows.routes + 1.0)) - 1.0) * share
     # Of the prompt that one meets: long ones are met more often, and half of it is read already.
     return chance, rows.pairs / steps.rate / (2.0 * rows.routes * (1.0 - share))
+
+
+def _tail_s(
+    rows: Rows, steps: "_Steps", prompt: Floats, alone_s: Floats, chance: Floats, longest_s: Floats
+) -> Floats:
+    """The 99th percentile of TTFT: of a long prompt that waits for none, or of a usual one that waits long."""
+    of_long_s = _first_s(rows, steps, prompt * np.exp(rows.spread * (TAIL_DEVIATIONS - 0.5 * rows.spread)))
+    of_waiting_s = alone_s + longest_s * np.log(np.maximum(1.0, chance / TAIL))
+    found: Floats = np.maximum(of_long_s, of_waiting_s)
+    return found
 
 
 def _late(rows: Rows, alone_s: Floats, queue_s: Floats, chance: Floats, longest_s: Floats) -> Floats:
@@ -244,7 +257,7 @@ def _steps(rows: Rows, running: Floats, each_tokens: Floats, prompt: Floats) -> 
     batch = running / rows.servers
     fixed_s = np.maximum(LEAST_STEP_S, load + seq * batch + context * batch * each_tokens)
     decode_s = fixed_s + token * batch + extra * np.maximum(0.0, batch - KNOT_TOKENS)
-    room = np.maximum(64.0, STEP_TOKENS - batch)
+    room = np.maximum(64.0, rows.step_tokens - batch)
     read_s = pair * rows.pairs + context  # of a token of a prompt, beside what every token costs
     full = batch + room
     full_s = fixed_s + token * full + extra * np.maximum(0.0, full - KNOT_TOKENS) + room * (read_s + seq / prompt)

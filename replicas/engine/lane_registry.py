@@ -156,15 +156,16 @@ class LaneRegistry:
 
     def infos(self) -> tuple[LaneInfo, ...]:
         """The shapes that can run here, and those that cannot, with the reason."""
-        costs = self._step_costs
-        shapes = {
-            lane.shape: LaneInfo(shape=lane.shape, capacity=lane.capacity, step_cost=costs.get(lane.shape))
-            for lane in self
-        }
+        step_tokens = self._dp.core.vllm_config.scheduler_config.max_num_batched_tokens
+
+        def info(shape: str, capacity: KvCapacity) -> LaneInfo:
+            cost = self._step_costs.get(shape)
+            return LaneInfo(shape=shape, capacity=capacity, step_cost=cost, step_tokens=step_tokens)
+
+        shapes = {lane.shape: info(lane.shape, lane.capacity) for lane in self}
         for shape, why_not in self._why_not.items():
             shapes[shape] = LaneInfo(shape=shape, capacity=None, why_not=why_not)
-        dp = LaneInfo(shape="dp", capacity=self._dp.capacity, step_cost=costs.get("dp"))
-        return (dp, *(shapes[shape] for shape in sorted(shapes)))
+        return (info("dp", self._dp.capacity), *(shapes[shape] for shape in sorted(shapes)))
 
     def find(self, group: Group | None) -> GroupLane | None:
         """The lane of `group`, where there is one. From any thread."""
