@@ -16,6 +16,7 @@ layout that serves the same with fewer requests in flight is better (Little's la
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from math import log
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +26,7 @@ from pengserve.planners.judge.cohorts import Cohorts, Lengths
 from pengserve.planners.types.step_cost import KNOT_TOKENS
 
 WAIT_WEIGHT = 16.0  # request-seconds of a second without a first token
-TAIL_WEIGHT = 16.0  # ... and of one of the 99th percentile of TTFT, for each request: the one in a hundred counts for all
+TAIL_MISS = 0.2  # of what a miss costs: for each request, where the 99th percentile of TTFT is at its limit
 TAIL, TAIL_DEVIATIONS = 0.01, 2.33  # share of requests beyond that percentile; standard deviations to it
 SLICES = 12  # of the horizon; the later ones are longer
 GROWTH = 1.15  # of a slice over the one before
@@ -44,6 +45,7 @@ class Rows:
     kv_tokens: Floats
     slots: Floats  # requests that may run, of all servers together
     step_tokens: Floats  # new tokens of a full step
+    mates: Floats  # requests that come at the same instant as one that comes
     running: Floats
     held_tokens: Floats  # of running requests
     waiting: Floats
@@ -157,9 +159,10 @@ def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
         end = later.running + new * still
         ended = np.maximum(0.0, running + new - end)
         chance, longest_s = _behind(rows, rate, steps)
-        alone_s = _first_s(rows, steps, mean)
+        alone_s = _first_s(rows, steps, mean + rows.mates * prompt)  # those that come together are read together
         read_s += new * (alone_s + chance * longest_s)
-        tail_s += new * _tail_s(rows, steps, mean, alone_s, chance, longest_s)
+        standing_s = np.maximum(0.0, to_read - read) / steps.rate  # this queue counts by itself
+        tail_s += new * _tail_s(rows, steps, mean, alone_s, chance, longest_s, standing_s)
         queue_s = np.minimum(horizon_s, np.maximum(0.0, waiting - new) * length / np.maximum(new, 1e-9))
         late += new * _late(rows, alone_s, queue_s, chance, longest_s)
         slow_share = _share_above(live / taken, rows.tpot_limit_s, TPOT_SPREAD)
@@ -182,13 +185,15 @@ def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
     most = np.minimum(rows.slots, kv / usual)
     full = _steps(rows, most, usual, prompt)
     per_s = 1.0 / (prompt / steps.rate + output * full.decode_s / np.maximum(1.0, most))
-    left_s = WAIT_WEIGHT * waiting * waiting / (2.0 * per_s) + waiting * output * full.decode_s
-    left_s = left_s + running * output * steps.decode_s * 0.5
+    # Its tokens come among others' prompts: by Little's law as often as `most` run and `per_s` end, and as they came last.
+    left_s = WAIT_WEIGHT * waiting * waiting / (2.0 * per_s) + waiting * most / per_s
+    left_s = left_s + running * output * np.where(live > 0, live / taken, steps.decode_s) * 0.5
     late += np.maximum(0.0, waiting - per_s * rows.ttft_limit_s)
     slow += running * _share_above(steps.decode_s, rows.tpot_limit_s, TPOT_SPREAD)
     missed = late + slow * (1.0 - late / np.maximum(begun + waiting, late + 1e-9))
+    tail_weight = WAIT_WEIGHT + TAIL_MISS * rows.miss_s / rows.ttft_limit_s
     return Fate(
-        cost_s=WAIT_WEIGHT * wait_s + TAIL_WEIGHT * tail_s + run_s + left_s + rows.miss_s * missed,
+        cost_s=WAIT_WEIGHT * wait_s + tail_weight * tail_s + run_s + left_s + rows.miss_s * missed,
         ttft_s=(wait_s + read_s) / np.maximum(begun + waiting, 1e-9),
         tail_s=tail_s / np.maximum(begun, 1e-9),
         tpot_s=run_s / np.maximum(decoded, 1e-9),
@@ -215,11 +220,23 @@ def _behind(rows: Rows, rate: Floats, steps: "_Steps") -> tuple[Floats, Floats]:
 
 
 def _tail_s(
-    rows: Rows, steps: "_Steps", prompt: Floats, alone_s: Floats, chance: Floats, longest_s: Floats
+    rows: Rows,
+    steps: "_Steps",
+    prompt: Floats,
+    alone_s: Floats,
+    chance: Floats,
+    longest_s: Floats,
+    standing_s: Floats,
 ) -> Floats:
-    """The 99th percentile of TTFT: of a long prompt that waits for none, or of a usual one that waits long."""
-    of_long_s = _first_s(rows, steps, prompt * np.exp(rows.spread * (TAIL_DEVIATIONS - 0.5 * rows.spread)))
-    of_waiting_s = alone_s + longest_s * np.log(np.maximum(1.0, chance / TAIL))
+    """The 99th percentile of TTFT: of a long prompt that waits for none, or of a usual one that waits long by chance,
+    as far as it waits longer than the queue that stands.
+    """
+    longest = prompt * np.exp(rows.spread * (TAIL_DEVIATIONS - 0.5 * rows.spread))
+    of_long_s = _first_s(rows, steps, longest + rows.mates * rows.prompt_tokens)
+    by_chance_s = longest_s * np.log(np.maximum(1.0, chance / TAIL))
+    # How many come together is about exponentially distributed: the most in a hundred are `log(1 / TAIL)` times the mean.
+    of_mates_s = (log(1.0 / TAIL) - 1.0) * rows.mates * prompt / steps.rate
+    of_waiting_s = alone_s + np.maximum(0.0, np.maximum(by_chance_s, of_mates_s) - standing_s)
     found: Floats = np.maximum(of_long_s, of_waiting_s)
     return found
 

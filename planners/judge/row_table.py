@@ -135,6 +135,7 @@ class RowTable:
             kv_tokens=column(lambda row: row.kv_tokens),
             slots=column(lambda row: row.slots),
             step_tokens=self._step_tokens * ones,
+            mates=traffic.mates * share,
             running=column(lambda row: row.state.running),
             held_tokens=column(lambda row: row.state.held_tokens),
             waiting=column(lambda row: row.state.waiting),

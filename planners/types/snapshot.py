@@ -166,9 +166,7 @@ def _capacity(*values: int) -> KvCapacity:
 def _lane(
     shape: str, capacity: KvCapacity | None, why_not: str, step_cost: StepCost | None, step_tokens: int
 ) -> LaneInfo:
-    return LaneInfo(
-        shape=shape, capacity=capacity, why_not=why_not, step_cost=step_cost, step_tokens=step_tokens
-    )
+    return LaneInfo(shape=shape, capacity=capacity, why_not=why_not, step_cost=step_cost, step_tokens=step_tokens)
 
 
 @lru_cache(maxsize=4096)

@@ -38,6 +38,7 @@ def row(cost: StepCost = COST, ages: Sequence[float] = (0.0,) * COHORTS, **given
         "routes": 1.0,
         "spread": 0.5,
         "step_tokens": 2048.0,
+        "mates": 0.0,
         "ttft_limit_s": 1.0,
         "tpot_limit_s": 0.1,
         "miss_s": 0.0,
