@@ -75,8 +75,8 @@ def summary(found: Sequence[Measured]) -> list[str]:
     return [
         f"Goodput below {LEAST_GOODPUT:g} of the best static layout's in {len(lost)} of {len(with_ours)} cases;"
         f" P99 TTFT above {MOST_TTFT:g} times its, where it is stable, in {len(slow)}.",
-        f"Goodput at least {WON:g} times the best static layout's in {len(won)} cases, of {len(roomy)} in which it can be:"
-        f" in the others that layout serves more than {1 / WON:.0%} of the requests in time.",
+        f"Goodput at least {WON:g} times the best static layout's in {len(won)} cases, of {len(roomy)} in which it can"
+        f" be: in the others that layout serves more than {1 / WON:.0%} of the requests in time.",
         f"Geometric mean of the goodput ratios {mean:.3f}; the lowest is {_goodput(worst):.2f}, of {worst.case.name}.",
         *routed,
     ]

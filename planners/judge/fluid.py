@@ -185,7 +185,7 @@ def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
     most = np.minimum(rows.slots, kv / usual)
     full = _steps(rows, most, usual, prompt)
     per_s = 1.0 / (prompt / steps.rate + output * full.decode_s / np.maximum(1.0, most))
-    # Its tokens come among others' prompts: by Little's law as often as `most` run and `per_s` end, and as they came last.
+    # Its tokens come among others' prompts: as `most` running and `per_s` that end say (Little), and as they came last.
     left_s = WAIT_WEIGHT * waiting * waiting / (2.0 * per_s) + waiting * most / per_s
     left_s = left_s + running * output * np.where(live > 0, live / taken, steps.decode_s) * 0.5
     late += np.maximum(0.0, waiting - per_s * rows.ttft_limit_s)
@@ -234,7 +234,7 @@ def _tail_s(
     longest = prompt * np.exp(rows.spread * (TAIL_DEVIATIONS - 0.5 * rows.spread))
     of_long_s = _first_s(rows, steps, longest + rows.mates * rows.prompt_tokens)
     by_chance_s = longest_s * np.log(np.maximum(1.0, chance / TAIL))
-    # How many come together is about exponentially distributed: the most in a hundred are `log(1 / TAIL)` times the mean.
+    # How many come together is about exponentially distributed: most in a hundred are `log(1 / TAIL)` times the mean.
     of_mates_s = (log(1.0 / TAIL) - 1.0) * rows.mates * prompt / steps.rate
     of_waiting_s = alone_s + np.maximum(0.0, np.maximum(by_chance_s, of_mates_s) - standing_s)
     found: Floats = np.maximum(of_long_s, of_waiting_s)

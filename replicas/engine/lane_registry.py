@@ -12,7 +12,7 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import StepError, UnsupportedShapeError, one_line
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.snapshot import LaneInfo
+from pengserve.planners.types.snapshot import KvCapacity, LaneInfo
 from pengserve.planners.types.step_cost import StepCost
 from pengserve.replicas.engine.groups.group_lane import GroupLane
 from pengserve.replicas.engine.groups.pp_lane import PpLane
