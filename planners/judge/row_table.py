@@ -8,8 +8,9 @@ import numpy as np
 
 from pengserve.planners.columns import Floats, ReadyInstances, lane_capacity
 from pengserve.planners.judge.costs import Costs
-from pengserve.planners.judge.fluid import Fate, Rows, predict
+from pengserve.planners.judge.fluid import Fate, predict
 from pengserve.planners.judge.group_state import GroupState
+from pengserve.planners.judge.rows import Rows
 from pengserve.planners.judge.watch import Traffic
 from pengserve.planners.types.config import JudgeConfig
 from pengserve.planners.types.layout import Group, GroupKind
