@@ -1,4 +1,4 @@
-"""Laws of a run on a GPU, seen without one: it ends in time, whatever hangs; short tests come first."""
+"""Laws of a run on a GPU, seen without one: it ends in time, also where a test hangs; short tests come first."""
 
 import os
 import re

@@ -13,7 +13,7 @@ from pengserve.replicas.engine.lanes.base_memory import OPTIONS, MemoryOptions
 from pengserve.replicas.engine.worker import CPU_SHARE, SHAPES, LaneWorkerMixin
 
 pytestmark = pytest.mark.slow  # it imports vLLM
-WEIGHTS, GRAPHS, GROUPS = 600, 50, 7
+WEIGHTS, GRAPHS, GROUPS = 600, 50, 8
 
 
 class VllmWorker:
