@@ -19,12 +19,32 @@ V2_ON_CPU = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 
 
 def interpret_triton() -> None:
-    """Before vLLM is imported: it takes the interpreter for Triton's backend for CPUs, which no index has."""
+    """Before vLLM is imported: it takes the interpreter for a backend of Triton for CPUs, which no index has."""
     from types import SimpleNamespace
 
     from triton.backends import backends
 
     backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True))  # type: ignore[assignment]
+
+
+class GrammarMask:
+    """Stands for the kernel that takes tokens which grammars do not allow out of the logits."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        """A launch of it."""
+        return self.run
+
+    def run(
+        self, logits: Any, _: int, indices: Any, starts: Any, mask: Any, __: int, vocabulary: int, **sizes: int
+    ) -> None:
+        """`mask` has a bit for each token, 32 in a word; `indices`: which row of `logits` each row is for."""
+        import torch
+
+        for row, index in zip(mask, indices.tolist(), strict=True):
+            request, position = divmod(index, sizes["MASK_STRIDE"])
+            if position < starts[request + 1] - starts[request]:
+                denied = ((row[:, None] >> torch.arange(32)) & 1 == 0).flatten()[:vocabulary]
+                logits[starts[request] + position].masked_fill_(denied, -torch.inf)
 
 
 def notes_of(folder: Path, pid: int) -> tuple[int, str]:
@@ -36,10 +56,16 @@ def notes_of(folder: Path, pid: int) -> tuple[int, str]:
 def install() -> dict[str, Any]:
     """From here on steps are scheduled ahead. What is returned counts them, and has the runner's module."""
     from vllm.platforms import current_platform
+    from vllm.v1.sample.ops import topk_topp_sampler
+    from vllm.v1.worker.gpu import structured_outputs
 
     from pengserve.replicas.engine.lanes import dp_lane
     from pengserve.replicas.engine.vllm_seam import EngineCore
 
+    if current_platform.is_cpu():
+        # Two kernels that the interpreter cannot run: vLLM's own form without Triton, and a stand-in.
+        topk_topp_sampler.HAS_TRITON = False
+        structured_outputs._apply_grammar_bitmask_kernel = GrammarMask()
     found = {"num_ahead": 0, "runner": ""}
     create, step = dp_lane.AsyncEngineArgs.create_engine_config, EngineCore.step_with_batch_queue
 

@@ -16,12 +16,10 @@ from tests.support.traffic import Traffic
 pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
 
-@pytest.mark.parametrize("variables", [{}, ahead_host.V2_ON_CPU], ids=["V1", "V2"])
 def test_a_death_with_a_step_under_way_costs_no_stream(
-    model: Path, variables: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in {ahead_host.VARIABLE: str(tmp_path), **variables}.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setenv(ahead_host.VARIABLE, str(tmp_path))
     cluster = ElasticCluster(model, 2, degrees=(), host_module="tests.support.ahead_host")
     with started(cluster), cluster.ingress() as url, Traffic(url) as traffic:
         disturbed = Disturbed(cluster, traffic, count=8, max_tokens=150)
