@@ -101,15 +101,20 @@ def test_tokens_are_the_same_while_kv_is_placed_by_slos(placed: Placed, shape: s
     placed.settle()
 
 
-def test_a_pipeline_places_nothing_and_says_so(placed: Placed) -> None:
+def test_a_pipeline_places_nothing_and_says_so_and_pauses_by_slos(placed: Placed) -> None:
     placed.cluster.set_layout("pp2")
-    running = placed.start_all() + placed.start_all()
+    before = placed.total("total_preemptions"), placed.total("total_parked")
+    running = [each for _ in range(3) for each in placed.start_all()]
     placed.check_all(running)
     placed.check_memory()
+    assert placed.total("total_preemptions") == before[0], "what does not fit is paused"
+    assert placed.total("total_parked") > before[1]
     placed.check_contracts(running)
     placed.cluster.require_layout("pp2")
     until(lambda: len(placed.notes("pp2")) > 0)
-    assert all("as a whole" in note["why"] and not note["num_away"] for note in placed.notes("pp2"))
+    first, *others = placed.notes("pp2")
+    assert "as a whole" in first["why"] and not any(note["num_away"] for note in placed.notes("pp2"))
+    assert all("make way" in note["why"] for note in others)
     placed.settle()
 
 
