@@ -28,7 +28,8 @@ def moves(spread: Spread, num_layers: int, can_leave_free: bool) -> NDArray[np.f
     away = spread.layers(num_layers)
     stay = masks(num_layers)[:, list(away)].sum(axis=1)  # layers that are on the host before and after
     come = np.float32(len(away)) - stay
-    return come if can_leave_free else come + masks(num_layers).sum(axis=1) - stay
+    leave = masks(num_layers).sum(axis=1) - stay
+    return np.asarray(come if can_leave_free else come + leave)
 
 
 @cache
