@@ -1,6 +1,7 @@
 """Laws of pauses by SLOs in a pipeline, over vLLM's own scheduler and real host rows; time is virtual."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -41,10 +42,12 @@ class PacedPipeline(Pipeline):
 
     def step(self) -> None:
         super().step()
-        for member in self.members:
-            member.host.settle()
         self.pauses_s += [pause.seconds for pause in self.parked.take_pauses()]
         self.most_away = max(self.most_away, len(self.parked.parked))
+
+    def run_member(self, number: int, is_alone: bool, *microbatch: Any) -> None:
+        super().run_member(number, is_alone, *microbatch)
+        self.members[number].host.settle()
 
     def until_away(self) -> set[str]:
         while not self.away():
