@@ -45,15 +45,15 @@ class Plan:
     rounds: int = 2
     device_blocks: int = 64  # 2,048 tokens
     host_blocks: int = 512
-    link_bytes_per_s: float = 4e9
+    link_bytes_per_s: float = 1e9
     slo_scale: float = 6.0  # the SLO, in steps of a batch that fits
     fitting: int = 4  # requests of that batch
     seed: int = 7
     # Answers take several times as long as their prompts: prompts wait for KV, not for compute, as in LayerKV's runs.
     scenarios: Mapping[str, Mapping[str, int]] = field(
         default_factory=lambda: {
-            BURST: _size(streams=2, stream_prompt=64, stream_output=256, prompts=12, prompt=384, output=256),
-            DECODES: _size(streams=10, stream_prompt=128, stream_output=320),
+            BURST: _size(streams=2, stream_prompt=64, stream_output=192, prompts=8, prompt=384, output=192),
+            DECODES: _size(streams=10, stream_prompt=128, stream_output=256),
         }
     )
     engine: Mapping[str, Any] = field(default_factory=partial(engine_flags, max_num_seqs=64))
