@@ -6,8 +6,8 @@ all of a step, and an urgent one that comes meanwhile waits for that step and sh
     1. while a more urgent prompt is read, less urgent ones are passed over. Once in `TURN_STEPS` steps the one that was
        passed over most often has its turn: all others are passed over, the urgent ones too
     2. while more urgent requests come now and then, a step reads at most `1 / SHORT_STEP` of its tokens of less urgent
-       prompts: the next urgent one waits no longer than such a step takes. What is read in `SHORT_S` may be more: to
-       cut a prompt that takes so little time costs more steps, in which others do not decode, and nobody gains
+       prompts, or what it reads in `SHORT_S` if that is more: the next urgent one waits no longer than such a step
+       takes. Each further cut costs a step in which the place that reads does not decode
 
 The bands of tenants ahead of their shares lie between those of priorities (`planners/fairness.py`), so a flood's long
 prompts hold up the flood. Where all requests are of one band nothing is passed over and no step is shortened.
