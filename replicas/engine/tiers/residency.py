@@ -105,13 +105,6 @@ class ResidentRequests(ParkedRequests):
         """Requests have another urgency: who is stepped is chosen anew."""
         self._settled = None
 
-    def parked_s(self, request: Request) -> float | None:
-        """For how long a request has been parked; None: it is not."""
-        since = self._since.get(request.request_id)
-        if request.request_id not in self._parked or since is None:
-            return None
-        return self._clock() - since.at_s
-
     def has_just_come_back(self, request: Request) -> bool:
         """Whether it has made few tokens since it was parked last."""
         return self._turns.is_under_way(request)
