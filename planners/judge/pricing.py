@@ -21,7 +21,7 @@ from pengserve.planners.types.snapshot import ClusterSnapshot
 
 MOST_READ = 1.0  # share of a pipeline's time that prompts may take: beyond it compute is short, and not memory
 # Share of a group's time that prompts may take where it is formed for latency, even if many requests come.
-MOST_SPARE_TP, MOST_SPARE_PP = 0.5, 0.4
+MOST_SPARE = 0.4
 MOVE_S = 0.05  # that a request stalls which goes to another instance while both serve: for the last of its KV
 
 
@@ -196,9 +196,7 @@ class Pricing:
             return False
         if is_spare and not self._traffic.is_settled and self._is_busy(plan):
             return True
-        is_tp = any(group.kind is GroupKind.TP for group in plan.change.after)
-        spare = MOST_SPARE_TP if is_tp else MOST_SPARE_PP
-        scenario, most = (MOST, spare) if is_spare else (EXPECTED, MOST_READ)
+        scenario, most = (MOST, MOST_SPARE) if is_spare else (EXPECTED, MOST_READ)
         return float(fates[scenario].read_share[list(plan.after)].max()) > most
 
     def _is_busy(self, plan: _Plan) -> bool:
