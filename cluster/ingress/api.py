@@ -148,6 +148,7 @@ class IngressRuntime:
             keys=self.keys,
             admin=self.admin,
             tenants=self.client.tenants,
+            abort=self.client.abort_begun,
         )
 
     def start(self) -> None:

@@ -13,6 +13,7 @@ from pengserve.cluster.ingress.errors import OverloadedError
 from pengserve.cluster.ingress.guides.guide_check import guide_checker
 from pengserve.cluster.ingress.in_flight.records import RequestBook
 from pengserve.cluster.ingress.meters import IngressMeters
+from pengserve.cluster.ingress.request.begun import Begun, current_begun
 from pengserve.cluster.ingress.request.kept import current_kept
 from pengserve.cluster.ingress.request.record import RequestRecord, Resumption
 from pengserve.cluster.ingress.request.request_options import current_deadline_s, current_options
@@ -162,14 +163,17 @@ class ClusterEngineClient(UnofferedCalls):
             GenerationError: it was given up; only a `RetryableRequestError` is worth another try.
         """
         collector: RequestOutputCollector | None = None
-        outcome = "failed"
+        outcome, begun = "failed", current_begun.get() or Begun()
         try:
             deadline_s = current_deadline_s.get()
             async with asyncio.timeout_at(deadline_s):
                 request = await self._process_inputs(request_id, prompt, sampling_params, inputs)
             request.reasoning_ended = reasoning_ended
             request.reasoning_parser_kwargs = reasoning_parser_kwargs
+            if begun.is_over:
+                raise asyncio.CancelledError
             collector = self._start(request, extract_prompt_components(self.model_config, prompt).text)
+            begun.add(collector.request_id)
             is_guided = sampling_params.structured_outputs is not None
             finished = False
             while not finished:
@@ -182,7 +186,7 @@ class ClusterEngineClient(UnofferedCalls):
                     if is_guided:
                         refuse_guide_fault(output)
                     yield output
-            outcome = "ok"
+            outcome = "aborted" if begun.is_over else "ok"
         except (asyncio.CancelledError, GeneratorExit):
             outcome = "aborted"
             raise
@@ -197,6 +201,7 @@ class ClusterEngineClient(UnofferedCalls):
             raise EngineGenerateError() from error
         finally:
             if collector is not None:
+                begun.discard(collector.request_id)
                 if outcome != "ok":
                     finish = "error" if outcome == "failed" else "abort"
                     self._abort([collector.request_id], internal=True, finish=finish)
@@ -206,6 +211,10 @@ class ClusterEngineClient(UnofferedCalls):
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """Aborts requests by the ids they were given to `generate` with."""
         self._abort([request_id] if isinstance(request_id, str) else list(request_id), internal=False)
+
+    def abort_begun(self, request_ids: list[str]) -> None:
+        """Aborts what an HTTP request that is over has left running, by the ids noted in its `Begun`."""
+        self._abort(request_ids, internal=True)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """Frees the renderer's threads."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.overhead.plan import SERVED_NAME, Plan
+from benchmarks.overhead.processor_time import TAG
 from benchmarks.overhead.systems.base import ServerProcess, free_port
 
 
@@ -46,7 +47,8 @@ class PengServeUp:
             **self._settings,
         }
         config.write_text(json.dumps(settings, indent=1), encoding="utf-8")  # JSON is YAML
-        self._server = ServerProcess([str(self._command), "up", str(config)], self._logs / "pengserve.log")
+        command = [str(self._command), "up", str(config)]
+        self._server = ServerProcess(command, self._logs / "pengserve.log", {TAG: self.name})
         url = f"http://127.0.0.1:{port}"
         give_up_s = time.monotonic() + plan.start_timeout_s
         self._server.wait_ready(f"{url}/ready", give_up_s)

@@ -25,6 +25,7 @@ from pengserve.cluster.ingress.guards.body_reader import BodyReader, bounded, re
 from pengserve.cluster.ingress.guards.keys import KeyRing, key_id
 from pengserve.cluster.ingress.in_flight.traffic import Places, Ticket, Traffic
 from pengserve.cluster.ingress.request import request_ids
+from pengserve.cluster.ingress.request.begun import current_begun, ending_with_block
 from pengserve.cluster.ingress.request.contract import ContractReader, without_own_fields
 from pengserve.cluster.ingress.request.kept import KeptAnswer, current_kept
 from pengserve.cluster.ingress.request.request_options import (
@@ -80,7 +81,9 @@ class Guard:
         keys: KeyRing | None = None,
         admin: AdminDoor | None = None,
         tenants: Tenants | None = None,
+        abort: Callable[[list[str]], None] = lambda request_ids: None,
     ) -> None:
+        """`abort` ends what a request has left running on instances."""
         self._app, self._config, self._traffic, self._vocab_size = app, config, traffic, vocab_size
         self._max_model_len, self._on_rejected = max_model_len, on_rejected
         self._bodies = BodyReader()
@@ -88,7 +91,7 @@ class Guard:
         self._long_text = asyncio.Lock()
         self._keys = keys or KeyRing(config)
         self._admin = admin or AdminDoor(config, self._keys)
-        self._tenants = tenants or Tenants(config.fairness)
+        self._tenants, self._abort = tenants or Tenants(config.fairness), abort
         self._cluster_id = cluster_id(config.instance.channel_token)
         self._contracts = ContractReader(by_name(config.classes), is_tenant_trusted=config.is_tenant_trusted)
 
@@ -179,6 +182,7 @@ class Guard:
         with (
             self._tenants.place(options.contract.tenant, num_sequences),
             self._traffic.ticket(num_sequences) as ticket,
+            ending_with_block(self._abort) as begun,
             ExitStack() as context,
         ):
             set_for_request: tuple[tuple[ContextVar[Any], Any], ...] = (
@@ -186,6 +190,7 @@ class Guard:
                 (current_options, options),
                 (current_deadline_s, deadline_s),
                 (current_kept, kept),
+                (current_begun, begun),
             )
             for variable, value in set_for_request:
                 context.callback(variable.reset, variable.set(value))

@@ -14,6 +14,15 @@ from tests.support.serve_like import STUCK_HEADER, ServeLike
 pytestmark = pytest.mark.slow
 
 
+@pytest.fixture(autouse=True)
+def nothing_is_collected() -> Iterator[None]:
+    """What a client left behind must end at once, and not with the next garbage collection."""
+    gc.disable()
+    yield
+    gc.enable()
+    gc.collect()
+
+
 @pytest.fixture(scope="module")
 def in_serve(instances: list[InstanceProcess]) -> Iterator[str]:
     """An ingress that is cancelled when clients leave, as Ray Serve does it."""
