@@ -94,17 +94,27 @@ class TieredKv(TieredBlocks):
             return StepTables(placement.index[:1])
         return self._map(np.unique(reads), np.unique(np.concatenate([fresh, tails])))
 
-    def begin_blocks(self, fresh: np.ndarray) -> bool:
+    def begin_blocks(self, fresh: np.ndarray, *, is_layered: bool) -> bool:
         """As `begin_step`, of a step that reads what the one before it has read, and begins these blocks.
 
-        Returns whether each of them has one place in all layers, and nothing else has moved for it. Else `begin_step`
-        makes room for them.
+        Args:
+            is_layered: layers have tables of their own in that step, so blocks may be anywhere in each.
+
+        Returns whether each of them has a place, and one in all layers unless the step `is_layered`; nothing else has
+        moved for it. Else `begin_step` makes room for them.
         """
+        placement = self.placement
         if self.traffic.in_flight[fresh].any():
             return False
         self._begin(fresh)
-        self.placement.used[fresh] = self.step
-        return bool(self.placement.is_uniform[fresh].all())
+        placement.used[fresh] = self.step
+        if placement.is_uniform[fresh].all():
+            return True
+        absent = fresh[placement.index[0, fresh] == 0]
+        if not is_layered or len(absent) * self.pool.num_layers > placement.num_free:
+            return False
+        self._put_anywhere(absent)
+        return True
 
     def note_step(self, *, is_mapped: bool) -> None:
         """A step for which nothing had to be looked at; whether its KV is not all at home."""
@@ -230,8 +240,12 @@ class TieredKv(TieredBlocks):
             return
         if placement.num_free < needed:
             self.room.thin(needed, reads, fixed)
+        self._put_anywhere(absent)
+
+    def _put_anywhere(self, absent: np.ndarray) -> None:
+        """Gives blocks that are nowhere on the device free cells, of which there are enough."""
         for layer in range(self.pool.num_layers):
-            placement.put(layer, absent, placement.take(len(absent)))
+            self.placement.put(layer, absent, self.placement.take(len(absent)))
 
     def _stage(self, reads: np.ndarray) -> StepTables:
         """Starts the copies of what the step reads and the device does not hold."""
