@@ -78,12 +78,13 @@ class Placement:
 
     def take_columns(self, count: int) -> np.ndarray:
         """Takes indices that are free in all layers, as many as `count` if there are so many; these."""
-        columns = self._free_columns()[:count]
+        columns = self.free_columns()[:count]
         self.is_free[self._cells_at(columns)] = False
         self.num_free -= self.num_layers * len(columns)
         return columns
 
-    def _free_columns(self) -> np.ndarray:
+    def free_columns(self) -> np.ndarray:
+        """Indices that are free in all layers, ascending."""
         return np.flatnonzero(self.is_free.reshape(self.num_layers, -1).all(axis=0))
 
     def give(self, cells: np.ndarray) -> None:
@@ -107,7 +108,7 @@ class Placement:
             self._settle(at_home[able], at_home[able], cells[:, able])
         left: np.ndarray = blocks[self.index[0, blocks] == 0]
         if len(left):
-            free = self._free_columns()
+            free = self.free_columns()
             places = free[-len(left) :] if len(left) <= len(free) else free
             self._settle(left[: len(places)], places, self._cells_at(places))
             left = left[len(places) :]
