@@ -167,7 +167,8 @@ class IngressProcess:
         """What must be empty when no request is left."""
         book = self.book
         held = {
-            "records": book._records, "copies": book._copies, "urgent": book._placing.urgent, "waiting": book._waiting,
+            "records": book._records, "copies": book._copies.records, "urgent": book._placing.urgent,
+            "waiting": book._waiting,
             "trials": book._trials._on_trial, "closing links": self.links._closing, "reports": self.links._reports,
         }  # fmt: skip
         return {name: value for name, value in held.items() if value}

@@ -8,18 +8,7 @@
 
 A request that goes back to waiting is sent again with the output tokens received so far: they are never sampled again.
 
-Each time a record is sent it gets a new wire id, which names one copy of the request. A copy is on one instance at a
-time and makes one sequence of tokens, which may reach us over several links. These rules keep that sequence whole:
-
-| comes for wire id w | w is the record's, over its link | w is the record's, over another link | w is no record's |
-|---|---|---|---|
-| tokens | they count | stashed, until a MOVED leads there | an orphan: abort it there |
-| MOVED, carried to L | the record is on L now, and L's stash counts | stashed behind the tokens | abort it at L |
-| MOVED, not carried | sent again | stashed behind the tokens | nothing to do |
-| the link's end | lost: sent again, stashed copies aborted | what that link stashed is dropped | nothing to do |
-
-A copy that was carried to L can be followed only over the link on which L began to answer for it. If that link is not
-up, or ended since w was sent, tokens may be missing: the record counts as lost, and the copy as an orphan.
+Each time a record is sent it is another copy of the request; `copies.py` says which one counts.
 
 Of the requests on an instance when it dies, any may have killed it: `trials.py` finds out which, and the book gives
 that one up.
@@ -35,12 +24,13 @@ import msgspec
 
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.in_flight.begin_order import BeginOrder
+from pengserve.cluster.ingress.in_flight.copies import Copies
 from pengserve.cluster.ingress.in_flight.placing import Placing
 from pengserve.cluster.ingress.in_flight.quarantine import PoisonousRequestError, Quarantine
 from pengserve.cluster.ingress.in_flight.told import Told
 from pengserve.cluster.ingress.in_flight.trials import Trials
 from pengserve.cluster.ingress.request.kept import KeptSequence
-from pengserve.cluster.ingress.request.moves import Orphans, RequestMove, Stash
+from pengserve.cluster.ingress.request.moves import RequestMove
 from pengserve.cluster.ingress.request.record import Links, RecordEvents, RequestRecord, Resumption
 from pengserve.cluster.ingress.request.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.ingress.routing.prefixes import Prefixes
@@ -66,7 +56,6 @@ logger = logging.getLogger(__name__)
 SUPERSEDED_WAIT_S = 5.0  # for a link that comes back, where no new instance will come
 PLACE_PERIOD_S = 0.25  # how often waiting requests are tried again and their time-outs checked
 MAX_REDIRECTS_IN_PLACE = 8  # in a row without a new token; more of them wait a period each
-MAX_REMEMBERED_LOSSES = 4096
 
 
 class RequestBook:
@@ -97,7 +86,7 @@ class RequestBook:
         self._events, self._limits, self._links, self._max_model_len = Told(events), limits, links, max_model_len
         self._clock = clock
         self._records: dict[str, RequestRecord] = {}  # by request id
-        self._copies: dict[str, RequestRecord] = {}  # by wire id; only those on a link
+        self._copies = Copies(links, clock)
         self._trials = Trials(limits.max_deaths_alone, is_only_ingress=is_only_ingress)
         prefixes = Prefixes(limits.max_prefix_entries, secret, is_only_ingress=is_only_ingress)
         queued_before = fair.queued_before if fair is not None else None
@@ -107,9 +96,6 @@ class RequestBook:
         self._expected = ExpectedLengths()
         self._waiting: deque[RequestRecord] = deque()
         self._queue_limits = QueueLimits()
-        self._orphans = Orphans()
-        self._num_losses = 0
-        self._lost_at: dict[InstanceKey, int] = {}  # the value of `_num_losses` after that link's last end
         self._wake = asyncio.Event()
         self.used = asyncio.Event()  # a request came; the task that waits for it clears it
 
@@ -146,11 +132,11 @@ class RequestBook:
 
     def accept(self, link: InstanceLink, outputs: Iterable[EngineCoreOutput]) -> list[EngineCoreOutput]:
         """Notes the new tokens of a batch; returns the outputs that count, in order, under their request ids."""
-        accepted, copies, now_s = [], self._copies, self._clock()
+        accepted, copies, now_s = [], self._copies.records, self._clock()
         for output in outputs:
             record = copies.get(output.request_id)
             if record is None or record.link is not link:
-                self._take_stray(link, record, output)
+                self._copies.take_stray(record, link, output)
                 continue
             if output.events:
                 record.num_recomputes += sum(event.type is EngineCoreEventType.PREEMPTED for event in output.events)
@@ -184,12 +170,12 @@ class RequestBook:
         target = self._links.find(moved.to) if moved.to is not None else None
         move = RequestMove(moved.to, moved.carried)
         for wire_id in moved.request_ids:
-            record = self._copies.get(wire_id)
+            record = self._copies.records.get(wire_id)
             if record is None:
                 if moved.carried and target is not None:
-                    self._orphans.abort(target, [wire_id])
+                    self._copies.abort_at(target, wire_id)
             elif record.link is not link:
-                self._stash(record, link, move)
+                self._copies.take_stray(record, link, move)
             else:
                 last = self._follow(record, move, accepted)
                 if last is not None:
@@ -203,7 +189,7 @@ class RequestBook:
 
     def note_trial(self, link: InstanceLink, trial: Trial) -> None:
         """The instance has let a suspect in: alone, or among others."""
-        record = self._copies.get(trial.request_id)
+        record = self._copies.records.get(trial.request_id)
         if record is not None and record.link is link:
             self._trials.told(record, is_alone=trial.is_alone)
             if not trial.is_alone:
@@ -211,7 +197,7 @@ class RequestBook:
 
     def note_pause(self, link: InstanceLink, paused: Paused) -> None:
         """A request was parked on an instance for a while: one on which it is, or has been."""
-        record = self._copies.get(paused.request_id)
+        record = self._copies.records.get(paused.request_id)
         if record is None:
             return
         record.num_parks += 1
@@ -221,21 +207,17 @@ class RequestBook:
 
     def abort(self, request_ids: Iterable[str], finish: str = "abort") -> None:
         """Forgets requests and tells their instances. `finish` is how they ended for their clients."""
-        by_link: dict[InstanceLink, list[str]] = {}
+        on_instances = []
         for request_id in request_ids:
             record = self._records.pop(request_id, None)
             if record is None:
                 continue
             self._tell_end(record, finish)
-            if record.link is None:
-                continue
-            self._placing.ended(record)
-            self._trials.leave(record)
-            del self._copies[record.wire_id]
-            for link in (record.link, *(record.stash or ())):
-                by_link.setdefault(link, []).append(record.wire_id)
-        for link, ids in by_link.items():
-            self._orphans.abort(link, ids)
+            if record.link is not None:
+                self._placing.ended(record)
+                self._trials.leave(record)
+                on_instances.append(record)
+        self._copies.abort(on_instances)
 
     def lose(self, link: InstanceLink, *, is_death: bool = True) -> None:
         """`link` is gone: everything that ran over it is resumed elsewhere, the oldest first.
@@ -243,18 +225,7 @@ class RequestBook:
         `is_death` is False where the instance left as it was told to.
         """
         self._placing.forget(link.key)
-        self._orphans.forget(link)
-        self._num_losses += 1
-        self._lost_at.pop(link.key, None)
-        self._lost_at[link.key] = self._num_losses
-        while len(self._lost_at) > MAX_REMEMBERED_LOSSES:
-            del self._lost_at[next(iter(self._lost_at))]
-        lost = []
-        for record in self._records.values():
-            if record.link is link:
-                lost.append(record)
-            elif record.stash is not None:
-                record.stash.drop(link)
+        lost = sorted(self._copies.lose(link), key=lambda record: record.created_s)
         if is_death:
             self._trials.instance_died(link, lost)
         why = "drained" if self._links.is_leaving(link.key) else "lost"
@@ -265,10 +236,7 @@ class RequestBook:
 
     def is_busy(self, link: InstanceLink) -> bool:
         """Whether a request runs over `link`, or may be about to."""
-        return any(
-            record.link is link or (record.stash is not None and link in record.stash)
-            for record in self._records.values()
-        )
+        return self._copies.is_busy(link)
 
     def note_shape(self, link: InstanceLink, shape: str) -> None:
         """`link` runs another shape now, and its requests with it."""
@@ -306,14 +274,12 @@ class RequestBook:
     def tend(self) -> None:
         """Tries to place what waits, and gives up what waited too long."""
         now_s = self._clock()
-        for record in [r for r in self._records.values() if r.stash is not None and r.stash.is_overdue(now_s)]:
+        for record in self._copies.overdue(now_s):
             logger.warning("request %s goes on elsewhere: no word came of where it moved", record.wire_id)
-            assert record.link is not None
-            self._orphans.abort(record.link, [record.wire_id])
             self._resume(record)
         for record, limit_s in self._queue_limits.take_late(now_s, self._has):
             if record.link is not None:
-                self._orphans.abort(record.link, [record.wire_id])
+                self._copies.abort_at(record.link, record.wire_id)
             self._fail(record, queue_timeout(limit_s))
         self._order.tend(self._links)
         waiting = sorted(self._waiting, key=self._order.place)
@@ -344,33 +310,18 @@ class RequestBook:
 
     # Moves and losses ------------------------------------------------------------------------------------------
 
-    def _take_stray(self, link: InstanceLink, record: RequestRecord | None, event: EngineCoreOutput) -> None:
-        """An output that came over a link which its request is not known to be on."""
-        if record is None:
-            if event.finish_reason is None:
-                self._orphans.abort(link, [event.request_id])
-        else:
-            self._stash(record, link, event)
-
-    def _stash(self, record: RequestRecord, link: InstanceLink, event: EngineCoreOutput | RequestMove) -> None:
-        if record.stash is None or not record.stash.num_events:
-            record.stash = Stash(since_s=self._clock())
-        record.stash.add(link, event)
-
     def _follow(self, record: RequestRecord, move: RequestMove, accepted: list[EngineCoreOutput]) -> RequestMove | None:
         """Leads `record` along `move` and those that follow in its stash; the last one where it was not carried."""
         while True:
             if not move.carried:
                 return move
             assert move.to is not None, "a request is carried to an instance"
-            link = self._links.find(move.to)
-            if link is None or self._lost_at.get(move.to, 0) > record.num_losses_seen:
-                if link is not None:
-                    self._orphans.abort(link, [record.wire_id])
+            link = self._copies.carry(record, move.to)
+            if link is None:
                 self._resume(record)
                 return None
             self._events.on_request_moved(carried=True)
-            record.link, record.is_unsettled = link, True
+            record.is_unsettled = True
             record.note(self._clock(), "carried", link.key)
             self._trials.told(record, is_alone=False)
             if record.stash is None:
@@ -420,10 +371,7 @@ class RequestBook:
     def _drop_copy(self, record: RequestRecord) -> None:
         """Nothing that still comes of this copy counts."""
         self._trials.leave(record)
-        del self._copies[record.wire_id]
-        for link in record.stash or ():
-            self._orphans.abort(link, [record.wire_id])
-        record.link, record.stash = None, None
+        self._copies.drop(record)
 
     def _settle(self, record: RequestRecord, now_s: float) -> None:
         """The first token after a switch or a loss is there."""
@@ -511,9 +459,8 @@ class RequestBook:
             predicted_hit_tokens=hit_tokens,
             contract=self._expected.contract_of(record),
         )
-        record.wire_id, record.link, record.num_losses_seen = request.request_id, link, self._num_losses
+        self._copies.sent(record, link, request.request_id)
         record.sent_s, record.num_tokens_when_sent = self._clock(), len(record.output_token_ids)
-        self._copies[record.wire_id] = record
         self._trials.begin(record)
         self._placing.sent(record, link, hit_tokens)
         why, record.resumed_why = record.resumed_why, ""

@@ -119,7 +119,7 @@ class Moving(RuleBasedStateMachine):
     def a_request_is_in_one_place_or_waits(self) -> None:
         book = self.cluster.book
         on_links = [record for record in book._records.values() if record.link is not None]
-        assert {id(r) for r in on_links} == {id(r) for r in book._copies.values()}
+        assert {id(r) for r in on_links} == {id(r) for r in book._copies.records.values()}
         waiting = {id(r) for r in book._waiting}
         assert all(id(r) in waiting for r in book._records.values() if r.link is None)
         live = {n for n in self.cluster.lengths if n not in self.cluster.ended}
@@ -138,7 +138,7 @@ class Moving(RuleBasedStateMachine):
             assert number in self.cluster.ended
             assert number in self.aborted or len(seen) == self.cluster.lengths[number]
         assert len(self.cluster.book) == 0
-        assert not self.cluster.book._copies and not self.cluster.book._waiting
+        assert not self.cluster.book._copies.records and not self.cluster.book._waiting
         assert not any(instance.copies for instance in self.cluster.instances), "no instance computes for nobody"
 
 
@@ -200,7 +200,7 @@ def test_the_copy_of_a_dead_instance_s_request_is_aborted_where_it_was_carried(
     cluster.instances[0].carry(cluster.instances[1], ["r1"])
     cluster.instances[0].cut(0, refuses=True)
     cluster.deliver(first)
-    assert list(cluster.book._copies) == ["r1~2"]
+    assert list(cluster.book._copies.records) == ["r1~2"]
     cluster.instances[1].step()
     cluster.deliver(second)
     assert second.aborts == [["r1"]]
