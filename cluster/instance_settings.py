@@ -15,12 +15,11 @@ CPU_INSTANCES = 2  # where `count` is auto and the device is cpu
 
 CPU_ENGINE_DEFAULTS: Mapping[str, Any] = {
     "enforce_eager": True,  # compiling costs minutes and gains little for models that fit a CPU
-    "async_scheduling": False,
     "enable_prefix_caching": True,
     "kv_cache_memory_bytes": 256 * MIB,
 }
 CHUNK_BYTES: Mapping[str, int] = {"cpu": 2 * MIB, "cuda": 64 * MIB}
-CUDA_ENGINE_DEFAULTS: Mapping[str, Any] = {"async_scheduling": False, "enable_prefix_caching": True}
+CUDA_ENGINE_DEFAULTS: Mapping[str, Any] = {"enable_prefix_caching": True}
 
 
 class InstanceSettings(BaseModel, extra="forbid", validate_default=True, frozen=True):

@@ -91,14 +91,14 @@ def settle(settings: Settings, ask: Callable[[], Devices], patience_s: float = 0
 
 def remarks(settings: Settings) -> tuple[str, ...]:
     """What a user of these settings should know at the start, a sentence each."""
-    if settings.device == "cuda" and settings.shape.cuda == "experimental":
+    if settings.device == "cuda" and settings.may_change_shape:
         return (
             "shape.cuda is experimental: changes of shape have run on one GPU and not between GPUs,"
             " so try it before you rely on it",
         )
     if settings.shape.degrees == []:
         return ()
-    if settings.device == "cuda":
+    if settings.device == "cuda" and settings.shape.cuda == "off":
         return (
             "instances on CUDA keep their shape, because changes of shape have not run between GPUs yet;"
             " `shape.cuda: experimental` lets them change it",
@@ -107,6 +107,11 @@ def remarks(settings: Settings) -> tuple[str, ...]:
         return (
             f"instances keep their shape (shape.degrees: auto means none here), because {settings.parallel_setting}"
             " gives their engines more than one process",
+        )
+    if not settings.may_change_shape:
+        return (
+            "instances keep their shape (shape.degrees: auto means none here), because engine.async_scheduling lets"
+            " vLLM begin a step before the last one has ended",
         )
     return ()
 

@@ -70,7 +70,10 @@ def draw() -> str:
         "",
         *(f"- `{test}`" for test in sorted({claim.test for claim in found})),
         "",
-        "**On GPUs nothing has run.** Written for a GPU, and waiting for one (`make test-gpu`):",
+        "**GPUs**: one H200, on 2026-11-26 ([what held, and what failed](../benchmarks/results/gpu-h200.md)). Not run",
+        "on a GPU: an instance that never changes its shape, with vLLM's own runner and scheduling",
+        "(`tests/gpu/test_stock.py`), and anything between two. Tests that need a GPU (`make test-gpu`, ten minutes at",
+        "most):",
         "",
         *(f"- `{path}`" for path in _gpu_tests()),
     ]
@@ -143,8 +146,9 @@ def _parameters(path: str, function: str, parameter: str) -> list[int]:
 
 
 def _gpu_tests() -> list[str]:
-    marked = (path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8"))
-    return sorted(str(path.relative_to(ROOT)) for path in marked)
+    marked = re.compile(r"^ +pytest\.mark\.gpu,$", re.MULTILINE)
+    tests = (ROOT / "tests").rglob("test_*.py")
+    return sorted(str(path.relative_to(ROOT)) for path in tests if marked.search(path.read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

@@ -4,8 +4,9 @@ Tensor-parallel groups are aligned runs of ranks inside one node (Flying Serving
 runs of ranks that may span nodes: what their stages exchange is small (KunServe section 3).
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+from pengserve.planners.ranks import by_domain
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind, parse_groups
 
@@ -53,10 +54,23 @@ def pipelines_for(ranks: Sequence[InstanceId], placed: Iterable[InstanceId], max
     return groups_for(ranks, dict.fromkeys(placed, ""), stages, GroupKind.PP)
 
 
-def likely_groups(instance_id: InstanceId, degrees: Iterable[int], max_stages: int) -> tuple[Group, ...]:
-    """The groups that an instance will be in where slots are numbered in rank order and fill their nodes."""
-    ranks = [InstanceId(rank) for rank in range(instance_id + max([max_stages, *degrees], default=1))]
-    found = (*groups_for(ranks, dict.fromkeys(ranks, ""), degrees), *pipelines_for(ranks, ranks, max_stages))
+def likely_groups(
+    instance_id: InstanceId, degrees: Collection[int], max_stages: int, domains: Sequence[str] = ()
+) -> tuple[Group, ...]:
+    """The groups that an instance will be in where slots are numbered node by node, and on a node as its devices are.
+
+    Args:
+        domains: of the devices of a node, in their order; all nodes are alike. Empty: slots are in rank order.
+    """
+    num_slots = instance_id + max([max_stages, *degrees], default=1)
+    num_devices = len(domains) or num_slots
+    ranks: list[InstanceId] = []
+    nodes: dict[InstanceId, str] = {}
+    for first in range(0, num_slots, num_devices):
+        for device in by_domain(range(num_devices), lambda device: domains[device] if domains else ""):
+            ranks.append(InstanceId(first + device))
+            nodes[ranks[-1]] = str(first)
+    found = (*groups_for(ranks, nodes, degrees), *pipelines_for(ranks, ranks, max_stages))
     return tuple(group for group in found if instance_id in group.members)
 
 

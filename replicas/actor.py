@@ -16,7 +16,7 @@ from pengserve.planners.types.names import NAMESPACE, fingerprint_name
 from pengserve.planners.types.orders import RequestOrder
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot
-from pengserve.replicas.domain import domain_of
+from pengserve.replicas.domain import device_index, domain_of, node_domains
 from pengserve.replicas.ending import GentleEnd, LeaseWatch, answer_within
 from pengserve.replicas.instance import Instance
 from pengserve.replicas.lease import Lease
@@ -32,14 +32,16 @@ class InstanceActor:
     def __init__(self, config: InstanceConfig, key: InstanceKey) -> None:
         logging.basicConfig(level=logging.INFO)
         node_ip, name = ray.util.get_node_ip_address(), _device(config)
+        is_linked = config.changes_shape and device_index(name) is not None
+        domains = node_domains() if is_linked else ()
         device = DeviceInfo(
             node_id=ray.get_runtime_context().get_node_id(),
             node_ip=node_ip,
             device=name,
             pid=os.getpid(),
-            domain=domain_of(name) if config.degrees or config.max_stages > 1 else "",
+            domain=domain_of(name, domains),
         )
-        self._instance = Instance(config, key, device, bind_host=config.channel_host or node_ip)
+        self._instance = Instance(config, key, device, bind_host=config.channel_host or node_ip, domains=domains)
         own = (ray.get_runtime_context().get_actor_name() or "").rpartition(":")[2]
         self._lease = Lease(
             config.lease_s,

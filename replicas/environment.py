@@ -10,11 +10,13 @@ def process_environment(config: InstanceConfig) -> dict[str, str]:
     OpenMP, vLLM and the C library read these once; setting them later has no effect.
     """
     environment = {
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # lanes are built on the V1 runner
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the instance's own process hosts the engine
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
     }
+    if not config.is_stock:
+        # Groups' lanes, and memory that changes hands, are built on the V1 runner. Elsewhere vLLM chooses.
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if config.device == "cpu":
         environment |= {
             "OMP_NUM_THREADS": str(config.cpu_threads),

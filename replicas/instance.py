@@ -19,6 +19,7 @@ from pengserve.planners.types.orders import Migrate, Park, Place, RequestOrder, 
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, InstanceStats
 from pengserve.replicas.contracts import KnownContracts
+from pengserve.replicas.domain import domains_by_slot
 from pengserve.replicas.failures import describe_failure
 from pengserve.replicas.parking import ParkOrders
 from pengserve.replicas.request_channel import RequestChannel
@@ -51,15 +52,23 @@ class Instance:
     """
 
     def __init__(
-        self, config: InstanceConfig, key: InstanceKey, device: DeviceInfo | None = None, *, bind_host: str = ""
+        self,
+        config: InstanceConfig,
+        key: InstanceKey,
+        device: DeviceInfo | None = None,
+        *,
+        bind_host: str = "",
+        domains: tuple[str, ...] = (),
     ) -> None:
         """
         Args:
             bind_host: address for the request channel; the configured one, or loopback, where it is empty.
+            domains: of the node's devices, by their numbers; empty where they are not known.
         """
         self.config, self.key = config, key
         self._host = bind_host or config.channel_host or "127.0.0.1"
         self._device = device or DeviceInfo(device=config.device, pid=os.getpid())
+        self._domains = domains_by_slot(self._device.device, key.instance_id, domains)
         self._state = InstanceState.STARTING
         self._phase = "importing vLLM"  # while STARTING
         self._failure = ""
@@ -284,11 +293,11 @@ class Instance:
         lanes.num_sent_back = lambda: self._requests.num_sent_back
         lanes.on_stranded = lambda request_ids, leader: self._requests.moved(request_ids, leader, carried=False)
         lanes.dp.use_contracts(KnownContracts(self._requests, self._channel.deposits))
-        if self.config.degrees or self.config.max_stages > 1:
+        if self.config.changes_shape:
             self._try_to_build_agent(lanes)
         if self._agent is not None:
             self._phase = "compiling the model in its other shapes"
-            lanes.registry.build_ahead(self.key.instance_id)
+            lanes.registry.build_ahead(self.key.instance_id, self._domains)
             lanes.registry.on_slow = lambda: self._loop.excuse(COMPILES_WITHIN_S)
         logger.info("instance %s: engine built in %.1f s", self.key, time.perf_counter() - started_s)
         return lanes

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,8 @@ def profile_engine(
     """
     if find_spec("vllm") is None:
         raise ConfigError(f"timing an engine needs vllm, which is not installed: {_INSTALL}")
+    # A step that is timed has to end before the next one begins.
+    config = replace(config, engine={**config.engine, "async_scheduling": False})
     command = [sys.executable, "-m", __name__, json.dumps(to_data(config)), json.dumps(to_data(plan))]
     environment = {**os.environ, **QUIET, **process_environment(config)}
     facts: EngineFacts | None = None

@@ -69,6 +69,16 @@ class InstanceConfig:
     lease_s: float = 30.0  # without a word from a controller for so long, the instance asks whether its app is gone
     drain_timeout_s: float = 60.0
 
+    @property
+    def changes_shape(self) -> bool:
+        """Whether the instance can be in a group with others."""
+        return bool(self.degrees) or self.max_stages > 1
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether vLLM's engine runs as vLLM has it: in one shape, and with memory of its own."""
+        return not (self.changes_shape or self.memory_bytes or self.host_bytes)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MergeConfig:

@@ -31,6 +31,12 @@ logger = logging.getLogger(__name__)
 PIECE_BYTES = 8 << 20  # at most, and the size of a room
 _ROOMS = 4  # that a member has for what the others send; each sender has one at least
 
+
+def rooms_each(num_members: int) -> int:
+    """Rooms that a member of such a pipeline has for what one other member sends."""
+    return max(1, _ROOMS // max(1, num_members - 1))
+
+
 OnLanded = Callable[["Landed"], object]
 OnFailed = Callable[[EngineError], object]
 
@@ -152,7 +158,7 @@ class BulkWays:
         self.members: tuple[InstanceKey, ...] = own.members
         self.rank, self._device = own.rank, device
         self._communicators = communicators
-        num_rooms = max(1, _ROOMS // max(1, len(communicators) - 1))
+        num_rooms = rooms_each(len(communicators))
         self._landings: Mapping[int, _Landing] = {
             src: _Landing(communicator, src, device, num_rooms)
             for src, communicator in enumerate(communicators)

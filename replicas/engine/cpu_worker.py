@@ -17,8 +17,9 @@ class LaneCPUWorker(LaneWorkerMixin, CPUWorker):
         """As vLLM does, with one process group; then makes seeded sampling survive chunked prefill."""
         with one_group_for_all():
             super().init_device()
-        runner = self.model_runner
-        runner._update_states = replayable(runner._update_states, runner)
+        if not self.use_v2_model_runner:  # that one draws by seed and position, and keeps no generator
+            runner = self.model_runner
+            runner._update_states = replayable(runner._update_states, runner)
 
     def compile_or_warm_up_model(self) -> Any:
         """As vLLM does; also where weights and KV share memory. vLLM would compile while it looks how much is free."""

@@ -61,7 +61,7 @@ class Lanes:
         self.num_predicted = 0  # prompt tokens that ingresses expected in the prefix cache
         self._idle_totals: dict[str, int] = {}
         self._dp_view: KvView | None = None
-        self._profile = IdleProfile(self.dp) if config.degrees or config.max_stages > 1 else None
+        self._profile = IdleProfile(self.dp) if config.changes_shape else None
 
     def use_idle_time(self, is_wanted: Callable[[], bool]) -> None:
         """Does what can wait until an instance has nothing else to do; returns soon after `is_wanted()`."""

@@ -55,14 +55,15 @@ class LaneRegistry:
         if group not in self._lanes and group.shape not in self._why_not:
             self._try_to_make(group, rank)
 
-    def build_ahead(self, instance_id: InstanceId) -> None:
+    def build_ahead(self, instance_id: InstanceId, domains: Sequence[str] = ()) -> None:
         """Before the instance serves: builds the lanes that it will probably need, where they have to be compiled.
 
         That takes up to minutes, for which lanes that are built later hold up `dp`: where groups come out otherwise.
+        `domains` are those of the node's devices, in their order; empty: not known.
         """
         if self._dp.pristine_config is None or not is_compiled(self._dp.pristine_config):
             return
-        for group in likely_groups(instance_id, self._config.degrees, self._config.max_stages):
+        for group in likely_groups(instance_id, self._config.degrees, self._config.max_stages, domains):
             self.build(group, group.members.index(instance_id))
 
     def rebuild(self, lane: GroupLane) -> None:

@@ -156,6 +156,7 @@ __all__ = [
 _PARTITION = "VLLM_PP_LAYER_PARTITION"  # sizes of the stages, by commas
 
 ATTRIBUTES: dict[type, tuple[str, ...]] = {
+    VllmConfig: ("use_v2_model_runner",),
     EngineCore: (
         "preprocess_add_request",  # EngineCoreRequest -> Request, with block hashes and grammar; thread-safe
         "add_request",

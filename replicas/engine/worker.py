@@ -151,7 +151,7 @@ class LaneWorkerMixin:
         memory = self._memory_options()
         free_bytes = 0
         if memory is not None and memory.is_auto:
-            free_bytes = self._free_bytes()
+            free_bytes = self._free_bytes(memory)
             self._share_memory(replace(memory, memory_bytes=self.weight_bytes() + free_bytes))
         if self.memory is not None:
             layers = self.memory.layers
@@ -163,9 +163,10 @@ class LaneWorkerMixin:
             self._open_tiers(TierOptions(**options), device_bytes)
         return device_bytes if self.tier_sizes is None else self.tier_sizes.num_bytes
 
-    def _free_bytes(self) -> int:
+    def _free_bytes(self, options: MemoryOptions) -> int:
         """What the loaded weights leave for KV. On CUDA vLLM runs the model to see what activations and graphs take;
-        each further shape has graphs of its own. On CPUs a share of what the machine has free: others share it too.
+        each further shape has graphs of its own, and its group communicators. On CPUs a share of what the machine has
+        free: others share it too.
 
         Raises:
             ConfigError: nothing is left.
@@ -175,7 +176,7 @@ class LaneWorkerMixin:
             free = int(available_bytes() * CPU_SHARE) // self.vllm_config.parallel_config.world_size
         else:
             free = int(super().determine_available_memory())  # type: ignore[misc]
-            free -= num_shapes * int(getattr(self, "cudagraph_memory_estimate", 0))
+            free -= num_shapes * int(getattr(self, "cudagraph_memory_estimate", 0)) + options.communicator_bytes
         if free <= 0:
             weights = format_bytes(self.weight_bytes())
             raise ConfigError(

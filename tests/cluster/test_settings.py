@@ -261,7 +261,7 @@ def test_engine_defaults_of_a_cpu_give_way_to_the_user():
         None, model="m", instances={"device": "cpu"}, engine={"enforce_eager": False, "max-model-len": 64}
     )
     engine = settings.instance_config("token").engine
-    assert (engine["enforce_eager"], engine["max_model_len"], engine["async_scheduling"]) == (False, 64, False)
+    assert (engine["enforce_eager"], engine["max_model_len"]) == (False, 64)
     assert engine["kv_cache_memory_bytes"] == 256 << 20
 
 
@@ -300,6 +300,10 @@ PAIRS = {"engine": {"tensor_parallel_size": 2}}
             ["engine.pipeline_parallel_size", "shape.degrees of [2]"],
         ),
         (
+            {"engine": {"async_scheduling": True}, "shape": {"degrees": [2]}},
+            ["engine.async_scheduling", "shape.degrees of [2]"],
+        ),
+        (
             {**CUDA, **PAIRS, "shape": {"degrees": [2], **EXPERIMENTAL}},
             ["engine.tensor_parallel_size", "shape.degrees of [2]"],
         ),
@@ -336,6 +340,7 @@ def test_what_cannot_go_together_is_refused_with_both_keys(data, words):
             1.0,
         ),
         (PAIRS, (), 1, 0.0),
+        ({**CUDA, "shape": EXPERIMENTAL, "engine": {"async_scheduling": True}}, (), 1, 1.0),
         ({**CUDA, **PAIRS}, (), 1, 2.0),
         ({**CUDA, "engine": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}}, (), 1, 4.0),
     ],

@@ -22,7 +22,7 @@ IS_CUDA = DEVICE == "cuda"
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(90),
     pytest.mark.skipif(IS_CUDA and torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 

@@ -14,7 +14,7 @@ from tests.gpu.figures import note_figure
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(60),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

@@ -16,7 +16,7 @@ from tests.replicas.kv.tiered_world import TieredWorld
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(60),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

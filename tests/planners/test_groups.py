@@ -5,8 +5,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pengserve.planners.groups import expand, groups_for, likely_groups, pipelines_for
-from pengserve.planners.types.ids import Epoch, InstanceId
+from pengserve.planners.ranks import rank_order
+from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind, Layout, degree_of, parse_groups, tensor_degree_of
+from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState
 
 DEGREES = (2, 4, 8, 16)
 
@@ -197,6 +199,38 @@ def test_on_one_node_with_slots_in_order_an_instances_likely_groups_are_its_grou
     found = (*groups_for(ranks, dict.fromkeys(ranks, "a"), degrees), *pipelines_for(ranks, ranks, max_stages))
     for instance_id in ranks:
         likely = likely_groups(instance_id, degrees, max_stages)
+        assert [group for group in likely if max(group.members) < count] == [
+            group for group in found if instance_id in group.members
+        ]
+
+
+@given(
+    st.lists(st.sampled_from("abc"), min_size=1, max_size=8),
+    st.integers(1, 3),
+    st.sets(st.sampled_from(DEGREES)),
+    st.sampled_from([1, 2, 4, 8]),
+)
+def test_on_nodes_that_are_alike_an_instances_likely_groups_are_those_of_its_domain(
+    domains: list[str], num_nodes: int, degrees: set[int], max_stages: int
+) -> None:
+    """Nodes of some devices, an instance on each, as the controller orders them by their links."""
+    count = num_nodes * len(domains)
+    instances = [
+        InstanceSnapshot(
+            key=InstanceKey(instance_id=InstanceId(slot), incarnation=0),
+            state=InstanceState.READY,
+            device=DeviceInfo(
+                node_id=f"node-{slot // len(domains)}",
+                device=f"cuda:{slot % len(domains)}",
+                domain=domains[slot % len(domains)],
+            ),
+        )
+        for slot in range(count)
+    ]
+    ranks, nodes = rank_order(instances), {i.instance_id: i.device.node_id for i in instances}
+    found = (*groups_for(ranks, nodes, degrees), *pipelines_for(ranks, ranks, max_stages))
+    for instance_id in ranks:
+        likely = likely_groups(instance_id, degrees, max_stages, domains)
         assert [group for group in likely if max(group.members) < count] == [
             group for group in found if instance_id in group.members
         ]

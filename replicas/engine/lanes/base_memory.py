@@ -42,6 +42,7 @@ class MemoryOptions:
     chunk_bytes: int
     max_stages: int
     is_gradual: bool = False  # the device's memory is taken layer by layer: it does not hold weights and arena
+    communicator_bytes: int = 0  # of the device, that groups' communicators will need beside it
     is_packed: bool = False  # linear weights lie as oneDNN reads them; no lane may view parts of them
 
     @property

@@ -4,8 +4,7 @@ import contextlib
 import copy
 import logging
 import math
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,16 @@ import numpy as np
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import ConfigError, EngineError, UnsupportedShapeError
 from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.replicas.comm.budget import communicator_bytes
 from pengserve.replicas.engine.lanes.base_memory import OPTIONS, BaseMemory, MemoryOptions
+from pengserve.replicas.engine.lanes.engine_steps import EngineSteps
 from pengserve.replicas.engine.lanes.handoff import Handoff, as_preempted
 from pengserve.replicas.engine.lanes.kv_shares import LaneKv, shares_of
 from pengserve.replicas.engine.lanes.lane import Lane
 from pengserve.replicas.engine.lanes.shared_model import plain_weights
 from pengserve.replicas.engine.lanes.warm_up import marked_as_lane
 from pengserve.replicas.engine.placement.placement_notes import PlacementNotes
-from pengserve.replicas.engine.placement.slo_gate import Contracts
+from pengserve.replicas.engine.placement.slo_gate import Contracts, SloGate
 from pengserve.replicas.engine.scheduling.grammar_budget import bound_grammars
 from pengserve.replicas.engine.scheduling.grammars import explaining_rejections, guide_config
 from pengserve.replicas.engine.tiers.lane_tiers import LaneTiers
@@ -69,13 +70,19 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
         raise ConfigError("memory_bytes already says what KV may have: leave engine.kv_cache_memory_bytes out")
     if config.max_stages > 1 and not config.memory_bytes:
         raise ConfigError("dropping parameters needs a budget of memory: set memory_bytes, or leave max_stages at 1")
+    if config.changes_shape and config.engine.get("async_scheduling", False) is not False:
+        raise ConfigError(
+            "engine.async_scheduling lets vLLM begin a step before the last one has ended, and shapes change between"
+            " two steps: leave it out, or set shape.degrees to []"
+        )
     defaults: dict[str, Any] = {
-        "async_scheduling": False,
         "enable_prefix_caching": True,
         # vLLM keeps this cache twice, in one frontend and in its one engine. Here are several of both.
         "mm_processor_cache_gb": 0,
         "allowed_media_domains": NO_MEDIA_DOMAINS,
     }
+    if not config.is_stock:
+        defaults["async_scheduling"] = False
     if config.device == "cpu":
         defaults |= {"enforce_eager": True}
         if not {"kv_cache_memory_bytes", "gpu_memory_utilization"} & set(config.engine):
@@ -95,6 +102,11 @@ def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
             chunk_bytes=config.chunk_bytes,
             max_stages=config.max_stages,
             is_gradual=config.device != "cpu",
+            communicator_bytes=(
+                communicator_bytes(config.degrees, config.max_stages)
+                if config.device != "cpu" and config.communicator in ("", "nccl")
+                else 0
+            ),
             is_packed=config.device == "cpu" and not config.degrees,
         )
         num_shapes = len(config.degrees) + config.max_stages.bit_length() - 1
@@ -132,7 +144,7 @@ class DpLane(Lane):
         """
         arguments = AsyncEngineArgs(**engine_arguments(config), worker_cls=worker_class_name(config.device))
         vllm_config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-        is_elastic = bool(config.degrees) or config.max_stages > 1
+        is_elastic = config.changes_shape
         self.pristine_config: Any = _copied(vllm_config) if is_elastic else None  # before it holds a model
         if is_elastic:
             # A group may hold longer contexts than one instance: the dp lane takes as much context as fits its memory.
@@ -140,7 +152,7 @@ class DpLane(Lane):
         self.log_stats = not arguments.disable_log_stats
         with plain_weights() if is_elastic or config.memory_bytes else contextlib.nullcontext():
             self.core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=self.log_stats)
-        self._step_core = self.core.step_fn
+        self._engine_steps = EngineSteps(self.core)
         guides: Any = self.core.structured_output_manager
         bound_grammars(guides)
         guides.accept_tokens = explaining_rejections(guides)
@@ -256,9 +268,13 @@ class DpLane(Lane):
     def adopt(self, request: Request) -> None:
         """Makes each of vLLM's workers, also those in other processes, know a half-decoded request as a preempted one.
 
+        vLLM's V2 runner needs no telling: the scheduler gives it each preempted request as a new one, with all tokens.
+
         Raises:
             EngineError: one of them cannot take the request.
         """
+        if self.core.vllm_config.use_v2_model_runner:
+            return
         state = half_decoded(request, self.num_kv_groups)
         answers = self.core.model_executor.collective_rpc("adopt_request", args=(state,))
         if why := next(filter(None, answers), ""):
@@ -322,20 +338,32 @@ class DpLane(Lane):
 
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return super().has_work() or bool(self.core.batch_queue)
+        return super().has_work() or self._engine_steps.under_way
 
     def step(self) -> Mapping[int, EngineCoreOutputs]:
-        """Schedules, executes and samples one step; outputs by client index."""
-        started_s = time.perf_counter()
+        """Schedules, executes and samples one step; outputs by client index.
+
+        With asynchronous scheduling the outputs are those of the step before, which was under way meanwhile.
+        """
+        gate = self._slo_gate if self._slo_gate is not None and self._slo_gate.is_on else None
+        outputs, seconds, num_read = self._engine_steps.step(
+            lambda: self._scheduling(gate), gate.unread_tokens if gate is not None else lambda: None
+        )
+        if gate is not None and num_read is not None:
+            gate.learn(seconds, num_read, self.core.vllm_config.parallel_config.pipeline_parallel_size)
+        if self._pins is not None:
+            self._pins.ended(outputs.values())
+        self._count(outputs.values(), seconds)
+        return outputs
+
+    @contextlib.contextmanager
+    def _scheduling(self, gate: SloGate | None) -> Iterator[None]:
+        """Around a step that vLLM schedules: what it may choose from."""
         if self._pins is not None and self._pins.num_sessions:
             self._pins.make_room(self._most_blocks_of_a_step())
-        with self._gating(), self._choosing(), self._chunking():
-            outputs, executed = self._step_core()
-        self.core.post_step(executed)
-        if self._pins is not None:
-            self._pins.ended((outputs or {}).values())
-        self._count((outputs or {}).values(), time.perf_counter() - started_s)
-        return outputs or {}
+        limiting = gate.limiting() if gate is not None else contextlib.nullcontext()
+        with limiting, self._choosing(), self._chunking():
+            yield
 
     def use_contracts(self, contracts: Contracts) -> None:
         """Begins prompts, and places KV, as SLOs allow from now on; groups that are led here do so too."""

@@ -75,10 +75,10 @@ class SloGate:
     def step(self) -> Iterator[None]:
         """Within it vLLM schedules and runs one step, with as many new prompts as the SLOs allow."""
         limiting = self.limiting()
-        before, started_s = self._prompt_tokens(), self._clock()
+        before, started_s = self.unread_tokens(), self._clock()
         with limiting:
             yield
-        self._pace.learn(self._clock() - started_s, before - self._prompt_tokens())
+        self._pace.learn(self._clock() - started_s, before - self.unread_tokens())
 
     def limiting(self) -> contextlib.AbstractContextManager[None]:
         """Within it vLLM schedules as many new prompts as the SLOs allow. What that took is for `learn` to say."""
@@ -93,6 +93,10 @@ class SloGate:
     def learn(self, took_s: float, prompt_tokens: int, num_in_flight: int) -> None:
         """A microbatch took so long in a stage; see `Pace.learn`."""
         self._pace.learn(took_s, prompt_tokens, num_in_flight)
+
+    def unread_tokens(self) -> int:
+        """Tokens of prompts that are not computed yet, of all requests here."""
+        return self._scheduler.prefilling_tokens() + self._scheduler.queued_tokens()
 
     def num_new(self) -> int | None:
         """Prompts that may begin now, in their order; None: all."""
@@ -139,10 +143,6 @@ class SloGate:
                 )
             )
         return found
-
-    def _prompt_tokens(self) -> int:
-        """Tokens of prompts that are not computed yet, of all requests here."""
-        return self._scheduler.prefilling_tokens() + self._scheduler.queued_tokens()
 
 
 def _blend(before: float | None, newest: float) -> float:

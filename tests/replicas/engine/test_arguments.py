@@ -1,5 +1,6 @@
 """Laws: the user's engine arguments win over defaults; what cannot work is refused in a sentence that names it."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ from vllm.multimodal.media import MediaConnector
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import ConfigError
+from pengserve.replicas.comm.budget import communicator_bytes
 from pengserve.replicas.engine.lanes.dp_lane import engine_arguments
+from pengserve.replicas.environment import process_environment
 
 pytestmark = pytest.mark.slow
 
@@ -31,11 +34,36 @@ def test_arguments_that_cannot_work_are_named(tmp_path: Path, name: str, value: 
         arguments(tmp_path, **{name: value})
 
 
+OWN_CHOICE = {"additional_config", "disable_custom_all_reduce", "compilation_config", "async_scheduling"}
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_where_the_shape_never_changes_vllm_s_own_memory_and_sums_are_left_alone(tmp_path: Path, device: str) -> None:
-    given = engine_arguments(InstanceConfig(app="tests", model=str(tmp_path), device=device))
-    assert not {"additional_config", "disable_custom_all_reduce", "compilation_config"} & set(given)
+def test_where_the_shape_never_changes_vllm_has_its_own_memory_sums_runner_and_scheduling(
+    tmp_path: Path, device: str
+) -> None:
+    config = InstanceConfig(app="tests", model=str(tmp_path), device=device)
+    given = engine_arguments(config)
+    assert config.is_stock and not OWN_CHOICE & set(given)
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in process_environment(config)
     assert ("enforce_eager" in given, "kv_cache_memory_bytes" in given) == (device == "cpu", device == "cpu")
+
+
+@pytest.mark.parametrize(
+    "changes", [{"degrees": (2,)}, {"max_stages": 2, "memory_bytes": 1 << 30}, {"memory_bytes": -1}, {"host_bytes": -1}]
+)
+def test_where_memory_or_shape_is_pengserve_s_one_step_ends_before_the_next_begins(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    config = InstanceConfig(app="tests", model=str(tmp_path), device="cuda", **changes)
+    assert not config.is_stock and engine_arguments(config)["async_scheduling"] is False
+    assert process_environment(config)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
+@pytest.mark.parametrize("given", [True, None])  # None: as vLLM likes
+def test_shapes_and_asynchronous_scheduling_do_not_go_together(tmp_path: Path, given: bool | None) -> None:
+    config = InstanceConfig(app="tests", model=str(tmp_path), degrees=(2,), engine={"async_scheduling": given})
+    with pytest.raises(ConfigError, match=r"engine\.async_scheduling.*shape\.degrees"):
+        engine_arguments(config)
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
@@ -74,7 +102,11 @@ def test_vllm_looks_what_is_free_where_it_can_tell(tmp_path: Path, device: str, 
     given = engine_arguments(config)
     assert given["kv_cache_memory_bytes"] == kv_bytes
     assert given["additional_config"]["pengserve_shapes"] == 3
-    assert given["additional_config"]["pengserve_memory"]["is_gradual"] == (device == "cuda")
+    memory = given["additional_config"]["pengserve_memory"]
+    assert memory["is_gradual"] == (device == "cuda")
+    assert memory["communicator_bytes"] == (communicator_bytes((2, 4), 2) if device == "cuda" else 0)
+    by_tcp = engine_arguments(replace(config, communicator="direct"))["additional_config"]["pengserve_memory"]
+    assert by_tcp["communicator_bytes"] == 0
 
 
 def test_media_are_fetched_from_nowhere_until_a_domain_is_named(tmp_path: Path) -> None:

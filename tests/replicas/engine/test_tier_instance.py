@@ -14,7 +14,7 @@ from vllm import SamplingParams
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.contract import Contract, Slo
 from pengserve.replicas.engine.link import InstanceLink
-from tests.replicas.engine.test_resume import SAMPLING, Reader, make_request
+from tests.support.cut_requests import SAMPLING, Reader, make_request
 from tests.support.processes import CHANNEL_TOKEN, ENGINE, InstanceProcess
 
 pytestmark = pytest.mark.slow

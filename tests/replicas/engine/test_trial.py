@@ -9,7 +9,7 @@ from vllm import SamplingParams
 
 from pengserve.replicas.engine.link import InstanceLink, StepBatch, Trial
 from pengserve.replicas.trial_gate import PROVEN_TOKENS
-from tests.replicas.engine.test_resume import make_request
+from tests.support.cut_requests import make_request
 from tests.support.processes import CHANNEL_TOKEN, InstanceProcess
 
 pytestmark = pytest.mark.slow

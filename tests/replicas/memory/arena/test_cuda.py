@@ -15,6 +15,7 @@ from tests.gpu.figures import note_figure
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.timeout(30),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 

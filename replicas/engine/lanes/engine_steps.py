@@ -1,0 +1,73 @@
+"""Steps of a vLLM engine, one result a call, also where vLLM schedules a step before the one before has ended.
+
+    call       schedules      its result is that of
+    step()     1, then 2      1                        with asynchronous scheduling, which has two under way
+    step()     3              2
+    step()     nothing        3                        no request is left
+
+Without asynchronous scheduling each call schedules a step and has its result.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs
+
+Clock = Callable[[], float]
+
+
+class StepResult(NamedTuple):
+    """What a step made."""
+
+    outputs: Mapping[int, EngineCoreOutputs]  # by client index
+    seconds: float  # from its begin, or from the end of the step before if it was scheduled by then
+    num_read: int | None  # tokens of prompts that it was given; None: not counted
+
+
+class EngineSteps:
+    """Belongs to the thread that steps."""
+
+    def __init__(self, core: Any, clock: Clock = time.perf_counter) -> None:
+        """`core` is vLLM's `EngineCore`."""
+        self._core, self._step, self._clock = core, core.step_fn, clock
+        self._since_s = clock()  # when what is under way began, or the newest step ended
+        self._read: deque[int | None] = deque()  # of the steps under way, the oldest first
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a step was scheduled whose result has not been taken."""
+        return bool(self._core.batch_queue)
+
+    def step(
+        self, choosing: Callable[[], AbstractContextManager[object]], unread: Callable[[], int | None]
+    ) -> StepResult:
+        """The result of the oldest step. `choosing` is entered around each step that is scheduled.
+
+        Args:
+            unread: tokens of prompts that no step was given; None where they are not to be counted.
+        """
+        while (result := self._advance(choosing, unread)) is None:
+            pass
+        return result
+
+    def _advance(
+        self, choosing: Callable[[], AbstractContextManager[object]], unread: Callable[[], int | None]
+    ) -> StepResult | None:
+        """Schedules a step; None where the result of none is due, as vLLM wants one more under way."""
+        if not self.under_way:
+            self._since_s = self._clock()
+        is_scheduled, before = self._core.scheduler.has_requests(), unread()
+        with choosing():
+            outputs, is_executed = self._step()
+        self._core.post_step(is_executed)
+        if is_scheduled:
+            after = unread()
+            self._read.append(None if before is None or after is None else before - after)
+        if outputs is None and self.under_way:
+            return None
+        now_s = self._clock()
+        seconds, self._since_s = now_s - self._since_s, now_s
+        return StepResult(outputs or {}, seconds, self._read.popleft() if self._read else None)
