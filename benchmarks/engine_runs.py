@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from rich.console import Console
 
-from benchmarks.harness import has_model, option_parser, progress_bar, tell_written, today
+from benchmarks.harness import DEMO_MODEL, has_model, option_parser, progress_bar, tell_written, today
 
 
 class EngineRun(Protocol):
@@ -46,6 +46,7 @@ def run_engines(
     make_plan: Callable[..., Any],
     measure: Callable[[Any, Callable[[Any], None]], None],
     report: Report,
+    make_model: Callable[[], Path] | None = None,
 ) -> int:
     """`python -m benchmarks.NAME`: measures, prints and writes the tables; the exit code says if the aims were met.
 
@@ -53,12 +54,15 @@ def run_engines(
         rounds: if the command line gives no number.
         make_plan: takes `model` and `rounds`.
         measure: makes all runs of a plan, and tells of each.
+        make_model: makes the model where the command line names none; None: the demo model.
     """
     parser = option_parser(name, description)
     parser.add_argument("--rounds", type=int, default=rounds)
+    parser.set_defaults(model=None if make_model is not None else DEMO_MODEL)
     options = parser.parse_args()
     console = Console(stderr=True)
-    plan = make_plan(model=options.model.resolve(), rounds=options.rounds)
+    model = options.model if make_model is None or options.model is not None else make_model()
+    plan = make_plan(model=model.resolve(), rounds=options.rounds)
     if not has_model(plan.model, console):
         return 2
     runs: list[EngineRun] = []

@@ -18,16 +18,25 @@ from benchmarks.harness import RESULTS, today
 from benchmarks.result_files import cpu_model, table
 from pengserve.planners.placement.solver import fallback, solve, whole
 from pengserve.planners.placement.spread import RESIDENT, Spread
-from pengserve.planners.placement.values import Decode, Machine, PlacementConfig
+from pengserve.planners.placement.values import Decode, Machine, PlacementConfig, Solution
 from pengserve.planners.placement.worth import solve_where_it_pays
 
 NUM_REQUESTS, NUM_LAYERS, BLOCK_SIZE = 64, 80, 16
-LIMIT_MS = 5.0  # P99
+LIMIT_MS = 5.0  # P99 of what instances call
+AS_PLANNED = "the search, where it pays"
+
+
+def none_away(requests: list[Decode], machine: Machine, config: PlacementConfig) -> Solution | None:
+    """`whole`, with when it expires."""
+    found = whole(requests, machine, config)
+    return found.solution() if found is not None else None
+
+
 CONFIG = PlacementConfig()
 PLANNERS: dict[str, Callable[[list[Decode], Machine, PlacementConfig], object]] = {
     "the search alone": solve,
-    "the search, where it pays": solve_where_it_pays,
-    "at once: none away": whole,
+    AS_PLANNED: solve_where_it_pays,
+    "at once: none away": none_away,
     "at once: one distance for all": fallback,
 }
 
@@ -78,7 +87,7 @@ def measured(num_batches: int) -> dict[str, list[float]]:
 
 def report(found: dict[str, list[float]], load: float) -> str:
     """The table, as Markdown. `load` is the machine's load average before the run."""
-    worst = percentile(found["the search alone"], 99)
+    worst = percentile(found[AS_PLANNED], 99)
     rows = [[name, f"{statistics.median(ms):.2f}", f"{percentile(ms, 99):.2f}"] for name, ms in found.items()]
     count = len(next(iter(found.values())))
     return "\n".join(
@@ -89,8 +98,8 @@ def report(found: dict[str, list[float]], load: float) -> str:
             f" before the run, from other work: {load:.1f}. {count} random batches of {NUM_REQUESTS} requests and"
             f" {NUM_LAYERS} layers whose KV is more than the device holds; processor time of one thread.",
             "",
-            f"The search: 99th percentile {worst:.1f} ms, {'within' if worst <= LIMIT_MS else 'NOT within'}"
-            f" {LIMIT_MS:g} ms.",
+            f"{AS_PLANNED.capitalize()}: 99th percentile {worst:.1f} ms,"
+            f" {'within' if worst <= LIMIT_MS else 'NOT within'} {LIMIT_MS:g} ms.",
             "",
             *table(["planner", "median, ms", "P99, ms"], rows, 1),
             "",

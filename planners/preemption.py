@@ -14,7 +14,10 @@ with the least KV to move. No request goes to and fro: one that came back keeps 
 
 No request starves: one that is parked becomes more urgent by a band in each `AGE_S`. So it makes at least
 `QUANTUM_TOKENS` tokens in each `(n + 1) * AGE_S`, where the most urgent request that runs is n bands above it, and in
-the time that such a request of the same age before it takes.
+the time that such requests of the same age before it take: turns that age gives have half of the places and half of the
+device at most (`plan_turns`), and the rest is the most urgent requests'. So one that is more urgent than those that run
+waits for a step, or for `QUANTUM_TOKENS` steps where all of them came back a moment ago, and not for all that are
+parked.
 """
 
 from collections.abc import Sequence
@@ -81,3 +84,31 @@ def plan_places(candidates: Sequence[Candidate], num_places: int) -> Places:
         victims=tuple(victims),
         num_new=sum(not each.is_parked for each in chosen),
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aged:
+    """A parked request that is more urgent by its age, or one that came back a moment ago."""
+
+    request_id: str
+    band: int  # by its age
+    tag: float
+    num_blocks: int
+
+
+def plan_turns(aged: Sequence[Aged], under_way: Sequence[Aged], num_places: int, num_blocks: int) -> frozenset[str]:
+    """Which parked requests are as urgent as their age makes them; all others are so by their priority alone.
+
+    Args:
+        under_way: requests that came back a moment ago, and keep their places.
+        num_blocks: of the device.
+    """
+    places = max(1, num_places // 2) - len(under_way)
+    blocks = num_blocks // 2 - sum(each.num_blocks for each in under_way)
+    chosen = list[str]()
+    for each in sorted(aged, key=lambda each: (each.band, each.tag, each.request_id)):
+        blocks -= each.num_blocks
+        if places <= len(chosen) or (blocks < 0 and (chosen or under_way)):
+            break
+        chosen.append(each.request_id)
+    return frozenset(chosen)

@@ -9,8 +9,9 @@ replace:
     2. prompts, the oldest first; those under way, then new ones
     3. requests that decode, the oldest first, as far as they fit
 
-A prompt that fits only on an empty device makes those that decode wait; a request that never fits is stepped alone,
-with its layers staged.
+That is done for each band of urgency in turn, the most urgent first: a prompt takes no room from a more urgent request
+that decodes. A prompt that fits only on an empty device makes those of its band that decode wait; a request that never
+fits is stepped alone, with its layers staged.
 """
 
 from collections.abc import Sequence, Set
@@ -31,6 +32,7 @@ class Wanting:
     shared: tuple[int, ...] = ()  # of its blocks, those that other requests hold too: prefixes
     away: tuple[int, ...] = ()  # layers in which `num_away` of its blocks are on the host alone,
     num_away: int = 0  # ... and which are staged in each step (`placement.solver.cells_of`)
+    band: int = 0  # the least is the most urgent
 
     @property
     def is_prompt(self) -> bool:
@@ -63,18 +65,18 @@ def plan_residency(wanting: Sequence[Wanting], device: Device) -> Residency:
     """Who is stepped next.
 
     Args:
-        wanting: the oldest first; new ones in the order in which the scheduler takes them.
+        wanting: the most urgent first, then the oldest; new ones in the order in which the scheduler takes them.
     """
-    decoding = [request for request in wanting if not request.is_prompt]
-    prompts = [request for request in wanting if request.is_prompt]
+    num_decoding = sum(not request.is_prompt for request in wanting)
+    bands = sorted({request.band for request in wanting})
     # A prompt that needs nearly all of the device would wait for ever behind requests that decode.
     for share in (DECODE_SHARE, 0.0):
-        room = _Room(device, device.max_tokens - len(decoding))
-        room.add_decoding(decoding, share)
-        room.add_prompts(prompts)
-        if room.num_prompts or not prompts:
+        room = _Room(device, device.max_tokens - num_decoding)
+        for band in bands:
+            if not room.add_band([request for request in wanting if request.band == band], share):
+                break
+        if room.num_prompts or num_decoding == len(wanting):
             break
-    room.add_decoding(decoding, 1.0)
     if not room.stepped and not room.num_new and wanting:
         room.add_alone(wanting[0])
     return Residency(stepped=frozenset(room.stepped), num_new=room.num_new, max_tokens=max(1, room.num_tokens))
@@ -98,9 +100,20 @@ class _Room:
         self._staged_blocks: set[int] = set()  # ... or in one at a time
         self.stepped: set[str] = set()
         self.num_new = self.num_prompts = self.num_tokens = 0
+        self._takes_prompts = True  # none begins before one that was there before it
 
-    def add_decoding(self, requests: Sequence[Wanting], share: float) -> None:
-        """Takes them in order up to `share` of the device; the first that does not fit ends it.
+    def add_band(self, requests: Sequence[Wanting], share: float) -> bool:
+        """Takes equally urgent requests; those that decode come before prompts up to `share` of the device.
+
+        Returns whether all that decode fit: else what is left is theirs, and not less urgent requests'.
+        """
+        decoding = [request for request in requests if not request.is_prompt]
+        self.add_decoding(decoding, share)
+        self._takes_prompts = self._takes_prompts and self.add_prompts([r for r in requests if r.is_prompt])
+        return self.add_decoding(decoding, 1.0)
+
+    def add_decoding(self, requests: Sequence[Wanting], share: float) -> bool:
+        """Takes them in order up to `share` of the device; the first that does not fit ends it. Whether all did.
 
         One that is parked comes back where a block more for each fits too: else it would leave with the next one.
         """
@@ -110,24 +123,26 @@ class _Room:
             spare = len(self.stepped) + 1 if request.is_parked else 0
             num_own = _num_own(request, self._whole_blocks)
             if not self._fits(num_own + spare, 0, share, request):
-                return
+                return False
             self._num_whole += num_own
             for layer in request.away:
                 self._away[layer] += request.num_away
             self._whole_blocks.update(request.shared)
             self.num_tokens += 1
             self.stepped.add(request.request_id)
+        return True
 
-    def add_prompts(self, requests: Sequence[Wanting]) -> None:
-        """Takes prompts in order, as long as tokens are left; the first that does not fit ends it."""
+    def add_prompts(self, requests: Sequence[Wanting]) -> bool:
+        """Takes prompts in order while tokens are left, up to the first that does not fit; whether it took all."""
         for request in requests:
             tokens = min(request.num_tokens, self._tokens_left)
             written = self._written(request, tokens)
             if not tokens or not self._fits(written, self._num_staged_of(request)):
-                return
+                return False
             if request.is_new and request.num_blocks > self._num_free:
-                return  # the scheduler would not begin it
+                return False  # the scheduler would not begin it
             self._take(request, tokens)
+        return True
 
     def add_alone(self, request: Wanting) -> None:
         """A request that never fits is stepped with its layers staged; a prompt with fewer tokens, where it must."""

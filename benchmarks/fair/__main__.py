@@ -100,22 +100,31 @@ def judge(arguments: list[str]) -> int:
 def bench(arguments: list[str]) -> int:
     """Measures the systems."""
     from benchmarks.fair import report  # with vLLM
-    from benchmarks.fair.measure import SYSTEMS, Run, measure, record
+    from benchmarks.fair.measure import CASES, SWITCHING, SYSTEMS, Run, measure, record
     from benchmarks.fair.measure import Plan as BenchPlan
     from benchmarks.result_files import write_result
 
     parser = option_parser("fair", __doc__)
-    parser.add_argument("--systems", nargs="*", default=list(SYSTEMS), choices=SYSTEMS)
+    systems, names = (*SYSTEMS, *SWITCHING), [case.name for case in CASES]
+    parser.add_argument("--systems", nargs="*", default=list(systems), choices=systems)
+    parser.add_argument("--works", nargs="*", default=names, choices=names)
+    parser.add_argument("--rounds", type=int, default=1, help="of all systems in turn; tables show medians")
     options = parser.parse_args(arguments)
     console = Console(stderr=True)
-    plan = BenchPlan(model=options.model.resolve(), systems=tuple(options.systems))
+    plan = BenchPlan(
+        model=options.model.resolve(),
+        systems=tuple(options.systems),
+        cases=tuple(case for case in CASES if case.name in options.works),
+        num_rounds=options.rounds,
+    )
     if not has_model(plan.model, console):
         return 2
     runs: list[Run] = []
 
     def on_run(run: Run) -> None:
         runs.append(run)
-        console.print(" | ".join((run.work, *report.row(run.system, run.busy))), highlight=False)
+        figures = (*report.row(run.system, run.everyone), *report.waits_row("urgent", run.urgent), f"{run.load:.1f}")
+        console.print(" | ".join((run.work, *figures)), highlight=False)
 
     measure(plan, on_run)
     text = report.markdown(plan, runs, today())

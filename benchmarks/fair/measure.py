@@ -5,6 +5,7 @@ of its own.
 """
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -17,9 +18,10 @@ from typing import Any
 
 from benchmarks.fair import files
 from benchmarks.fair.scoring import Limits, Score, score
+from benchmarks.fair.urgency import Waits, waits
 from benchmarks.fair.workload import Plan as Work
-from benchmarks.fair.workload import tenant_name
-from benchmarks.harness import MIB, engine_flags
+from benchmarks.fair.workload import Workload, tenant_name
+from benchmarks.harness import MIB, Stolen, engine_flags
 from benchmarks.overhead.plan import SERVED_NAME
 from benchmarks.overhead.plan import Plan as ServerPlan
 from benchmarks.overhead.systems.vllm_server import VllmServers
@@ -28,7 +30,9 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.tenants import FairnessConfig
 
 ROOT = Path(__file__).parents[2]
-SYSTEMS = ("vllm-fcfs", "vllm-priority", "pengserve", "pengserve-park")
+VLLM, OURS = ("vllm-fcfs", "vllm-priority"), ("pengserve", "pengserve-park")
+SYSTEMS = (*VLLM, *OURS)
+SWITCHING = ("pengserve-recompute", "pengserve-swap")  # how others preempt, in our scheduler (`hosts/`)
 VOCABULARY = 1000  # token ids below this are plain in the demo model
 
 
@@ -44,6 +48,42 @@ FLOOD = Work(
     max_tokens=900,
 )
 SETTLED_S = 6.0  # after a flood begins: until requests wait, and shares have told who takes more than its own
+CHURN = Work(
+    duration_s=14.0,
+    sessions_per_s=1.6,
+    flood=1.0,
+    turns=2.0,
+    output_tokens=80.0,
+    max_tokens=900,
+    pattern="random",
+    update_s=0.5,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One workload, and who serves it."""
+
+    name: str
+    work: Work
+    systems: tuple[str, ...] = SYSTEMS
+    engine: Mapping[str, Any] = field(default_factory=dict)  # what differs from the plan's
+    link_bytes_per_s: float = 0.0  # between device and host, emulated
+
+
+CASES = (
+    Case(name="calm", work=replace(FLOOD, flood=1.0)),
+    Case(name="flood", work=FLOOD),
+    Case(name="ranks", work=replace(CHURN, pattern="fixed"), systems=("vllm-priority", *OURS)),
+    Case(name="churn", work=CHURN),
+    Case(
+        name="swaps",  # the device holds the KV of about six requests
+        work=replace(CHURN, sessions_per_s=2.5),
+        systems=("vllm-priority", *SWITCHING, "pengserve-park"),
+        engine={"max_num_seqs": 16, "kv_cache_memory_bytes": 8 * MIB},
+        link_bytes_per_s=2.5e9,
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,27 +91,16 @@ class Plan:
     """One benchmark run."""
 
     model: Path
-    works: tuple[tuple[str, Work], ...] = (
-        ("calm", replace(FLOOD, flood=1.0)),
-        ("flood", FLOOD),
-        (
-            "churn",
-            Work(
-                duration_s=14.0,
-                sessions_per_s=1.6,
-                flood=1.0,
-                turns=2.0,
-                output_tokens=80.0,
-                max_tokens=900,
-                pattern="random",
-                update_s=0.5,
-            ),
-        ),
-    )
-    systems: tuple[str, ...] = SYSTEMS
+    cases: tuple[Case, ...] = CASES
+    systems: tuple[str, ...] = (*SYSTEMS, *SWITCHING)
+    num_rounds: int = 1
     limits: Limits = field(default_factory=Limits)
     host_bytes: int = 256 * MIB
     engine: Mapping[str, Any] = field(default_factory=partial(engine_flags, max_num_seqs=2))
+
+    def case(self, name: str) -> Case:
+        """By its name."""
+        return next(case for case in self.cases if case.name == name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,21 +109,40 @@ class Run:
 
     work: str
     system: str
-    busy: Score  # of guests' requests once the flood has settled; under churn, of the two most urgent levels
+    busy: Score  # of guests' requests once the flood has settled; with fixed ranks, of the two most urgent levels
     everyone: Score
-    guest_tokens: int = 0  # of guests' answers in that time
+    urgent: Waits  # under churn: what requests waited while they were of the two most urgent levels
+    guest_tokens: int = 0  # of guests' answers in the time of the flood
+    load: float = 0.0  # processes that wanted a core, on average over the last minute
+    stolen: float = 0.0  # share of the cores' time that went to other machines
 
 
 def measure(plan: Plan, on_run: Callable[[Run], None]) -> None:
-    """Each system once."""
+    """Each system once in each round, so that what changes on the machine meets all of them."""
     with tempfile.TemporaryDirectory(prefix="pengserve-fair-") as folder:
         directory = Path(folder)
-        for name, work in plan.works:
-            files.write(directory / name, work)
+        for case in plan.cases:
+            files.write(directory / case.name, case.work)
+        for _ in range(plan.num_rounds):
+            for system, cases in _servers(plan):
+                with _serving(plan, system, cases[0], directory) as url:
+                    for case in cases:
+                        on_run(_run(plan, system, case.name, url, directory))
+
+
+def _servers(plan: Plan) -> Iterator[tuple[str, list[Case]]]:
+    """Who is started, and for which cases: all that need the same engine."""
+    kinds: list[list[Case]] = []
+    for case in plan.cases:
+        alike = next((kind for kind in kinds if kind[0].engine == case.engine), None)
+        if alike is None:
+            kinds.append([case])
+        else:
+            alike.append(case)
+    for kind in kinds:
         for system in plan.systems:
-            with _serving(plan, system, directory) as url:
-                for name, _ in plan.works:
-                    on_run(_run(plan, system, name, url, directory))
+            if cases := [case for case in kind if system in case.systems]:
+                yield system, cases
 
 
 def _run(plan: Plan, system: str, name: str, url: str, directory: Path) -> Run:
@@ -104,54 +152,64 @@ def _run(plan: Plan, system: str, name: str, url: str, directory: Path) -> Run:
     command += ["--model", SERVED_NAME, "--vocabulary", str(VOCABULARY), "--outcomes", str(path)]
     command += [] if is_ours else ["--no-tenants", "--no-updates"]
     command += ["--no-priorities"] if system == "vllm-fcfs" else []
+    stolen = Stolen()
     subprocess.run(command, check=True, timeout=600, cwd=ROOT)
-    prompts = [row["input_length"] for row in files.rows(directory / name / files.REQUESTS)]
-    return judged(plan, system, name, files.rows(path), prompts)
+    _, found = files.read(directory / name)
+    run = judged(plan, system, name, files.rows(path), found)
+    return replace(run, load=os.getloadavg()[0], stolen=stolen.share())
 
 
-def judged(plan: Plan, system: str, name: str, outcomes: list[dict[str, Any]], prompts: list[int]) -> Run:
+def judged(plan: Plan, system: str, name: str, outcomes: list[dict[str, Any]], found: Workload) -> Run:
     """The scores of a run."""
-    work, pairs = dict(plan.works)[name], list(zip(outcomes, prompts, strict=True))
+    work, prompts = plan.case(name).work, [turn.input_length for turn in found.turns]
+    pairs = list(zip(outcomes, prompts, strict=True))
     from_s, until_s = work.flood_from * work.duration_s + SETTLED_S, work.flood_until * work.duration_s
     guests = [pair for pair in pairs if pair[0]["tenant"] != tenant_name(0)]
     busy = [pair for pair in guests if from_s <= pair[0]["sent_s"] < until_s]
     tokens = sum(from_s <= at_s < until_s for outcome, _ in guests for at_s in outcome["token_s"])
-    if work.pattern != "none":
+    if work.pattern == "fixed":
         busy = [pair for pair in pairs if pair[0]["priority"] < work.levels // 2]
 
     def of(chosen: list[tuple[dict[str, Any], int]]) -> Score:
         return score([outcome for outcome, _ in chosen], [tokens for _, tokens in chosen], plan.limits)
 
-    return Run(work=name, system=system, busy=of(busy), everyone=of(pairs), guest_tokens=tokens)
+    urgent = waits(found, outcomes, work.levels // 2)
+    return Run(work=name, system=system, busy=of(busy), everyone=of(pairs), urgent=urgent, guest_tokens=tokens)
 
 
 @contextmanager
-def _serving(plan: Plan, system: str, directory: Path) -> Iterator[str]:
-    if system.startswith("vllm"):
-        policy = system.removeprefix("vllm-")
+def _serving(plan: Plan, system: str, case: Case, directory: Path) -> Iterator[str]:
+    engine = {**plan.engine, **case.engine}
+    if system in VLLM:
         servers = VllmServers(directory, in_engine_process=True)
-        engine = {**plan.engine, "scheduling_policy": policy}
+        engine["scheduling_policy"] = system.removeprefix("vllm-")
         try:
             [url] = servers.start(ServerPlan(model=plan.model, num_instances=1, engine=engine))
             yield url
         finally:
             servers.stop()
         return
-    with _pengserve(plan, host_bytes=plan.host_bytes if system == "pengserve-park" else 0) as url:
+    with _pengserve(plan, system, case, engine | {"scheduling_policy": "priority"}) as url:
         yield url
 
 
 @contextmanager
-def _pengserve(plan: Plan, *, host_bytes: int) -> Iterator[str]:
+def _pengserve(plan: Plan, system: str, case: Case, engine: Mapping[str, Any]) -> Iterator[str]:
     # Imported late: a vLLM that is imported here reads its environment.
     from tests.support.ingress import FixedRoutes, serving, wait_ready
     from tests.support.processes import CHANNEL_TOKEN, InstanceProcess
 
-    engine = {**plan.engine, "scheduling_policy": "priority"}
     instance = InstanceConfig(
-        app="bench", model=str(plan.model), engine=engine, channel_token=CHANNEL_TOKEN, host_bytes=host_bytes
+        app="bench",
+        model=str(plan.model),
+        engine=engine,
+        channel_token=CHANNEL_TOKEN,
+        host_bytes={"pengserve": 0, "pengserve-recompute": MIB}.get(system, plan.host_bytes),
+        link_bytes_per_s=case.link_bytes_per_s,
     )
-    process = InstanceProcess(config=instance, instance_id=0)
+    hosts = "benchmarks.fair.hosts." + system.removeprefix("pengserve-")
+    module = hosts if system in SWITCHING else "pengserve.replicas.host"
+    process = InstanceProcess(config=instance, instance_id=0, module=module)
     try:
         process.wait_ready()
         config = IngressConfig(

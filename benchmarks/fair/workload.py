@@ -2,6 +2,7 @@
 
     sessions     come at random (Poisson) for each tenant; a turn's prompt is what was said before, and more
     flood        one tenant's rate is multiplied between two times
+    priorities   "fixed": each session draws one and keeps it
     churn        once in `update_s`, every session under way gets another priority: "random" draws it anew, "markov"
                  keeps it with a probability, and prefers sessions that were active lately (FastSwitch section 4.2)
 
@@ -11,10 +12,10 @@ The same plan makes the same workload. Times are in seconds from the start.
 import bisect
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
 
-Pattern = Literal["none", "random", "markov"]
+Pattern = Literal["none", "fixed", "random", "markov"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,8 +49,8 @@ class Plan:
             raise ValueError("flood_from and flood_until must be shares of the duration, in this order")
         if self.num_tenants < 1 or self.levels < 1 or self.flood < 1 or self.turns < 1:
             raise ValueError("num_tenants, levels, flood and turns must be at least 1")
-        if self.pattern not in ("none", "random", "markov"):
-            raise ValueError(f"pattern must be none, random or markov, got {self.pattern!r}")
+        if self.pattern not in get_args(Pattern):
+            raise ValueError(f"pattern must be none, fixed, random or markov, got {self.pattern!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +149,7 @@ def _tokens(median: float, spread: float, rng: random.Random) -> int:
 
 def _churn(plan: Plan, turns: Sequence[Turn], rng: random.Random) -> list[Update]:
     """Of sessions from their first turn to `think_s` after their last one."""
-    if plan.pattern == "none":
+    if plan.pattern in ("none", "fixed"):
         return []
     spans: dict[str, list[float]] = {}
     for turn in turns:
@@ -174,6 +175,7 @@ def _with_priority(turn: Turn, updates: Sequence[Update], plan: Plan) -> Turn:
     """The priority that the session has when the turn comes."""
     if plan.pattern == "none":
         return turn
+    if plan.pattern == "fixed":
+        return replace(turn, priority=random.Random(f"{plan.seed}/{turn.session}").randrange(plan.levels))
     index = bisect.bisect_right([update.at_s for update in updates], turn.at_s) - 1
-    priority = updates[index].priority if index >= 0 else plan.levels // 2
-    return Turn(**{**{name: getattr(turn, name) for name in Turn.__slots__}, "priority": priority})
+    return replace(turn, priority=updates[index].priority if index >= 0 else plan.levels // 2)

@@ -29,7 +29,7 @@ def main() -> int:
     found = report.figures(runs)
     for row in report.headline_rows(found):
         Console(width=TABLE_WIDTH).print(" | ".join(row), highlight=False, markup=False)
-    tell_written(console, report.write(options.output, runs, today()))
+    tell_written(console, report.write(options.output, runs, today(), options.name))
     return 0
 
 
@@ -37,6 +37,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.papers", description=__doc__)
     parser.add_argument("--scenarios", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the result")
+    parser.add_argument("--name", default="papers", help="how the result's files begin, where only some scenarios run")
     return parser.parse_args()
 
 

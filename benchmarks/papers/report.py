@@ -92,11 +92,12 @@ def text(runs: Sequence[Run], found: Runs) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def write(folder: Path, runs: Sequence[Run], date: str) -> tuple[Path, Path]:
+def write(folder: Path, runs: Sequence[Run], date: str, name: str = "papers") -> tuple[Path, Path]:
     """Writes the report and all figures; their paths."""
     found = figures(runs)
+    scenarios = dict.fromkeys(run.scenario for run in runs)
     record: dict[str, Any] = {
-        "scenarios": {name: (FOLDER / f"{name}.yaml").read_text() for name in dict.fromkeys(r.scenario for r in runs)},
+        "scenarios": {scenario: (FOLDER / f"{scenario}.yaml").read_text() for scenario in scenarios},
         "headlines": [_record(headline, found) for headline in able(found)],
         "runs": [
             {"scenario": run.scenario, "label": run.label, "policy": run.config.policy.model_dump()}
@@ -104,7 +105,7 @@ def write(folder: Path, runs: Sequence[Run], date: str) -> tuple[Path, Path]:
             for run in runs
         ],
     }  # fmt: skip
-    return write_result(folder, "papers", date, record, text(runs, found))
+    return write_result(folder, name, date, record, text(runs, found))
 
 
 def _record(headline: Headline, found: Runs) -> dict[str, Any]:

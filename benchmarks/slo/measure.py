@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import engine_flags
-from benchmarks.tiers.measure import BLOCK_BYTES
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.replicas.environment import process_environment
 
-START_TIMEOUT_S = 600.0
+START_TIMEOUT_S = 900.0
+FLOAT_BYTES = 4
 PLAIN, STATIC, UNPLACED, PENGSERVE = "plain vLLM", "static", "host tier alone", "PengServe"
 SYSTEMS = (PLAIN, STATIC, UNPLACED, PENGSERVE)
 BURST, DECODES = "burst of long prompts", "long decodes"
@@ -30,36 +30,45 @@ def _size(
     return locals()
 
 
+def kv_bytes_per_token(model: Path) -> int:
+    """Of all layers, in float32."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    head_size = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return int(config["num_hidden_layers"] * 2 * config["num_key_value_heads"] * head_size * FLOAT_BYTES)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """One benchmark run. Sizes are requests, tokens of a prompt, tokens of an answer."""
 
     model: Path
     rounds: int = 2
-    device_blocks: int = 96  # 3,072 tokens
-    host_blocks: int = 1024
+    device_blocks: int = 64  # 2,048 tokens
+    host_blocks: int = 512
     link_bytes_per_s: float = 1e9
-    slo_scale: float = 3.0  # the SLO, in steps of a batch that fits
-    fitting: int = 8  # requests of that batch
+    slo_scale: float = 6.0  # the SLO, in steps of a batch that fits
+    fitting: int = 4  # requests of that batch
     seed: int = 7
+    # Answers take several times as long as their prompts: prompts wait for KV, not for compute, as in LayerKV's runs.
     scenarios: Mapping[str, Mapping[str, int]] = field(
         default_factory=lambda: {
-            BURST: _size(streams=4, stream_prompt=64, stream_output=500, prompts=12, prompt=640, output=64),
-            DECODES: _size(streams=10, stream_prompt=128, stream_output=400),
+            BURST: _size(streams=2, stream_prompt=64, stream_output=192, prompts=8, prompt=384, output=192),
+            DECODES: _size(streams=10, stream_prompt=128, stream_output=256),
         }
     )
     engine: Mapping[str, Any] = field(default_factory=partial(engine_flags, max_num_seqs=64))
 
     def given(self, system: str, round_index: int, tbt_s: float) -> dict[str, Any]:
         """What the worker of one system gets."""
-        engine = {**self.engine, "kv_cache_memory_bytes": self.device_blocks * BLOCK_BYTES}
+        block_bytes = kv_bytes_per_token(self.model) * self.engine["block_size"]
+        engine = {**self.engine, "kv_cache_memory_bytes": self.device_blocks * block_bytes}
         found: dict[str, Any] = {
             "engine": engine, "system": system, "seed": self.seed + 10 * round_index, "fitting": self.fitting,
             "tbt_s": tbt_s, "places_by_slo": system != UNPLACED,
             "scenarios": {name: dict(size) for name, size in self.scenarios.items()},
         }  # fmt: skip
         if system != PLAIN:
-            found |= {"host_bytes": self.host_blocks * BLOCK_BYTES, "link_bytes_per_s": self.link_bytes_per_s}
+            found |= {"host_bytes": self.host_blocks * block_bytes, "link_bytes_per_s": self.link_bytes_per_s}
         return found
 
 

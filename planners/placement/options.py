@@ -21,9 +21,15 @@ def masks(num_layers: int) -> NDArray[np.float32]:
 
 
 @cache
-def stays(spread: Spread, num_layers: int) -> NDArray[np.float32]:
-    """How many layers are on the host both with this spread and with each option: `[options]`."""
-    return np.asarray(masks(num_layers)[:, list(spread.layers(num_layers))].sum(axis=1))
+def moves(spread: Spread, num_layers: int, can_leave_free: bool) -> NDArray[np.float32]:
+    """How many layers of a request that has this spread move for each option, those that come and those that leave:
+    `[options]`. What leaves costs nothing where the host has a copy (`can_leave_free`).
+    """
+    away = spread.layers(num_layers)
+    stay = masks(num_layers)[:, list(away)].sum(axis=1)  # layers that are on the host before and after
+    come = np.float32(len(away)) - stay
+    leave = masks(num_layers).sum(axis=1) - stay
+    return np.asarray(come if can_leave_free else come + leave)
 
 
 @cache

@@ -16,17 +16,22 @@ from pengserve.planners.placement.values import Decode, Machine, PlacementConfig
 def victims(requests: Sequence[Decode], config: PlacementConfig) -> list[Decode]:
     """All that may be paused, in that order: much KV, and much time until the client notices. One is always stepped.
 
-    OrbitFlow section 3.4 adds KV blocks and deposited tokens; here KV is multiplied by slack in seconds, and slack
-    shrinks the longer a request has been paused. None starves: after `max_paused_s` a request is paused only behind all
-    others, of several the one that has been paused for longest last. So it has its turn, and keeps its place for a
-    while (`may_pause`).
+    OrbitFlow section 3.4 adds KV blocks and deposited tokens; here KV is multiplied by slack. None starves: after
+    `max_paused_s` a request is paused only behind all others, of several the one that has been paused for longest
+    last. So it has its turn, and keeps its place for a while (`may_pause`).
     """
+    return _in_order(requests, config, lambda r: (-kv_times_slack(r), r.request_id))
 
-    def slack_s(request: Decode) -> float:
-        slo_s = 1.0 if request.slo_s is None else request.slo_s
-        return (request.deposit_tokens + 1) * slo_s / (1.0 + (request.paused_s or 0.0))
 
-    return _in_order(requests, config, lambda r: (-r.num_tokens * slack_s(r), r.request_id))
+def slack_s(request: Decode) -> float:
+    """How long its client bears a pause, less the longer it has lasted; of one without an SLO a second."""
+    slo_s = 1.0 if request.slo_s is None else request.slo_s
+    return (request.deposit_tokens + 1) * slo_s / (1.0 + (request.paused_s or 0.0))
+
+
+def kv_times_slack(request: Decode) -> float:
+    """What pausing it frees, for as long as its client bears that: tokens times seconds."""
+    return request.num_tokens * slack_s(request)
 
 
 def least_moved(requests: Sequence[Decode], machine: Machine, config: PlacementConfig) -> list[Decode]:

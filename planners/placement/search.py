@@ -8,12 +8,13 @@ below (`least_stalls_s`), and `stall_s` prices the most promising ones.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pengserve.planners.placement.latency import Cells, Seconds, least_stalls_s, stall_s
-from pengserve.planners.placement.options import layers_of_options, masks, numbers, stays
+from pengserve.planners.placement.options import layers_of_options, masks, moves, numbers
 from pengserve.planners.placement.spread import (
     RESIDENT,
     Spread,
@@ -84,15 +85,17 @@ def most_resident(problem: Problem) -> Found | None:
     state = _State(problem)
     for distance in (0, *reversed(distances(problem.num_layers))):
         spread = Spread(distance, distance - 1) if distance else RESIDENT
-        if state.fits([spread] * len(problem.full)):
-            return state.found([spread] * len(problem.full))
+        chosen = [spread] * len(problem.full)
+        if state.has_room(state.staged(chosen)):
+            return state.found(chosen)
     return None
 
 
 def as_now(problem: Problem) -> Found | None:
     """The placement that is in force; None where it does not fit."""
     state = _State(problem)
-    return state.found(problem.now) if state.fits(problem.now) else None
+    staged = state.staged(problem.now)
+    return state.priced(problem.now, staged, 0) if state.has_room(staged) else None
 
 
 class _State:
@@ -105,33 +108,27 @@ class _State:
         self._option = numbers(problem.num_layers)
         self._masks = masks(problem.num_layers)
         self._now = [self._option.get(spread) for spread in problem.now]
-        self._moved = self._moves()
 
-    def _moves(self) -> NDArray[np.float32]:
-        """Cells that each request moves for each option, `[requests, options]`: those that come, and those that leave.
-
-        What leaves costs nothing where the host has a copy.
-        """
-        num_layers, now = self.problem.num_layers, self.problem.now
-        stay = np.stack([stays(spread, num_layers) for spread in now])  # layers on the host before and after
-        come = np.array([len(spread.layers(num_layers)) for spread in now], dtype=np.float32)[:, None] - stay
-        must = np.array([not free for free in self.problem.can_leave_free], dtype=np.float32)
-        cells: Cells = come + (self._masks.sum(axis=1) - stay) * must[:, None]
-        return cells * self.full[:, None]
+    @cached_property
+    def _moved(self) -> NDArray[np.float32]:
+        """Cells that each request moves for each option, `[requests, options]`."""
+        num_layers, now, free = self.problem.num_layers, self.problem.now, self.problem.can_leave_free
+        rows = [moves(spread, num_layers, is_free) for spread, is_free in zip(now, free, strict=True)]
+        return np.stack(rows) * self.full[:, None]
 
     # Prices -----------------------------------------------------------------------------------------------------------
 
     def found(self, chosen: Sequence[Spread]) -> Found:
         """A placement with its price."""
-        staged = self._staged(chosen)
-        return self._priced(chosen, staged, self._moved_by(chosen))
+        staged = self.staged(chosen)
+        return self.priced(chosen, staged, self._moved_by(chosen))
 
-    def fits(self, chosen: Sequence[Spread]) -> bool:
+    def has_room(self, staged: Cells) -> bool:
         """Whether a placement leaves room for the layer that stages most."""
-        staged = self._staged(chosen)
         return int(staged.max(initial=0)) <= self.problem.num_spare + int(staged.sum())
 
-    def _staged(self, chosen: Sequence[Spread]) -> Cells:
+    def staged(self, chosen: Sequence[Spread]) -> Cells:
+        """Cells that each layer stages."""
         staged = np.zeros(self.problem.num_layers, dtype=np.float32)
         for spread, count in zip(chosen, self.problem.full, strict=True):
             if spread.distance:
@@ -146,7 +143,8 @@ class _State:
             for request, spread in enumerate(chosen)
         )
 
-    def _priced(self, chosen: Sequence[Spread], staged: Cells, moved: int) -> Found:
+    def priced(self, chosen: Sequence[Spread], staged: Cells, moved: int) -> Found:
+        """As `found`, where it is known how many cells are staged and move."""
         problem = self.problem
         num_free = problem.num_spare + int(staged.sum())
         if num_free < 0:
@@ -181,7 +179,7 @@ class _State:
         for row in np.argsort(least, kind="stable").tolist():
             if not least[row] < self._best_s():
                 break
-            self._priced([options[index] for index in grid[row]], staged[row], int(moved[row]))
+            self.priced([options[index] for index in grid[row]], staged[row], int(moved[row]))
         return self.best
 
     def _best_s(self) -> float:
@@ -192,14 +190,14 @@ class _State:
     def descend(self, here: Found, rounds: int) -> None:
         """Changes one request at a time, for the best, as long as that helps."""
         groups = self._groups()
-        num_vain, staged = 0, self._staged(here.spreads)
+        num_vain, staged = 0, self.staged(here.spreads)
         for turn in range(rounds):
             changed = self._best_change(here, staged, groups[turn % len(groups)])
             num_vain = num_vain + 1 if changed is None else 0
             if num_vain == len(groups):
                 return
             if changed is not None:
-                here, staged = changed, self._staged(changed.spreads)
+                here, staged = changed, self.staged(changed.spreads)
 
     def _groups(self) -> list[NDArray[np.int64]]:
         """Requests that rounds look at in turns, the largest ones first."""
@@ -227,7 +225,7 @@ class _State:
             request, pick = divmod(row, picks.shape[1])
             changed = list(chosen)
             changed[int(requests[request])] = spreads(self.problem.num_layers)[picks[request, pick]]
-            found = self._priced(changed, rows[row], int(moved.ravel()[row]))
+            found = self.priced(changed, rows[row], int(moved.ravel()[row]))
             if found.cost_s < (best.cost_s if best is not None else here.cost_s):
                 best = found
         return best
@@ -269,7 +267,7 @@ class _State:
         for row in np.argsort(least, kind="stable").tolist():
             if not least[row] < self._best_s():
                 break
-            self._priced([options[row]] * len(self.full), staged[row], int(moved[row]))
+            self.priced([options[row]] * len(self.full), staged[row], int(moved[row]))
 
 
 def _spread_out(problem: Problem) -> list[Spread]:

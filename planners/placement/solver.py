@@ -18,6 +18,7 @@ from pengserve.planners.placement.search import FEW_ROUNDS, MOST_ROUNDS, Found, 
 from pengserve.planners.placement.spread import RESIDENT, Spread, mask_of
 from pengserve.planners.placement.values import Decode, Machine, PlacementConfig, Solution
 
+NOTHING_FITS = "not one layer of any request fits beside the blocks that are written"
 WHOLE_WINDOWS = 4  # shortest windows for which all that are stepped fit: so long none is paused again
 
 
@@ -25,17 +26,20 @@ def solve(
     requests: Sequence[Decode],
     machine: Machine,
     config: PlacementConfig | None = None,
-    prospects: Prospects | None = None,
 ) -> Solution:
     """The placement for the next steps. Pure; takes milliseconds, so call it a step ahead, beside the steps.
 
     Args:
         requests: with the tokens that they will have when the solution is in force.
-        prospects: of these requests and their `victims`, where they are known.
     """
     config = config or PlacementConfig()
-    prospects = prospects or Prospects(requests, victims(requests, config), machine, config)
-    choice = _Choice(requests, prospects, prospects.after(config.min_window).best())
+    prospects = Prospects(requests, victims(requests, config), machine, config)
+    return searched(requests, prospects).solution()
+
+
+def searched(requests: Sequence[Decode], prospects: Prospects) -> "Candidate":
+    """As `solve`, before it is known when it expires."""
+    choice = _Choice(requests, prospects, prospects.after(prospects.config.min_window).best())
     window, found = choice.searched()
     if found is None or found.stall_s > 0:
         # The bound that chose who is paused spreads cells evenly. Few requests or layers cannot: then more are paused.
@@ -43,7 +47,7 @@ def solve(
         if count is not None:
             choice = _Choice(requests, prospects, count)
             window, found = choice.searched(FEW_ROUNDS)
-    return choice.said(found, window, choice.why(found)) if found is not None else choice.nothing()
+    return Candidate(choice, found, window, choice.why(found) if found is not None else "")
 
 
 def fallback(requests: Sequence[Decode], machine: Machine, config: PlacementConfig | None = None) -> Solution:
@@ -57,22 +61,21 @@ def fallback(requests: Sequence[Decode], machine: Machine, config: PlacementConf
         if count is not None:
             choice = _Choice(requests, prospects, count)
             found = most_resident(choice.problem(config.min_window))
-    if found is None:
-        return choice.nothing()
-    return choice.said(found, config.min_window, "one distance for all, until the search has ended")
+    why = "one distance for all, until the search has ended"
+    return Candidate(choice, found, config.min_window, why).solution()
 
 
-def as_it_is(requests: Sequence[Decode], machine: Machine, config: PlacementConfig) -> Solution | None:
-    """What is in force, as a solution; None where it does not fit for a while, or a request was paused too long."""
+def as_it_is(requests: Sequence[Decode], machine: Machine, config: PlacementConfig) -> "Candidate | None":
+    """What is in force; None where it does not fit for a while, or a request was paused too long."""
     paused = [request for request in requests if not request.is_stepped]
     if len(paused) == len(requests) or any(is_overdue(request, config) for request in paused):
         return None
     choice = _Choice(requests, Prospects(requests, paused, machine, config), len(paused))
     found = as_now(choice.problem(config.min_window))
-    return choice.said(found, config.min_window, "what is in force stays") if found is not None else None
+    return Candidate(choice, found, config.min_window, "what is in force stays") if found is not None else None
 
 
-def whole(requests: Sequence[Decode], machine: Machine, config: PlacementConfig) -> Solution | None:
+def whole(requests: Sequence[Decode], machine: Machine, config: PlacementConfig) -> "Candidate | None":
     """No layer is away, and as few requests are paused as that takes for some windows. As little changes as can.
 
     None where not one request fits whole.
@@ -86,7 +89,7 @@ def whole(requests: Sequence[Decode], machine: Machine, config: PlacementConfig)
     found = most_resident(choice.problem(config.min_window))
     assert found is not None, "the bound that says so is exact where no layer is away"
     why = f"{count} paused and no layer away" if count else "all requests fit on the device"
-    return choice.said(found, config.min_window, why)
+    return Candidate(choice, found, config.min_window, why)
 
 
 def predicted_s(requests: Sequence[Decode], machine: Machine, steps: int = 0) -> float:
@@ -134,6 +137,42 @@ def _computed_s(requests: Iterable[Decode], machine: Machine) -> float:
     return machine.step_s + machine.context_s * sum(request.num_tokens for request in requests)
 
 
+class Candidate:
+    """A placement that may become the solution. When it expires is looked for in the one that does alone."""
+
+    def __init__(self, choice: "_Choice", found: Found | None, window: int, why: str) -> None:
+        """`found`: None where nothing fits."""
+        self._choice, self._found, self.window = choice, found, window
+        self._why = why if found is not None else NOTHING_FITS
+        self.num_stepped = len(choice.stepped)
+        self.step_s = choice.step_s(found, window) if found is not None else math.inf
+        self.num_late = choice.num_late(self.step_s) if found is not None else self.num_stepped + len(choice.paused)
+
+    def num_moved(self) -> int:
+        """Cells that come or go before it is in force, those of requests that go on among them."""
+        machine = self._choice.machine
+        back = [request for request in self._choice.stepped if not request.is_stepped]
+        own = self._found.moved_cells if self._found is not None else 0
+        return own + sum(r.num_tokens // machine.block_size for r in back) * machine.num_layers
+
+    def solution(self) -> Solution:
+        """In the words of the caller."""
+        choice, config, found = self._choice, self._choice.config, self._found
+        spreads = found.spreads if found is not None else (RESIDENT,) * self.num_stepped
+        most_late = max(self.num_late, config.max_late)
+        return Solution(
+            spreads=tuple((r.request_id, spread) for r, spread in zip(choice.stepped, spreads, strict=True)),
+            paused=tuple(request.request_id for request in reversed(choice.paused)),
+            step_s=self.step_s,
+            num_late=self.num_late,
+            is_feasible=found is not None and self.num_late <= config.max_late,
+            window=self.window,
+            expires_in=choice.expiry(spreads, self.window, most_late) if found is not None else config.min_window,
+            moved_cells=found.moved_cells if found is not None else 0,
+            why=self._why,
+        )
+
+
 class _Choice:
     """Who is paused, and the placement of the others."""
 
@@ -148,7 +187,9 @@ class _Choice:
         """The window, and the best placement for it; None where none fits."""
         config, window = self.config, self.window()
         found = search(self.problem(window), rounds=rounds)
-        if window > config.min_window and (found is None or self.num_late(found, window) > config.max_late):
+        if window > config.min_window and (
+            found is None or self.num_late(self.step_s(found, window)) > config.max_late
+        ):
             window = config.min_window
             found = search(self.problem(window), found, FEW_ROUNDS) or found
         return window, found
@@ -161,8 +202,8 @@ class _Choice:
             return None
         if found is None:
             return count
-        step_s = self._computed_s(window) + found.stall_s
-        here = prospect.value(self._num_late(step_s), len(self.stepped), step_s)
+        step_s = self.step_s(found, window)
+        here = prospect.value(self.num_late(step_s), len(self.stepped), step_s)
         there = prospect.value(int(prospect.num_late[count]), int(prospect.num_stepped[count]), prospect.step_s[count])
         return count if there < here else None
 
@@ -199,39 +240,15 @@ class _Choice:
             window = longer
         return window
 
-    def num_late(self, found: Found, window: int) -> int:
-        """Requests that miss their SLO in a step at the end of the window; paused ones without a deposit do."""
-        return self._num_late(self._computed_s(window) + found.stall_s)
+    def step_s(self, found: Found, window: int) -> float:
+        """Of a step at the end of the window."""
+        return self._computed_s(window) + found.stall_s
 
-    def said(self, found: Found, window: int, why: str) -> Solution:
-        """A placement in the words of the caller."""
-        step_s = self._computed_s(window) + found.stall_s
-        num_late = self._num_late(step_s)
-        return Solution(
-            spreads=tuple((r.request_id, spread) for r, spread in zip(self.stepped, found.spreads, strict=True)),
-            paused=tuple(request.request_id for request in reversed(self.paused)),
-            step_s=step_s,
-            num_late=num_late,
-            is_feasible=num_late <= self.config.max_late,
-            window=window,
-            expires_in=self._expiry(found.spreads, window, max(num_late, self.config.max_late)),
-            moved_cells=found.moved_cells,
-            why=why,
-        )
-
-    def nothing(self) -> Solution:
-        """Where nothing fits."""
-        return Solution(
-            spreads=tuple((request.request_id, RESIDENT) for request in self.stepped),
-            paused=tuple(request.request_id for request in reversed(self.paused)),
-            step_s=math.inf,
-            num_late=len(self.stepped) + len(self.paused),
-            is_feasible=False,
-            window=self.config.min_window,
-            expires_in=self.config.min_window,
-            moved_cells=0,
-            why="not one layer of any request fits beside the blocks that are written",
-        )
+    def num_late(self, step_s: float) -> int:
+        """Requests that miss their SLO in such a step; paused ones without a deposit do."""
+        lead_s = self.config.lead_s(self.machine)
+        is_late = [r.slo_s is not None and step_s > r.slo_s for r in self.stepped]
+        return sum(is_late) + sum(r.will_notice(lead_s) for r in self.paused)
 
     def why(self, found: Found) -> str:
         """One sentence for the log."""
@@ -252,12 +269,7 @@ class _Choice:
     def _computed_s(self, steps: int) -> float:
         return _computed_s(self.stepped, self.machine) + self.machine.context_s * steps * len(self.stepped)
 
-    def _num_late(self, step_s: float) -> int:
-        lead_s = self.config.lead_s(self.machine)
-        is_late = [r.slo_s is not None and step_s > r.slo_s for r in self.stepped]
-        return sum(is_late) + sum(r.will_notice(lead_s) for r in self.paused)
-
-    def _expiry(self, chosen: Sequence[Spread], window: int, most_late: int) -> int:
+    def expiry(self, chosen: Sequence[Spread], window: int, most_late: int) -> int:
         """Steps for which it fits and the cap holds, within four longest windows."""
         most = 4 * self.config.max_window
         if not self.stepped:
@@ -266,7 +278,7 @@ class _Choice:
 
         def is_good(steps: int) -> bool:
             step_s = foretold.step_s(steps)
-            return math.isfinite(step_s) and self._num_late(step_s) <= most_late
+            return math.isfinite(step_s) and self.num_late(step_s) <= most_late
 
         low = window
         while 2 * low <= most and is_good(2 * low):  # most end soon

@@ -3,15 +3,14 @@
 distance 3, phase 2, of 9 layers:   1 1 0 1 1 0 1 1 0      1: on the device, 0: on the host
 """
 
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
+class Spread(NamedTuple):
     """Every `distance`-th layer, from layer `phase` on, is on the host; distance 0: none is."""
 
     distance: int = 0

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from benchmarks.fair import files
 from benchmarks.fair.scoring import Limits, covered_s, jain, percentile, satisfaction, score
-from benchmarks.fair.workload import Plan, make
+from benchmarks.fair.urgency import waits
+from benchmarks.fair.workload import Plan, Turn, Update, Workload, make
 
 PLAN = Plan(duration_s=120.0, pattern="markov")
 
@@ -87,6 +88,24 @@ def test_priorities_change_and_turns_have_the_newest(pattern: str) -> None:
 def test_markov_changes_less_often_than_random() -> None:
     random, markov = (make(Plan(duration_s=120.0, pattern=p)) for p in ("random", "markov"))  # type: ignore[arg-type]
     assert len(markov.updates) < 0.5 * len(random.updates)
+
+
+def test_fixed_priorities_are_of_sessions_and_never_change() -> None:
+    found = make(Plan(duration_s=120.0, pattern="fixed"))
+    by_session = {turn.session: turn.priority for turn in found.turns}
+    assert not found.updates and set(by_session.values()) == {0, 1, 2, 3}
+    assert all(turn.priority == by_session[turn.session] for turn in found.turns)
+
+
+def test_only_the_time_in_which_a_request_was_urgent_counts() -> None:
+    turn = Turn(at_s=1.0, tenant="a", session="s", turn=0, input_length=16, output_length=2, hash_ids=(1,), priority=0)
+    updates = [Update(at_s=at_s, session="s", priority=priority) for at_s, priority in ((0.5, 3), (2.0, 3), (5.0, 1))]
+    work = Workload(turns=(turn, turn), updates=tuple(updates))
+    late, soon = {"token_s": [5.5, 6.0]}, {"token_s": [1.25, 2.0]}
+    found = waits(work, [late, soon], 2)
+    assert (found.requests, found.longest_s, found.total_s) == (2, 1.5, 1.75)
+    assert waits(work, [late, {"token_s": []}], 2).longest_s == pytest.approx(2.0), "it waits to the end"
+    assert waits(work, [late, soon], 1).total_s == pytest.approx(1.25)
 
 
 @pytest.mark.parametrize(("name", "value"), [("duration_s", 0.0), ("pattern", "odd"), ("flood_from", 0.9)])

@@ -45,4 +45,4 @@ def test_the_result_has_a_row_for_each_system_in_each_scenario() -> None:
     text = report.markdown(PLAN, RUNS, "2026-01-01")
     for system in SYSTEMS:
         assert text.count(f"| {system} |") == 2
-    assert "12 prompts of 640 with 64 more" in text
+    assert "8 prompts of 384 with 192 more" in text

@@ -33,7 +33,7 @@ IS_CUDA = DEVICE == "cuda"
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(200),
+    pytest.mark.timeout(200 if IS_CUDA else 900),
     pytest.mark.skipif(IS_CUDA and not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM"),
 ]

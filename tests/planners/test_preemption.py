@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pengserve.planners.preemption import AGE_S, QUANTUM_TOKENS, Candidate, aged_band, plan_places
+from pengserve.planners.preemption import AGE_S, QUANTUM_TOKENS, Aged, Candidate, aged_band, plan_places, plan_turns
 
 
 def running(name: str, band: int, tag: float = 0.0, *, blocks: int = 1, protected: bool = False) -> Candidate:
@@ -118,3 +118,37 @@ def test_a_parked_request_has_a_place_after_as_many_seconds_as_there_are_bands_a
     assert "old" in plan_places([*urgent, old], 4).placed
     young = parked("young", aged_band(band, 0.0))
     assert "young" not in plan_places([*urgent, young], 4).placed or above == 0
+
+
+@st.composite
+def aged(draw: st.DrawFn) -> list[Aged]:
+    count = draw(st.integers(0, 12))
+    return [
+        Aged(
+            request_id=str(i),
+            band=draw(st.integers(-4, 2)),
+            tag=draw(st.floats(0, 9)),
+            num_blocks=draw(st.integers(1, 30)),
+        )
+        for i in range(count)
+    ]
+
+
+@given(aged(), st.integers(0, 12), st.integers(1, 12), st.integers(1, 60))
+def test_turns_have_half_of_the_places_and_of_the_device(
+    found: list[Aged], split: int, places: int, blocks: int
+) -> None:
+    under_way, waiting = found[:split], found[split:]
+    chosen = plan_turns(waiting, under_way, places, blocks)
+    now = [each for each in found if each.request_id in chosen or each in under_way]
+    assert not chosen or len(now) <= max(1, places // 2)
+    assert len(chosen) <= 1 or sum(each.num_blocks for each in now) <= blocks // 2
+    assert not (chosen and under_way) or sum(each.num_blocks for each in now) <= blocks // 2
+
+
+@given(aged(), st.integers(1, 12), st.integers(1, 60))
+def test_the_one_that_has_waited_longest_always_has_the_next_turn(found: list[Aged], places: int, blocks: int) -> None:
+    chosen = plan_turns(found, [], places, blocks)
+    order = sorted(found, key=lambda each: (each.band, each.tag, each.request_id))
+    assert chosen == {each.request_id for each in order[: len(chosen)]}
+    assert bool(chosen) == bool(found)

@@ -51,6 +51,31 @@ def test_of_those_that_decode_the_oldest_are_chosen(wanting: list[Wanting]) -> N
     assert chosen == sorted(chosen, reverse=True)
 
 
+@given(requests(), st.data())
+def test_a_request_that_decodes_gives_way_only_to_requests_that_are_as_urgent(
+    wanting: list[Wanting], data: st.DataObject
+) -> None:
+    """What is less urgent than a request takes no room from it."""
+    bands = [data.draw(st.integers(0, 2)) for _ in wanting]
+    ranked = [replace(request, band=band) for request, band in zip(wanting, bands, strict=True)]
+    ranked.sort(key=lambda request: (request.is_new, request.band))
+    plan = plan_residency(ranked, DEVICE)
+    for band in range(2):
+        urgent = [request for request in ranked if request.band <= band]
+        if any(request.is_prompt for request in urgent):
+            continue
+        assert plan_residency(urgent, DEVICE).stepped <= plan.stepped
+
+
+def test_a_less_urgent_prompt_takes_no_room_from_those_that_decode() -> None:
+    running = [decoding("a", 8), decoding("b", 8)]
+    late = replace(prompt("long", 32 * 30), band=1)
+    assert plan_residency([*running, late], DEVICE).stepped == {"a", "b"}
+    urgent = replace(prompt("long", 32 * 30), band=-1)
+    plan = plan_residency([*running, urgent], DEVICE)
+    assert plan.num_new == 1 and "b" not in plan.stepped
+
+
 @given(requests())
 def test_the_same_requests_have_the_same_plan(wanting: list[Wanting]) -> None:
     assert plan_residency(wanting, DEVICE) == plan_residency(tuple(wanting), DEVICE)

@@ -3,13 +3,13 @@ production's own; only the model, the channel and the clock are not.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from vllm import SamplingParams
 
-from benchmarks.fair.workload import Turn, Workload
+from benchmarks.fair.workload import Turn, Update, Workload
 from pengserve.cluster.ingress.request.record import RequestRecord
 from pengserve.cluster.ingress.request.request_options import RequestOptions
 from pengserve.cluster.ingress.tenants.fair_queue import FairQueue
@@ -47,6 +47,8 @@ class Outcome:
 
     turn: Turn
     token_s: list[float] = field(default_factory=list)
+    behind_s: float = 0.0  # for how long it has waited now, while all that were computed were less urgent
+    longest_behind_s: float = 0.0
 
     @property
     def ttft_s(self) -> float:
@@ -66,11 +68,20 @@ class SharedEngine:
         is_fair: bool = True,
         parks: bool = True,
         has_chunks: bool = True,
+        by_priority: bool | None = None,
+        takes_updates: bool = True,
     ) -> None:
+        """
+        Args:
+            by_priority: vLLM's policy; None: where shares are on.
+            takes_updates: without shares, requests that wait are sorted anew when priorities change.
+        """
+        self.takes_updates = takes_updates
         self.now_s = 0.0
+        by_priority = is_fair if by_priority is None else by_priority
         capacity = capacity_of(2 * num_blocks, 32, max_num_seqs=places, max_model_len=4096)
         self.handle = scheduler_handle(
-            capacity, max_num_batched_tokens=step_tokens, policy="priority" if is_fair else "fcfs"
+            capacity, max_num_batched_tokens=step_tokens, policy="priority" if by_priority else "fcfs"
         )
         self.queue = FairQueue(FairnessConfig(is_on=is_fair), BUILT_IN_CLASSES, lambda: 1000.0 + self.now_s)
         self.chunks = ChunkShares(self.handle, lambda: self.now_s) if has_chunks else None
@@ -78,7 +89,9 @@ class SharedEngine:
         self.is_fair = is_fair
         self.records: dict[str, RequestRecord] = {}
         self.outcomes: dict[str, Outcome] = {}
+        self.urgency: dict[str, int] = {}  # priorities as clients wish, of requests that are here
         self.steps_tokens: list[int] = []
+        self.num_parked: list[int] = []  # after each step
         self._tended_s = -1.0
         self.key = self  # as of a link
 
@@ -116,11 +129,17 @@ class SharedEngine:
 
     def run(self, work: Workload, *, until_s: float = 1e9) -> list[Outcome]:
         """Serves a workload; outcomes in its order."""
-        left = [(turn.at_s + DELAY_S, index, turn) for index, turn in enumerate(work.turns)]
+        left: list[tuple[float, int, Turn | Update]] = []
+        left += [(turn.at_s + DELAY_S, index, turn) for index, turn in enumerate(work.turns)]
+        left += [(each.at_s + DELAY_S, len(work.turns) + index, each) for index, each in enumerate(work.updates)]
         heapq.heapify(left)
         while left or self.records:
             while left and left[0][0] <= self.now_s:
-                self._come(left[0][1], heapq.heappop(left)[2])
+                _, index, each = heapq.heappop(left)
+                if isinstance(each, Turn):
+                    self._come(index, each)
+                else:
+                    self._change(each)
             if not self.records:
                 self.now_s = left[0][0]
                 continue
@@ -141,12 +160,23 @@ class SharedEngine:
         contract = Contract(tenant=turn.tenant, priority=turn.priority)
         record = RequestRecord(sent, RequestOptions(contract=contract), wire_id=name)
         self.records[name], self.outcomes[name] = record, Outcome(turn)
+        self.urgency[name] = turn.priority
         if self.is_fair:
             self.queue.come(record)
         record.link = self  # type: ignore[assignment]
         if self.chunks is not None:
             self.chunks.note(sent.priority)
         self.handle.add(Request.from_engine_core_request(sent, None))
+
+    def _change(self, update: Update) -> None:
+        """As `PUT /cluster/sessions/{id}/priority`."""
+        for name, record in self.records.items():
+            if self.outcomes[name].turn.session == update.session:
+                self.urgency[name] = update.priority
+                if self.is_fair:
+                    self.queue.prioritize(record, update.priority)
+                elif self.takes_updates:
+                    self.reorder([(name, update.priority, record.request.arrival_time)])
 
     def _step(self) -> None:
         residency, chunks = self.residency, self.chunks
@@ -156,16 +186,28 @@ class SharedEngine:
             if chunks is not None and chunks.is_on:
                 around.enter_context(chunks.step())
             output = self.handle.schedule()
-        ids = list(output.num_scheduled_tokens)
-        prompts = sum(count for count in output.num_scheduled_tokens.values() if count > 1)
+            ids = list(output.num_scheduled_tokens)
+            prompts = sum(count for count in output.num_scheduled_tokens.values() if count > 1)
+            took_s = STEP_S + TOKEN_S * prompts
+            self.now_s += took_s
         self.steps_tokens.append(output.total_num_scheduled_tokens)
-        self.now_s += STEP_S + TOKEN_S * prompts
+        self.num_parked.append(residency.num_parked() if residency is not None else 0)
+        self._note_outranked(ids, took_s)
         done = [self.handle.request(name) for name in ids]
         tokens = [[7] if r.num_computed_tokens >= r.num_tokens else [] for r in done]
         self.handle.update(output, ModelRunnerOutput(ids, {name: i for i, name in enumerate(ids)}, tokens))
         for name, made in zip(ids, tokens, strict=True):
             if made:
                 self._token(name)
+
+    def _note_outranked(self, computed: Iterable[str], took_s: float) -> None:
+        most_urgent = min((self.urgency[name] for name in computed), default=0)
+        for name in self.records:
+            outcome = self.outcomes[name]
+            if not outcome.token_s:
+                is_behind = name not in computed and self.urgency[name] < most_urgent
+                outcome.behind_s = outcome.behind_s + took_s if is_behind else 0.0
+                outcome.longest_behind_s = max(outcome.longest_behind_s, outcome.behind_s)
 
     def _token(self, name: str) -> None:
         record = self.records[name]
@@ -176,6 +218,6 @@ class SharedEngine:
             if self.is_fair:
                 self.queue.begun(record)
         if not self.handle.knows(name):
-            del self.records[name]
+            del self.records[name], self.urgency[name]
             if self.is_fair:
                 self.queue.ended(record)

@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
 REQUESTS = requests(14, 60)
 SLOS: list[dict[str, Any] | None] = [{"tbt_ms": 40, "pacing": "steady"}, {"tbt_ms": 40}, None]
+SHORT_BYTES = MEMORY_BYTES[4]  # in a pipeline of two, which lacks KV then
 FAST, SLOW = 2e9, 3e7  # bytes a second: a step brings thousands of blocks of a layer, or a few
 
 
@@ -109,8 +110,27 @@ def test_a_pipeline_places_nothing_and_says_so(placed: Placed) -> None:
     placed.check_contracts(running)
     placed.cluster.require_layout("pp2")
     until(lambda: len(placed.notes("pp2")) > 0)
-    assert all("as a whole" in note["why"] and not note["num_away"] for note in placed.notes("pp2"))
+    first, *others = placed.notes("pp2")
+    assert "as a whole" in first["why"] and all("make way" in note["why"] for note in others)
+    assert not any(note["num_away"] for note in placed.notes("pp2"))
     placed.settle()
+
+
+def test_a_pipeline_that_lacks_kv_pauses_by_slos(model: Path, instances: list[InstanceProcess]) -> None:
+    """Its requests are parked by KV times slack, those without an SLO before others, and none is computed again."""
+    given = requests(16, 60, longest=800)
+    sizes = {"memory_bytes": SHORT_BYTES, "host_bytes": HOST_BLOCKS * BLOCK_BYTES, "places_by_slo": True}
+    expected = answers(instances, given)
+    with tiered_cluster(model, 2, with_slos(given), expected, degrees=(2,), **sizes) as made:
+        short = Placed(made.cluster, made.traffic, made.requests, made.expected)
+        short.cluster.set_layout("pp2")
+        before = short.total("total_preemptions"), short.total("total_parked")
+        running = short.start_all() + short.start_all()
+        short.check_all(running)
+        short.check_memory()
+        short.check_contracts(running)
+        assert short.total("total_preemptions") == before[0] and short.total("total_parked") > before[1]
+        short.settle()
 
 
 def test_what_is_placed_or_paused_comes_along_through_changes_of_shape(placed: Placed) -> None:

@@ -16,10 +16,12 @@ from pengserve.replicas.engine.placement.early_offload import EarlyOffload
 from pengserve.replicas.engine.placement.placement_notes import PlacementNotes
 from pengserve.replicas.engine.placement.slo_gate import Contracts, SloGate
 from pengserve.replicas.engine.placement.slo_placement import SloPlacement
+from pengserve.replicas.engine.placement.slo_turns import SloTurns
 from pengserve.replicas.engine.scheduling.chunk_shares import ChunkShares
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle, is_prefilling
 from pengserve.replicas.engine.tiers.parked import ParkedRequests
 from pengserve.replicas.engine.tiers.residency import ResidentRequests
+from pengserve.replicas.engine.tiers.swapping import SwappedRequests
 from pengserve.replicas.engine.vllm_seam import EngineCoreEventType, EngineCoreOutputs, Request, RequestStatus
 from pengserve.replicas.engine.wire import is_copy
 from pengserve.replicas.memory.kv_views import KvView
@@ -27,8 +29,8 @@ from pengserve.replicas.memory.layers import LayerMemory
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
 AS_A_WHOLE = (
-    "a pipeline has a request on its devices or on the host as a whole: no layer is placed by SLOs, and the youngest"
-    " requests wait where KV is short"
+    "a pipeline has a request on its devices or on the host as a whole: no layer is placed by SLOs, and where KV is"
+    " short requests are paused by KV times slack"
 )
 _TOTALS = (
     *("_steps", "_resumed", "_generated", "_prompted", "_preempted", "_prefix_queries", "_prefix_hits"),
@@ -150,13 +152,19 @@ class Lane(ABC):
         """From now on prompts begin as the SLOs of requests that decode allow. For a leader.
 
         Args:
-            places: KV is placed so, too, where there is a host tier. In a pipeline a note says that it is not.
+            places: KV is placed so, too, where there is a host tier. In a pipeline requests are paused, and a note
+                says that no layer is placed.
         """
         self._slo_gate = SloGate(self.scheduler, contracts)
         if not places or self.residency is None:
             return
-        if not isinstance(self.residency, ResidentRequests):
+        if isinstance(self.residency, SwappedRequests):
+            gate = self._slo_gate
+            self.residency.order = SloTurns(
+                self.scheduler, self.residency, contracts, notes, lambda: gate.tpot_s, shape=self.shape
+            )
             notes.add(PlacementNote(number=0, reason="a pipeline began", why=AS_A_WHOLE, shape=self.shape, num_away=0))
+        if not isinstance(self.residency, ResidentRequests):
             return
         early = EarlyOffload(self.scheduler, self.residency, contracts, self._slo_gate.prefill_s)
         self._slo_placement = SloPlacement(self.scheduler, self.residency, contracts, notes, early, shape=self.shape)

@@ -71,6 +71,11 @@ class SloGate:
         """Whether a request here has an SLO for its tokens."""
         return self._contracts.num_paced > 0
 
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds between two tokens of a request, in steps without prompts; None: there was none yet."""
+        return self._pace.tpot_s
+
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Within it vLLM schedules and runs one step, with as many new prompts as the SLOs allow."""

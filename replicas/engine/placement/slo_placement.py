@@ -223,7 +223,8 @@ class SloPlacement:
 
     def _fall_back(self, requests: Sequence[Decode], machine: Machine, reason: str) -> None:
         """At once, what fits: until the search has ended. Layers leave for it only where not one request fits whole."""
-        found = whole(requests, machine, self._config) or fallback(requests, machine, self._config)
+        there = whole(requests, machine, self._config)
+        found = there.solution() if there is not None else fallback(requests, machine, self._config)
         asked = frozenset(request.request_id for request in requests)
         if math.isfinite(found.step_s) and self._carry_out(found, requests, asked):
             self._note(Searched(solution=found, reason=reason, took_s=0.0), found)

@@ -9,12 +9,14 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 
-from pengserve.planners.chunk_share import TURN_STEPS, Chunks, Prompt, plan_chunks
+from pengserve.planners.chunk_share import MIN_TOKENS, TURN_STEPS, Chunks, Prompt, plan_chunks
+from pengserve.planners.fairness import LIFTED
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle, is_prefilling
 from pengserve.replicas.engine.vllm_seam import Request
 
 LATELY_S = 10.0
 MAX_BANDS = 64  # that are remembered
+KEEP = 0.9  # weight of earlier steps, after one more, in how fast prompts are read
 
 
 class ChunkShares:
@@ -29,6 +31,8 @@ class ChunkShares:
         self._tried: list[tuple[Request, int]] = []  # who was to be read in place of others, and its tokens before
         self._rest = 0  # steps in which none is passed over, as more urgent ones could not begin
         self.num_passed_steps = 0  # in which a prompt was passed over
+        self._read = self._reading_s = 0.0  # tokens of prompts, and the time of the steps that read them, decayed
+        self._was_reading = False
 
     @property
     def is_on(self) -> bool:
@@ -36,8 +40,11 @@ class ChunkShares:
         return len(self._seen_s) > 1
 
     def note(self, band: int) -> None:
-        """A request of this band came, or has this band from now on."""
-        if not self._scheduler.goes_by_priority:
+        """A request of this band came, or has this band from now on.
+
+        One that is lifted for its age is no sign that urgent ones come: nothing is kept short for the next one.
+        """
+        if not self._scheduler.goes_by_priority or band <= LIFTED:
             return
         self._seen_s.pop(band, None)
         self._seen_s[band] = self._clock()
@@ -53,8 +60,19 @@ class ChunkShares:
         if chunks.max_tokens is not None:
             scheduler.decode_first()
         passed = [request for request in prompts if request.request_id in chunks.passed]
+        before, started_s = sum(request.num_computed_tokens for request in prompts), self._clock()
         with scheduler.passing_over(passed), scheduler.limited(max_tokens=chunks.max_tokens):
             yield
+        num_read = sum(request.num_computed_tokens for request in prompts) - before
+        self._learn(num_read, self._clock() - started_s)
+
+    def _learn(self, num_read: int, seconds: float) -> None:
+        """Of how fast prompts are read. A step that is scheduled ahead takes its time in the next call."""
+        is_reading = num_read >= MIN_TOKENS
+        if is_reading or self._was_reading:
+            self._read = KEEP * self._read + max(0, num_read)
+            self._reading_s = KEEP * self._reading_s + seconds
+        self._was_reading = is_reading
 
     def plan(self, prompts: Sequence[Request], num_decoding: int) -> Chunks:
         """Shares the next step out: a step of all, or a microbatch. It is made before this is called again.
@@ -91,7 +109,14 @@ class ChunkShares:
             for request in prompts
         ]
         most_urgent = min(self._seen_s, default=0)
-        return plan_chunks(found, most_urgent, num_decoding, self._scheduler.max_step_tokens, self._num_passing)
+        return plan_chunks(
+            found,
+            most_urgent,
+            num_decoding,
+            self._scheduler.max_step_tokens,
+            self._num_passing,
+            tokens_per_s=self._read / self._reading_s if self._reading_s else 0.0,
+        )
 
     def _step_tokens(self, request: Request) -> int:
         """Of a request that decodes: one, and those that were guessed."""

@@ -113,6 +113,13 @@ class ParkedRequests(ABC):
     def figures(self) -> dict[str, int | float]:
         """Figures and totals, by their names in `InstanceStats`."""
 
+    def parked_s(self, request: Request) -> float | None:
+        """For how long a request has been parked; None: it is not."""
+        since = self._since.get(request.request_id)
+        if request.request_id not in self._parked or since is None:
+            return None
+        return self._clock() - since.at_s
+
     def has_work(self) -> bool:
         """Whether a parked request may come back without an order."""
         return any(request_id not in self._ordered for request_id in self._parked)

@@ -15,12 +15,13 @@ from typing import Protocol
 
 import numpy as np
 
-from pengserve.planners.preemption import QUANTUM_TOKENS, Candidate, plan_places
+from pengserve.planners.preemption import Candidate, plan_places
 from pengserve.planners.residency import Device, Wanting, plan_residency
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle, is_prefilling
 from pengserve.replicas.engine.tiers.lane_tiers import LaneTiers
 from pengserve.replicas.engine.tiers.parked import ParkedRequests
 from pengserve.replicas.engine.tiers.placed_layers import PlacedLayers
+from pengserve.replicas.engine.tiers.turns import Turns
 from pengserve.replicas.engine.vllm_seam import Request
 
 
@@ -69,10 +70,10 @@ class ResidentRequests(ParkedRequests):
         self._stepped: frozenset[str] = frozenset()  # as the planner of placements says, which leaves room to grow
         self._paused: frozenset[str] = frozenset()  # not stepped, as it says
         self.layers = PlacedLayers(scheduler, tiers)  # of requests, those that are kept on the host
-        self._settled: tuple[int, int, int] | None = None  # the state for which the newest choice stands
+        self._settled: tuple[object, ...] | None = None  # the state for which the newest choice stands
         self._prompts: list[Request] = []  # whose blocks are written behind after this step
         self.has_chosen = False  # for the newest step
-        self._came_back: dict[str, int] = {}  # tokens that a request had when it last came back
+        self._turns = Turns(scheduler, lambda request: self._blocks(request.num_computed_tokens))
 
     def limit(self, device_blocks: int) -> None:
         """The smallest device of the members holds so many blocks in all layers, vLLM's null block among them."""
@@ -104,17 +105,9 @@ class ResidentRequests(ParkedRequests):
         """Requests have another urgency: who is stepped is chosen anew."""
         self._settled = None
 
-    def parked_s(self, request: Request) -> float | None:
-        """For how long a request has been parked; None: it is not."""
-        since = self._since.get(request.request_id)
-        if request.request_id not in self._parked or since is None:
-            return None
-        return self._clock() - since.at_s
-
     def has_just_come_back(self, request: Request) -> bool:
         """Whether it has made few tokens since it was parked last."""
-        since = self._came_back.get(request.request_id)
-        return since is not None and request.num_tokens < since + QUANTUM_TOKENS
+        return self._turns.is_under_way(request)
 
     def is_coming(self, request: Request) -> bool:
         """Whether a request is parked still, though `arrange` said that it is stepped."""
@@ -146,15 +139,23 @@ class ResidentRequests(ParkedRequests):
             return bool(self._paused) or self._is_short() or self._is_outranked()
         return self._settled is None or self._state() != self._settled or self._is_changing()
 
-    def _state(self) -> tuple[int, int, int]:
-        """What decides who is stepped, while no request begins, needs a block or comes back: how many there are."""
+    def _state(self) -> tuple[object, ...]:
+        """What decides who is stepped, while none begins, needs a block or comes back: how many there are."""
         scheduler = self._scheduler
-        return len(scheduler.running) + len(scheduler.holding), len(self._parked), len(self._ordered)
+        counts = (len(scheduler.running) + len(scheduler.holding), len(self._parked), len(self._ordered))
+        if not scheduler.goes_by_priority:
+            return counts
+        num_turns = sum(map(self._turns.is_under_way, scheduler.running))
+        age = sum(request.priority - self._by_age(request) for request in self._parked.values())
+        first = scheduler.waiting.peek_request().request_id if scheduler.waiting else ""
+        return (*counts, len(scheduler.waiting), first, num_turns, age)
 
     def _is_changing(self) -> bool:
-        """Whether requests wait, or one that runs has a prompt or needs a block in the next step."""
+        """Whether requests that wait could begin, or one that runs has a prompt or needs a block in the next step."""
         scheduler, size = self._scheduler, self._block_size
-        if scheduler.waiting or scheduler.holding or not scheduler.running:
+        if scheduler.holding or not scheduler.running:
+            return True
+        if scheduler.waiting and (scheduler.new_slots or not scheduler.goes_by_priority):
             return True
         return any(r.num_computed_tokens % size == 0 or is_prefilling(r) for r in scheduler.running)
 
@@ -211,6 +212,7 @@ class ResidentRequests(ParkedRequests):
         scheduler = self._scheduler
         here = [r for r in (*scheduler.running, *scheduler.holding) if r.request_id not in self._paused]
         parked = self._waiting_for_room()
+        self._turns.choose({r.request_id: (r, self._by_age(r)) for r in parked}, here, self._num_whole)
         waiting = self._with_room() if scheduler.takes_new else []
         found = [self._candidate(r, is_running=True) for r in here]
         found += [self._candidate(r, is_parked=True) for r in parked]
@@ -280,6 +282,7 @@ class ResidentRequests(ParkedRequests):
             shared=tuple(shared),
             away=() if is_new else self.layers.layers(request.request_id),
             num_away=0 if is_new else self.layers.num_away(request, len(shared)),
+            band=self._band(request) if self._scheduler.goes_by_priority else 0,
         )
 
     def _blocks(self, num_tokens: int) -> int:
@@ -334,8 +337,8 @@ class ResidentRequests(ParkedRequests):
             blocks = self._blocks_of([request])
             if others and (self.tiers.is_moving(blocks) or self.tiers.bring(blocks, running)):
                 continue
+            self._turns.come_back(request, self._band(request))
             del self._parked[request.request_id]
-            self._came_back[request.request_id] = request.num_tokens
             self._scheduler.enqueue(request)
             self._goes_on(request)
 
@@ -365,5 +368,12 @@ class ResidentRequests(ParkedRequests):
 
     def _forget_gone(self) -> None:
         super()._forget_gone()
-        if len(self._came_back) > 2 * self._scheduler.max_running:
-            self._came_back = {i: n for i, n in self._came_back.items() if self._scheduler.knows(i)}
+        self._turns.forget_gone()
+
+    def _band(self, request: Request) -> int:
+        if not self._scheduler.goes_by_priority:
+            return request.priority
+        return self._turns.band(request, self._by_age(request))
+
+    def _by_age(self, request: Request) -> int:
+        return super()._band(request)

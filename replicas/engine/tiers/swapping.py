@@ -1,9 +1,9 @@
-"""Requests of a pipeline whose KV is more than its devices hold: the youngest wait on the host, with all of their KV.
+"""Requests of a pipeline whose KV is more than its devices hold: some wait on the host, with all of their KV.
 
 A pipeline's scheduler has the blocks of the devices alone, and a stage steps over KV that is on its device in all of
 its layers. So a request is on the device, or on the host, as a whole:
 
-    running ── an order, or a more urgent one needs its blocks ──> parked, on the device
+    running ── an order, or another one needs its blocks (`swap_order.py`) ──> parked, on the device
     parked, on the device ── its blocks are needed ──> parked, on the host: its blocks are free
     parked ── there is room for it, and a block more for each that runs ──> its KV comes beside the others' steps
     its KV is there on all members ──> waits for its slot, before all new ones
@@ -27,6 +27,7 @@ from pengserve.replicas.engine.scheduling.microbatches import Microbatches
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.tiers.host_prefixes import HostPrefixes
 from pengserve.replicas.engine.tiers.parked import ParkedRequests
+from pengserve.replicas.engine.tiers.swap_order import ByAge, Rank, SwapOrder
 from pengserve.replicas.engine.tiers.swap_queue import SwapQueue
 from pengserve.replicas.engine.vllm_seam import Request, SchedulerOutput
 from pengserve.replicas.kv.tiered import TieredKv
@@ -70,6 +71,7 @@ class SwappedRequests(ParkedRequests):
         self._tiers, self._num_layers, self._block_size = tiers, num_layers, tiers.block_size
         self._copies: dict[str, _Copy] = {}
         self._free_rows, self.num_rows = FreeChunks(0), 0
+        self.order: SwapOrder = ByAge()  # who leaves first, and who comes back first
         self.queue = SwapQueue()
         self.prefixes = HostPrefixes(scheduler, lambda: self._free_rows, self.queue, tiers.counts)
         self._num_kept_free = 0
@@ -228,10 +230,10 @@ class SwappedRequests(ParkedRequests):
         return bool(without) and min(map(self._band, without)) <= request.priority
 
     def _make_room(self, budget: Mapping[str, int], in_flight: Set[str]) -> dict[str, int]:
-        """Finds blocks for the tokens of a microbatch: younger requests leave the device, also some of `budget`.
+        """Finds blocks for the tokens of a microbatch: requests leave the device, also some of `budget`.
 
-        Returns what is left of the budget. What needs blocks waits for the next microbatch where a less urgent request
-        than those that could leave comes back before that. vLLM preempts where blocks are still missing.
+        Returns what is left of the budget. What needs blocks waits for the next microbatch where a request that is to
+        leave rather than those that could comes back before that. vLLM preempts where blocks are still missing.
         """
         most = sum(budget.values()) // self._block_size + len(budget)
         if not self._scheduler.holding and most <= self._num_free:
@@ -243,7 +245,7 @@ class SwappedRequests(ParkedRequests):
         growth |= {r.request_id: self._rest(r) for r in self._scheduler.holding if r.request_id in left}
         while sum(growth.values()) > self._num_free:
             victim = self._victim(in_flight)
-            if victim is not None and self._has_less_urgent(in_flight, victim):
+            if victim is not None and self.order.waits_for(self._are_in(in_flight), victim, self._band(victim)):
                 left = {request_id: count for request_id, count in left.items() if not growth.get(request_id)}
                 break
             if victim is None or not self._put_away(victim):
@@ -270,23 +272,19 @@ class SwappedRequests(ParkedRequests):
         self._tiers.counts.parks += 1
 
     def _victim(self, in_flight: Set[str], but: str = "") -> Request | None:
-        """The request that leaves the device next: one that an order has parked, else the youngest."""
+        """The request that leaves the device next: one that an order has parked, else the first by `order`."""
         here = [r for request_id, r in self._parked.items() if not self._is_away(request_id)]
         here += [r for r in (*self._scheduler.running, *self._scheduler.holding) if r.request_id not in in_flight]
         here = [request for request in here if request.request_id != but and request.num_computed_tokens]
         return max(here, key=self._dispensability, default=None)
 
-    def _dispensability(self, request: Request) -> tuple[bool, int, bool, float, str]:
-        """The greater, the sooner it leaves. What is coming has its place, as what runs has, and its blocks would be of
-        use only when its copies have ended.
-        """
+    def _dispensability(self, request: Request) -> Rank:
         is_coming = self.is_coming(request)
         band = request.priority if is_coming else self._band(request)
-        is_ordered = request.request_id in self._ordered
-        return is_ordered, band, not is_coming, request.arrival_time, request.request_id
+        return request.request_id in self._ordered, *self.order.leaving(request, band, is_coming=is_coming)
 
-    def _has_less_urgent(self, in_flight: Set[str], victim: Request) -> bool:
-        return any(r.request_id in in_flight and r.priority > self._band(victim) for r in self._scheduler.running)
+    def _are_in(self, in_flight: Set[str]) -> list[Request]:
+        return [request for request in self._scheduler.running if request.request_id in in_flight]
 
     def _put_away(self, request: Request) -> bool:
         """A request's KV goes to the host, and its blocks are free. Where the host is full, a parked one loses its KV.
@@ -328,13 +326,13 @@ class SwappedRequests(ParkedRequests):
         return len(self._free_rows) >= count
 
     def _bring_back(self, in_flight: Set[str]) -> None:
-        """Parked requests go on, the oldest first, while there is room for them and a block more for each that runs.
+        """Parked requests go on, by `order`, while there is room for them and a block more for each that runs.
 
         FastSwitch Algorithm 1: while others run, a request's KV comes beside their steps, and it waits for that alone.
         Else it is stepped at once, and the step waits.
         """
         waiting = self._waiting_for_room()
-        waiting.sort(key=lambda r: (self._band(r), r.arrival_time, r.request_id))
+        waiting.sort(key=lambda r: self.order.coming(r, self._band(r)))
         num_coming = sum(map(self.is_coming, waiting)) + self.prefixes.num_coming
         is_full = False
         for request in waiting:
@@ -354,12 +352,33 @@ class SwappedRequests(ParkedRequests):
             needed = self._rest(request)
             if not (others or num_coming or in_flight):
                 self._empty_for(needed, in_flight, request.request_id)
-            if self._num_free < needed + others + num_coming or not self._come_back(request):
+            if not self._has_room(request, needed + num_coming, in_flight) or not self._come_back(request):
                 is_full = True
             elif self.is_coming(request) and others:
                 num_coming += 1
             else:
                 self._let_step(request)
+
+    def _has_room(self, request: Request, needed: int, in_flight: Set[str]) -> bool:
+        """Whether there are so many blocks for a request that comes back, and one for each that runs; others make way
+        for it as `order` says, those in microbatches when these have come back.
+        """
+        if self._num_free >= needed + self._num_others():
+            return True
+        running = [*self._scheduler.running, *self._scheduler.holding]
+        victims = self.order.making_way(request, running)
+        freed = sum(self._num_blocks(victim) + 1 for victim in victims)
+        if not victims or self._num_free + freed < needed + len(running):
+            return False
+        num_gone = 0
+        for victim in victims:
+            if self._num_free >= needed + self._num_others():
+                break
+            if victim.request_id not in in_flight and victim.num_computed_tokens:
+                num_gone += self._put_away(victim)
+        if num_gone:
+            self.order.made_way(request, num_gone)
+        return self._num_free >= needed + self._num_others()
 
     def _num_others(self) -> int:
         """Requests that the next microbatches may step."""
@@ -374,6 +393,7 @@ class SwappedRequests(ParkedRequests):
         del self._parked[request.request_id]
         self._scheduler.enqueue(request)
         self._goes_on(request)
+        self.order.came_back(request)
 
     def _empty_for(self, needed: int, in_flight: Set[str], but: str = "") -> None:
         """Requests leave the device until so many blocks are free, beside those that are kept free."""

@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from pengserve.planners.chunk_share import SHORT_STEP, TURN_STEPS
+from pengserve.planners.fairness import LIFTED
 from pengserve.replicas.engine.scheduling.chunk_shares import LATELY_S, ChunkShares
 from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput
 from tests.support.vllm_requests import scheduled_request
@@ -20,6 +21,7 @@ class Engine:
         capacity = capacity_of(num_blocks, 16, max_num_seqs=8, max_model_len=4000)
         self.handle, self.now_s = scheduler_handle(capacity, max_num_batched_tokens=STEP_TOKENS, policy=policy), 0.0
         self.chunks = ChunkShares(self.handle, lambda: self.now_s)
+        self.step_s = 0.0
 
     def add(self, name: str, num_tokens: int, band: int, max_tokens: int = 50) -> None:
         request = scheduled_request(name, num_tokens, max_tokens=max_tokens)
@@ -32,6 +34,7 @@ class Engine:
         if self.chunks.is_on:
             with self.chunks.step():
                 output = self.handle.schedule()
+                self.now_s += self.step_s
         else:
             output = self.handle.schedule()
         ids = list(output.num_scheduled_tokens)
@@ -71,6 +74,25 @@ def test_once_no_urgent_request_came_for_a_while_steps_are_whole_again() -> None
     engine.now_s += LATELY_S + 1
     engine.chunks.note(1)
     assert engine.step() == {"flood": STEP_TOKENS} and not engine.chunks.is_on
+
+
+@pytest.mark.parametrize(("step_s", "num_tokens"), [(0.001, STEP_TOKENS), (0.5, STEP_TOKENS // SHORT_STEP)])
+def test_a_prompt_is_cut_only_where_its_step_would_take_long(step_s: float, num_tokens: int) -> None:
+    engine = Engine()
+    engine.step_s = step_s
+    engine.add("guest", SHORT, 0, max_tokens=1)
+    engine.add("flood", LONG, 1)
+    assert engine.step() == {"guest": SHORT}
+    assert engine.step() == {"flood": num_tokens}
+
+
+def test_requests_that_are_lifted_for_their_age_do_not_cut_prompts() -> None:
+    engine = Engine()
+    engine.add("old", SHORT, LIFTED, max_tokens=1)
+    engine.add("flood", LONG, 1)
+    assert engine.step() == {"old": SHORT, "flood": STEP_TOKENS - SHORT}
+    engine.add("guest", SHORT, 0)
+    assert engine.step() == {"guest": SHORT}, "urgent ones are read at once all the same"
 
 
 def test_a_flood_goes_on_below_an_endless_line_of_urgent_prompts() -> None:

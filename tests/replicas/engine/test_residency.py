@@ -208,6 +208,27 @@ def test_a_parked_request_does_not_starve_behind_urgent_ones_that_never_end() ->
     engine.world.close()
 
 
+def test_a_request_that_comes_back_to_a_full_device_has_its_turn_there() -> None:
+    """Places are there for all, and KV of some of the urgent ones alone: it would leave again with the next step."""
+    engine = Engine(600, by_priority=True)
+    calm = scheduled_request("calm", 10, max_tokens=60)
+    engine.handle.add(calm)
+    for _ in range(5):
+        engine.step()
+    for index in range(3000):
+        while len(engine.handle.requests()) < 9:
+            urgent = scheduled_request(f"urgent{index}.{len(engine.handle.requests())}", 60, max_tokens=60)
+            urgent.priority = -1
+            engine.handle.add(urgent)
+        engine.step()
+        if calm.num_output_tokens == 60:
+            break
+    assert calm.num_output_tokens == 60 and calm.num_preemptions == 0
+    pauses = [pause for pause in engine.residency.take_pauses() if pause.request is calm]
+    assert 1 < len(pauses) <= 60 // QUANTUM_TOKENS, "a turn is as many tokens"
+    engine.world.close()
+
+
 def test_where_requests_begin_as_they_come_nothing_gives_way() -> None:
     engine = Engine(max_seqs=2)
     for name in "abc":
