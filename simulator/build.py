@@ -106,6 +106,7 @@ def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
             shapes=shapes,
             start_s=costs.start_s(named.model) if cluster.start_s is None else cluster.start_s,
             step_costs=_step_costs(cluster, sizes, shapes, times, setup),
+            step_tokens=cluster.max_num_batched_tokens,
         ),
         times=times,
         network=lambda: LinkNetwork(links, cluster.instances, cluster.per_node, latencies()),

@@ -8,7 +8,7 @@ from benchmarks.regret.run import Measured, Row
 LEAST_GOODPUT = 0.97  # of the best static layout's
 MOST_TTFT = 1.1  # times the best static layout's P99 TTFT, where that layout is stable
 STABLE = 0.9  # share within the limits from which a layout counts as stable
-WON = 1.05  # of the best static layout's goodput: the aim for a third of the cases
+WON = 1.05  # of the best static layout's goodput: the aim for a third of the cases in which that is possible
 FLOOR = 0.02  # share of all requests; where fewer are in time, so many count as such: what is below is chance
 AS_GOOD = 0.995  # goodputs of layouts that are closer to each other count as equal
 
@@ -52,6 +52,11 @@ def broken(measured: Measured, label: str = OURS) -> tuple[str, ...]:
     goodput = ("goodput",) if found.goodput < LEAST_GOODPUT else ()
     is_slow = best.attained >= STABLE and found.ttft_p99 > MOST_TTFT
     return (*goodput, *(("ttft",) if is_slow else ()))
+
+
+def has_room(measured: Measured) -> bool:
+    """Whether goodput could be `WON` times the best static layout's: it cannot where that serves nearly all in time."""
+    return WON * best_static(measured).attained <= 1.0
 
 
 def _over(value: float, base: float) -> float:

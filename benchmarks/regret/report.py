@@ -16,6 +16,7 @@ from benchmarks.regret.law import (
     Ratios,
     best_static,
     broken,
+    has_room,
     ratios,
 )
 from benchmarks.regret.run import Measured
@@ -67,13 +68,15 @@ def summary(found: Sequence[Measured]) -> list[str]:
     lost = [measured for measured in with_ours if "goodput" in broken(measured)]
     slow = [measured for measured in with_ours if "ttft" in broken(measured)]
     won = [m for m in with_ours if (found_ratios := _ratios_of(m, OURS)) and found_ratios.goodput >= WON]
+    roomy = [measured for measured in with_ours if has_room(measured)]
     routed = _dispatch_alone(found)
     worst = min(with_ours, key=lambda measured: _goodput(measured))
     mean = math.exp(sum(math.log(max(0.01, _goodput(measured))) for measured in with_ours) / len(with_ours))
     return [
         f"Goodput below {LEAST_GOODPUT:g} of the best static layout's in {len(lost)} of {len(with_ours)} cases;"
         f" P99 TTFT above {MOST_TTFT:g} times its, where it is stable, in {len(slow)}.",
-        f"Goodput at least {WON:g} times the best static layout's in {len(won)} cases.",
+        f"Goodput at least {WON:g} times the best static layout's in {len(won)} cases, of {len(roomy)} in which it can"
+        f" be: in the others that layout serves more than {1 / WON:.0%} of the requests in time.",
         f"Geometric mean of the goodput ratios {mean:.3f}; the lowest is {_goodput(worst):.2f}, of {worst.case.name}.",
         *routed,
     ]

@@ -71,6 +71,23 @@ def _begin(times: Floats, came: Floats) -> int:
     return begin
 
 
+def mates_of(times: Floats, came: Floats) -> float:
+    """How many requests come with one, in the mean, beyond those that come by chance between the same two looks.
+
+    By chance come as many as in the seconds around these looks: a rate that grows or falls is none of it.
+    """
+    counts, seconds = np.diff(came), np.diff(times)
+    total = float(counts.sum())
+    if total <= 0.0:
+        return 0.0
+    at, middle = np.arange(len(counts)), 0.5 * (times[1:] + times[:-1])
+    begins = np.minimum(at, np.searchsorted(times, middle - 0.5 * CHUNK_S))
+    ends = np.maximum(at + 1, np.searchsorted(times, middle + 0.5 * CHUNK_S, side="right") - 1)
+    others, others_s = came[ends] - came[begins] - counts, times[ends] - times[begins] - seconds
+    by_chance = np.where(others_s > 0.0, others * seconds / np.maximum(others_s, 1e-9), counts)
+    return max(0.0, float((counts * (counts - 1.0 - by_chance)).sum())) / total
+
+
 def _varied(times: Floats, came: Floats) -> float:
     """Standard deviation of the rate from one `CHUNK_S` to another, beyond chance: requests do not come evenly."""
     begins = np.searchsorted(times, times - CHUNK_S, side="right") - 1

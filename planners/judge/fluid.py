@@ -9,63 +9,30 @@ tensor-parallel, one for each stage of a pipeline, in which so many microbatches
     preempted   where KV has grown beyond what there is, requests lose theirs, and wait to be computed again
 
 The currency is request-seconds: one for each second of a request that runs, `WAIT_WEIGHT` for each second of one that
-has no token yet, as if all prompts were long ones, and `miss_s` for a request that misses its limits. What is left at
-the end counts as long as it will take. So queues, TTFT, TPOT, computing again and stalls add up in one unit, and a
-layout that serves the same with fewer requests in flight is better (Little's law).
+waits to be read, and `miss_s` for a request that misses its limits. From then on each request counts with the 99th
+percentile of TTFT (`judge.tails`), as much for a second as one that waits, and more where that is near its limit and no
+queue stands: users judge a service by its tail. What is left at the end counts as long as it will take. So queues,
+TTFT, TPOT, computing again and stalls add up in one unit, and a layout that serves the same with fewer requests in
+flight is better (Little's law).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
 from pengserve.planners.columns import Floats
 from pengserve.planners.judge.cohorts import Cohorts, Lengths
-from pengserve.planners.types.step_cost import KNOT_TOKENS
+from pengserve.planners.judge.rows import Rows
+from pengserve.planners.judge.step_rates import first_token_s, steps_of
+from pengserve.planners.judge.tails import behind, late_share, share_above, tail_of
 
 WAIT_WEIGHT = 16.0  # request-seconds of a second without a first token
-STEP_TOKENS = 2048  # new tokens of a full step, as vLLM's default is
+TAIL_MISS = 0.2  # of what a miss costs: for each request, where the 99th percentile of TTFT is at its limit
 SLICES = 12  # of the horizon; the later ones are longer
 GROWTH = 1.15  # of a slice over the one before
 ATTEMPTS, NEAR = 3, 0.1  # to find how many steps fit into a slice; a share of them by which they may be wrong
 TPOT_SPREAD = 0.15  # of the logarithm of requests' TPOT around the mean
-LEAST_STEP_S = 1e-5  # no engine steps faster: a fit over few steps may say that reading the weights costs nothing
 RESERVE = 0.25  # of its answer, that a request must find room for before it is read: those that run grow meanwhile
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rows:
-    """Groups to predict, an entry each. Rates are by second, KV is in tokens."""
-
-    servers: Floats
-    cost: Floats  # [row, term]: of one server's step, in the order of `StepCost.terms`
-    kv_tokens: Floats
-    slots: Floats  # requests that may run, of all servers together
-    running: Floats
-    held_tokens: Floats  # of running requests
-    waiting: Floats
-    waiting_tokens: Floats
-    stall_s: Floats  # from now on, in which nothing runs
-    rate: Floats  # requests that come now,
-    later_rate: Floats  # ... and in the long run: a burst ends
-    burst_s: Floats  # after which 1/e of it is left
-    prompt_tokens: Floats
-    read_share: Floats  # of a prompt, that is computed and not found in a prefix cache
-    output_tokens: Floats
-    output_spread: Floats  # standard deviation of answers, as a share of the mean
-    ages: Floats  # [row, cohort]: tokens that running requests have generated, in `COHORTS` groups of as many
-    pairs: Floats  # that a token of a prompt adds to a step (`StepCost.pair_s`): the mean square over the mean prompt
-    spread: Floats  # of prompts: the standard deviation of their logarithm
-    ttft_limit_s: Floats
-    tpot_limit_s: Floats
-    miss_s: Floats  # request-seconds that one costs which is beyond a limit
-    routes: Floats  # groups of the whole layout that requests are sent to, this one among them
-
-    @classmethod
-    def joined(cls, parts: "Sequence[Rows]") -> "Rows":
-        """All rows of `parts`, in their order: to predict them together takes hardly longer than a part alone."""
-        return cls(**{f.name: np.concatenate([getattr(rows, f.name) for rows in parts]) for f in fields(cls)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +41,7 @@ class Fate:
 
     cost_s: Floats  # request-seconds, see above
     ttft_s: Floats  # mean of those that begin; those that still wait at the end count with their wait until then
+    tail_s: Floats  # P99 of the TTFT of those that begin, but for queues that stand
     tpot_s: Floats  # mean
     queue: Floats  # requests that wait at the end
     running: Floats  # ... and that run
@@ -116,11 +84,11 @@ def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
     cohorts, held = Cohorts(running, rows.held_tokens, rows.ages, lengths), rows.held_tokens
     zero = np.zeros_like(kv)
     done = zero  # tokens of answers, of those that wait: they were preempted
-    wait_s, run_s, read_s, begun, finished, decoded, recomputed, late, slow, long_s, full_s = (
-        zero.copy() for _ in range(11)
+    wait_s, run_s, read_s, begun, finished, decoded, recomputed, late, slow, tail_s, near, full_s = (
+        zero.copy() for _ in range(12)
     )
     each = np.where(running > 0, held / np.maximum(running, 1e-9), usual)
-    steps = _steps(rows, running, each, prompt)
+    steps = steps_of(rows, running, each, prompt)
     for length, burst in zip(slices(horizon_s), bursts(rows.burst_s, horizon_s), strict=True):
         # Arrivals.
         rate = rows.later_rate + burst * (rows.rate - rows.later_rate)
@@ -135,7 +103,7 @@ def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
         middle, num_steps, to_read = running, live / steps.decode_s, waiting_tokens
         many, too_many = num_steps, zero
         for attempt in range(ATTEMPTS):  # from the second one on at the batch of the middle of this slice
-            steps, taken = _steps(rows, middle, each, mean), np.maximum(num_steps, 1e-4 * lengths.rest)
+            steps, taken = steps_of(rows, middle, each, mean), np.maximum(num_steps, 1e-4 * lengths.rest)
             later, (still, meanwhile) = cohorts.after(taken), to_come.begun(taken)
             by_memory = np.maximum(0.0, kv - later.held_tokens) / (grown * still)
             by_slots = np.maximum(0.0, rows.slots - later.running) * mean / still
@@ -153,14 +121,16 @@ def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
             num_steps = np.where(is_few, between, fit)
         end = later.running + new * still
         ended = np.maximum(0.0, running + new - end)
-        chance, longest_s = _behind(rows, rate, steps)
-        # Of a long prompt: the mean size by token, which is what most tokens' prompts are like.
-        alone_s, of_long_s = _first_s(rows, steps, mean), _first_s(rows, steps, np.maximum(mean, rows.pairs))
+        chance, longest_s = behind(rows, rate, steps)
+        alone_s = first_token_s(rows, steps, mean + rows.mates * prompt)  # those that come together are read together
         read_s += new * (alone_s + chance * longest_s)
-        long_s += new * (of_long_s + chance * longest_s)
+        standing_s = np.maximum(0.0, to_read - read) / steps.rate  # this queue counts by itself
+        last_s = new * tail_of(rows, steps, mean, alone_s, chance, longest_s, standing_s)
+        tail_s += last_s
+        near += last_s / rows.ttft_limit_s * np.maximum(0.0, 1.0 - standing_s / rows.ttft_limit_s)
         queue_s = np.minimum(horizon_s, np.maximum(0.0, waiting - new) * length / np.maximum(new, 1e-9))
-        late += new * _late(rows, alone_s, queue_s, chance, longest_s)
-        slow_share = _share_above(live / taken, rows.tpot_limit_s, TPOT_SPREAD)
+        late += new * late_share(rows, alone_s, queue_s, chance, longest_s)
+        slow_share = share_above(live / taken, rows.tpot_limit_s, TPOT_SPREAD)
         slow += ended * np.where(live > 0, slow_share, 0.0)
         waiting_tokens, waiting = waiting_tokens - read, np.maximum(0.0, waiting - new)
         wait_s += 0.5 * (before + waiting) * length
@@ -178,16 +148,18 @@ def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
         begun, finished = begun + new, finished + ended
     # What is left takes as long as a full group needs for it: a queue its square over twice the rate.
     most = np.minimum(rows.slots, kv / usual)
-    full = _steps(rows, most, usual, prompt)
+    full = steps_of(rows, most, usual, prompt)
     per_s = 1.0 / (prompt / steps.rate + output * full.decode_s / np.maximum(1.0, most))
-    left_s = WAIT_WEIGHT * waiting * waiting / (2.0 * per_s) + waiting * output * full.decode_s
-    left_s = left_s + running * output * steps.decode_s * 0.5
+    # Its tokens come among others' prompts: as `most` running and `per_s` that end say (Little), and as they came last.
+    left_s = WAIT_WEIGHT * waiting * waiting / (2.0 * per_s) + waiting * most / per_s
+    left_s = left_s + running * output * np.where(live > 0, live / taken, steps.decode_s) * 0.5
     late += np.maximum(0.0, waiting - per_s * rows.ttft_limit_s)
-    slow += running * _share_above(steps.decode_s, rows.tpot_limit_s, TPOT_SPREAD)
+    slow += running * share_above(steps.decode_s, rows.tpot_limit_s, TPOT_SPREAD)
     missed = late + slow * (1.0 - late / np.maximum(begun + waiting, late + 1e-9))
     return Fate(
-        cost_s=WAIT_WEIGHT * (wait_s + long_s) + run_s + left_s + rows.miss_s * missed,
+        cost_s=WAIT_WEIGHT * (wait_s + tail_s) + run_s + left_s + rows.miss_s * (missed + TAIL_MISS * near),
         ttft_s=(wait_s + read_s) / np.maximum(begun + waiting, 1e-9),
+        tail_s=tail_s / np.maximum(begun, 1e-9),
         tpot_s=run_s / np.maximum(decoded, 1e-9),
         queue=waiting,
         running=running,
@@ -198,74 +170,3 @@ def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
         request_s=wait_s + read_s + run_s,
         full_s=full_s,
     )
-
-
-def _behind(rows: Rows, rate: Floats, steps: "_Steps") -> tuple[Floats, Floats]:
-    """How likely a prompt waits behind others that came by chance at the same time, and how long it then does.
-
-    Prompts of a group are read one after the other; of k groups the one with the least to do is chosen (Sakasegawa).
-    """
-    share = np.minimum(0.95, rate * rows.prompt_tokens / steps.rate)
-    chance = share ** (np.sqrt(2.0 * (rows.routes + 1.0)) - 1.0) * share
-    # Of the prompt that one meets: long ones are met more often, and half of it is read already.
-    return chance, rows.pairs / steps.rate / (2.0 * rows.routes * (1.0 - share))
-
-
-def _late(rows: Rows, alone_s: Floats, queue_s: Floats, chance: Floats, longest_s: Floats) -> Floats:
-    """Share of requests whose first token comes beyond the limit: long ones, and those that wait behind long ones."""
-    slack_s = np.maximum(1e-3, rows.ttft_limit_s - queue_s)
-    long = _share_above(alone_s * np.exp(-0.5 * rows.spread**2), slack_s, rows.spread)
-    behind = chance * np.exp(-np.maximum(0.0, slack_s - alone_s) / np.maximum(1e-6, longest_s * rows.routes))
-    late: Floats = np.minimum(1.0, long + behind)
-    return late
-
-
-def _share_above(median: Floats, limit: Floats, spread: Floats | float) -> Floats:
-    """Share of what is spread around `median`, as a normal distribution of logarithms, that is above `limit`."""
-    distance = np.log(np.maximum(1e-9, limit) / np.maximum(1e-9, median)) / np.maximum(0.05, spread)
-    share: Floats = 1.0 / (1.0 + np.exp(np.minimum(np.maximum(1.702 * distance, -50.0), 50.0)))
-    return share
-
-
-class _Steps(NamedTuple):
-    """Steps of each row with so many running."""
-
-    batch: Floats  # requests that run, of one server
-    room: Floats  # tokens of prompts that a full step takes
-    fixed_s: Floats  # of what runs, but for what every token costs
-    decode_s: Floats  # of decoding alone
-    full_s: Floats  # with as much of prompts as a step takes
-    rate: Floats  # tokens of prompts that a second of full steps reads
-
-
-def _steps(rows: Rows, running: Floats, each_tokens: Floats, prompt: Floats) -> _Steps:
-    """`each_tokens`: KV of one that runs. `prompt`: tokens of one that waits."""
-    load, token, extra, seq, context, pair = rows.cost.T
-    batch = running / rows.servers
-    fixed_s = np.maximum(LEAST_STEP_S, load + seq * batch + context * batch * each_tokens)
-    decode_s = fixed_s + token * batch + extra * np.maximum(0.0, batch - KNOT_TOKENS)
-    room = np.maximum(64.0, STEP_TOKENS - batch)
-    read_s = pair * rows.pairs + context  # of a token of a prompt, beside what every token costs
-    full = batch + room
-    full_s = fixed_s + token * full + extra * np.maximum(0.0, full - KNOT_TOKENS) + room * (read_s + seq / prompt)
-    rate = rows.servers * room / (full_s * rows.read_share)
-    return _Steps(batch, room, fixed_s, decode_s, full_s, rate)
-
-
-def _first_s(rows: Rows, steps: _Steps, prompt: Floats) -> Floats:
-    """From arriving to the first token, where nothing is in the way but the step under way: a prompt of so many tokens
-    waits for this step, and takes its own steps, among others' decodes.
-    """
-    _, token, extra, _, context, pair = rows.cost.T
-    num_tokens = rows.read_share * prompt
-    share = np.minimum(num_tokens, steps.room)
-    own = steps.batch + share
-    own_s = token * own + extra * np.maximum(0.0, own - KNOT_TOKENS)
-    own_s = own_s * num_tokens / share + (pair * num_tokens + context) * num_tokens
-    # The stages of a pipeline read chunks of one prompt side by side: n chunks take n + s - 1 times a stage's time,
-    # which is 1/s of a step, and of the prompt itself 1/(n s).
-    num_chunks = np.maximum(rows.servers, num_tokens / share)
-    turns = (num_chunks + rows.servers - 1.0) / rows.servers
-    waiting_s = 0.5 * np.minimum(1.0, steps.batch) * steps.decode_s / rows.servers
-    first_s: Floats = waiting_s + steps.fixed_s * turns + own_s * turns / num_chunks
-    return first_s

@@ -12,8 +12,9 @@ from math import exp, log
 import numpy as np
 
 from pengserve.planners.columns import ReadyInstances, group_table
-from pengserve.planners.judge.fluid import Rows, predict
+from pengserve.planners.judge.fluid import predict
 from pengserve.planners.judge.prediction import Prediction
+from pengserve.planners.judge.rows import Rows
 from pengserve.planners.judge.watch import Traffic
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind

@@ -7,7 +7,8 @@ import numpy as np
 
 from pengserve.planners.columns import Floats, Kept
 from pengserve.planners.judge.changes import Change
-from pengserve.planners.judge.fluid import Fate, Rows
+from pengserve.planners.judge.fluid import Fate
+from pengserve.planners.judge.rows import Rows
 from pengserve.planners.types.layout import Group
 
 
@@ -22,12 +23,13 @@ class Prediction:
     finished: float = 0.0  # requests
     recomputed_tokens: float = 0.0
     missed: float = 0.0  # requests beyond their limits
+    ttft_p99_s: float = 0.0  # but for queues that stand
 
     @classmethod
     def of(cls, fate: Fate, rows: Sequence[int]) -> "Prediction":
         """Of some rows of the fluid model together."""
         sums: list[float] = _additive(fate)[:, list(rows)].sum(axis=1).tolist()
-        begun, ttft_s, tpot_s, cost_s, queue, finished, recomputed_tokens, missed = sums
+        begun, ttft_s, tpot_s, tail_s, cost_s, queue, finished, recomputed_tokens, missed = sums
         return cls(
             cost_s=cost_s,
             ttft_s=ttft_s / begun,
@@ -36,6 +38,7 @@ class Prediction:
             finished=finished,
             recomputed_tokens=recomputed_tokens,
             missed=missed,
+            ttft_p99_s=tail_s / begun,
         )
 
 
@@ -43,7 +46,7 @@ class Prediction:
 def _additive(fate: Fate) -> Floats:
     """What can be added up over rows, `[figure, row]`: all changes of a look are predicted from one fate."""
     begun = fate.finished + fate.running + 1e-9
-    means = fate.ttft_s * begun, fate.tpot_s * begun
+    means = fate.ttft_s * begun, fate.tpot_s * begun, fate.tail_s * begun
     return np.stack([begun, *means, fate.cost_s, fate.queue, fate.finished, fate.recomputed_tokens, fate.missed])
 
 
@@ -86,6 +89,6 @@ def _told(what: str, priced: Priced | PricedMove) -> str:
     keep, then = priced.keep, priced.then
     return (
         f"{what}: {priced.gain_s:.1f} request-seconds saved of {keep.cost_s:.1f},"
-        f" TTFT {keep.ttft_s:.2f} -> {then.ttft_s:.2f} s,"
+        f" TTFT {keep.ttft_s:.2f} -> {then.ttft_s:.2f} s, P99 {keep.ttft_p99_s:.2f} -> {then.ttft_p99_s:.2f} s,"
         f" TPOT {keep.tpot_s * 1e3:.1f} -> {then.tpot_s * 1e3:.1f} ms"
     )

@@ -8,10 +8,11 @@ import numpy as np
 from pengserve.planners.columns import Floats, ReadyInstances, lane_capacity
 from pengserve.planners.judge.changes import Change
 from pengserve.planners.judge.costs import Costs
-from pengserve.planners.judge.fluid import WAIT_WEIGHT, Fate, Rows
+from pengserve.planners.judge.fluid import WAIT_WEIGHT, Fate
 from pengserve.planners.judge.group_state import GroupState, GroupStates
 from pengserve.planners.judge.prediction import Prediction, Priced, PricedMove
 from pengserve.planners.judge.row_table import EXPECTED, FEW, MOST, RowTable
+from pengserve.planners.judge.rows import Rows
 from pengserve.planners.judge.switch_costs import SwitchPrices
 from pengserve.planners.judge.watch import Traffic
 from pengserve.planners.types.config import JudgeConfig

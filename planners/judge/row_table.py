@@ -8,12 +8,14 @@ import numpy as np
 
 from pengserve.planners.columns import Floats, ReadyInstances, lane_capacity
 from pengserve.planners.judge.costs import Costs
-from pengserve.planners.judge.fluid import Fate, Rows, predict
+from pengserve.planners.judge.fluid import Fate, predict
 from pengserve.planners.judge.group_state import GroupState
+from pengserve.planners.judge.rows import Rows
 from pengserve.planners.judge.watch import Traffic
 from pengserve.planners.types.config import JudgeConfig
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.planners.types.step_cost import STEP_TOKENS
 
 FEW, EXPECTED, MANY, MOST = range(4)  # scenarios: how many requests come
 SCENARIOS = FEW, EXPECTED, MANY, MOST
@@ -49,6 +51,8 @@ class RowTable:
         self._correction = correction
         self.horizon_s = config.horizon(_life_s(traffic, costs))
         self._num_members = max(1, len(instances))
+        lanes = next((instance.lanes for instance in instances.values() if instance.lanes), ())
+        self._step_tokens = float(lanes[0].step_tokens if lanes else STEP_TOKENS)
         self._rows: list[_Row] = []
         self._made: Rows | None = None
         self._terms_of: dict[str, tuple[float, ...]] = {}
@@ -131,6 +135,8 @@ class RowTable:
             cost=np.array([self._terms_of[row.shape] for row in self._rows]),
             kv_tokens=column(lambda row: row.kv_tokens),
             slots=column(lambda row: row.slots),
+            step_tokens=self._step_tokens * ones,
+            mates=traffic.mates * share,
             running=column(lambda row: row.state.running),
             held_tokens=column(lambda row: row.state.held_tokens),
             waiting=column(lambda row: row.state.waiting),

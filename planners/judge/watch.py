@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pengserve.planners.columns import Ints, Kept, ReadyInstances
-from pengserve.planners.judge.arrivals import Arrivals
+from pengserve.planners.judge.arrivals import Arrivals, mates_of
 from pengserve.planners.judge.away import Away
 from pengserve.planners.judge.cohorts import Ends, Lengths, ages_of
 from pengserve.planners.judge.costs import Costs, Work
@@ -55,6 +55,7 @@ class Traffic:
     away: Away  # sent back by an instance, and not come to another yet
     is_settled: bool  # requests have come for so long that their rate is known
     pairs: float  # by token of a prompt, see `StepCost.pair_s`
+    mates: float = 0.0  # requests that come at the same instant as one that comes
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +183,7 @@ class Watched:
             ages=self._ages(output, recent),
             away=self.away,
             pairs=self._pairs(prompt),
+            mates=mates_of(times, counts),
         )
 
     def _usual_tokens(self) -> tuple[float, float]:

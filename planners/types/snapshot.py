@@ -13,7 +13,7 @@ from pengserve.planners.types.ids import NO_VERSION, Epoch, InstanceId, Instance
 from pengserve.planners.types.layout import Group, Layout
 from pengserve.planners.types.placements import PlacementNote
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
-from pengserve.planners.types.step_cost import StepCost
+from pengserve.planners.types.step_cost import STEP_TOKENS, StepCost
 
 
 class InstanceState(StrEnum):
@@ -147,9 +147,10 @@ class LaneInfo:
     capacity: KvCapacity | None
     why_not: str = ""  # why it cannot be built; one sentence for people
     step_cost: StepCost | None = None  # as profiled; None: it was not, and what is measured counts alone
+    step_tokens: int = STEP_TOKENS  # new tokens of a full step, `max_num_batched_tokens`
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _lane, (self.shape, self.capacity, self.why_not, self.step_cost)
+        return _lane, (self.shape, self.capacity, self.why_not, self.step_cost, self.step_tokens)
 
 
 # What an instance can run, and where, stays as it is, and a thousand are alike: what comes off a wire becomes the
@@ -162,8 +163,10 @@ def _capacity(*values: int) -> KvCapacity:
 
 
 @lru_cache(maxsize=4096)
-def _lane(shape: str, capacity: KvCapacity | None, why_not: str, step_cost: StepCost | None) -> LaneInfo:
-    return LaneInfo(shape=shape, capacity=capacity, why_not=why_not, step_cost=step_cost)
+def _lane(
+    shape: str, capacity: KvCapacity | None, why_not: str, step_cost: StepCost | None, step_tokens: int
+) -> LaneInfo:
+    return LaneInfo(shape=shape, capacity=capacity, why_not=why_not, step_cost=step_cost, step_tokens=step_tokens)
 
 
 @lru_cache(maxsize=4096)

@@ -10,6 +10,9 @@ token costs. `extra_s` is that difference; on a CPU it is about 0. `planners.cos
 from dataclasses import dataclass, fields
 from typing import Any
 
+STEP_TOKENS = 2048
+"""New tokens of a full step, as vLLM's default is (`max_num_batched_tokens`)."""
+
 KNOT_TOKENS = 256
 """New tokens of a step beyond which each costs `extra_s` more."""
 

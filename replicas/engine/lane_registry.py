@@ -12,7 +12,7 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import StepError, UnsupportedShapeError, one_line
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.snapshot import LaneInfo
+from pengserve.planners.types.snapshot import KvCapacity, LaneInfo
 from pengserve.planners.types.step_cost import StepCost
 from pengserve.replicas.engine.groups.group_lane import GroupLane
 from pengserve.replicas.engine.groups.pp_lane import PpLane
@@ -157,15 +157,16 @@ class LaneRegistry:
 
     def infos(self) -> tuple[LaneInfo, ...]:
         """The shapes that can run here, and those that cannot, with the reason."""
-        costs = self._step_costs
-        shapes = {
-            lane.shape: LaneInfo(shape=lane.shape, capacity=lane.capacity, step_cost=costs.get(lane.shape))
-            for lane in self
-        }
+        step_tokens = self._dp.core.vllm_config.scheduler_config.max_num_batched_tokens
+
+        def info(shape: str, capacity: KvCapacity) -> LaneInfo:
+            cost = self._step_costs.get(shape)
+            return LaneInfo(shape=shape, capacity=capacity, step_cost=cost, step_tokens=step_tokens)
+
+        shapes = {lane.shape: info(lane.shape, lane.capacity) for lane in self}
         for shape, why_not in self._why_not.items():
             shapes[shape] = LaneInfo(shape=shape, capacity=None, why_not=why_not)
-        dp = LaneInfo(shape="dp", capacity=self._dp.capacity, step_cost=costs.get("dp"))
-        return (dp, *(shapes[shape] for shape in sorted(shapes)))
+        return (info("dp", self._dp.capacity), *(shapes[shape] for shape in sorted(shapes)))
 
     def find(self, group: Group | None) -> GroupLane | None:
         """The lane of `group`, where there is one. From any thread."""

@@ -11,7 +11,7 @@ from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.orders import Migrate, RequestOrder
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceState, KvCapacity
-from pengserve.planners.types.step_cost import StepCost
+from pengserve.planners.types.step_cost import STEP_TOKENS, StepCost
 from pengserve.simulator.engine.driver import Driver, Owner
 from pengserve.simulator.engine.group import end_group
 from pengserve.simulator.engine.instance import BuildLane, SimInstance
@@ -37,6 +37,7 @@ class ClusterShape:
     shapes: tuple[str, ...] = ()  # beside dp
     start_s: float = 0.0  # until an instance that replaces another is ready
     step_costs: Mapping[str, StepCost] = field(default_factory=dict)  # by shape, as profiled
+    step_tokens: int = STEP_TOKENS  # new tokens of a full step
 
 
 @dataclass(slots=True, eq=False)
@@ -55,7 +56,7 @@ class SimCluster:
         self.shape, self.owner, self.network, self.costs = shape, owner, network, costs
         self.instances: dict[InstanceKey, SimInstance] = {}
         self._build = build
-        self._lanes = lane_infos(shape.sizes, shape.shapes, shape.step_costs) if shape.shapes else ()
+        self._lanes = lane_infos(shape.sizes, shape.shapes, shape.step_costs, shape.step_tokens) if shape.shapes else ()
         self._newest: dict[InstanceId, InstanceKey] = {}
         self._prepared: dict[tuple[InstanceKey, str], SwitchPlan] = {}
         self._under_way: dict[str, _UnderWay] = {}

@@ -15,7 +15,7 @@ from pengserve.planners.stages import Parts, stage_layers, stage_of
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.snapshot import KvCapacity, LaneInfo
-from pengserve.planners.types.step_cost import StepCost
+from pengserve.planners.types.step_cost import STEP_TOKENS, StepCost
 from pengserve.planners.types.units import blocks_for, format_bytes
 
 MIN_BLOCKS = 2  # of a lane that can serve at all
@@ -165,13 +165,18 @@ def _num_layers(parts: Parts) -> Iterator[tuple[int, int]]:
 
 
 def lane_infos(
-    sizes: Sizes, shapes: Iterable[str], step_costs: Mapping[str, StepCost] | None = None
+    sizes: Sizes,
+    shapes: Iterable[str],
+    step_costs: Mapping[str, StepCost] | None = None,
+    step_tokens: int = STEP_TOKENS,
 ) -> tuple[LaneInfo, ...]:
     """What an instance says it can run: dp, and `shapes`; and what steps cost in each, as far as that is known."""
     costs = step_costs or {}
-    dp = LaneInfo(shape="dp", capacity=sizes.dp, step_cost=costs.get("dp"))
-    wide = [LaneInfo(shape=s, capacity=sizes.lane(s), step_cost=costs.get(s)) for s in sorted(shapes)]
-    return (dp, *wide)
+    capacities = {"dp": sizes.dp, **{shape: sizes.lane(shape) for shape in sorted(shapes)}}
+    return tuple(
+        LaneInfo(shape=shape, capacity=capacity, step_cost=costs.get(shape), step_tokens=step_tokens)
+        for shape, capacity in capacities.items()
+    )
 
 
 def require_room(sizes: Sizes, shape: str, what: str) -> None:

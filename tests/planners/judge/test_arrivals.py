@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from pengserve.planners.judge.arrivals import FRESH_S, LASTS, Arrivals
+from pengserve.planners.judge.arrivals import FRESH_S, LASTS, Arrivals, mates_of
 
 LOOK_S = 0.25
 
@@ -49,3 +49,16 @@ def test_what_came_at_once_before_may_come_at_once_again() -> None:
 def test_nothing_came() -> None:
     found = coming((10.0, 0.0))
     assert found.expected.now == found.expected.later == found.few.now == 0.0 < found.many.now
+
+
+@pytest.mark.parametrize("step_s", [0.1, 0.5])
+def test_requests_that_come_together_have_mates_and_those_that_come_by_chance_have_none(step_s: float) -> None:
+    """Looks may come at any times; a rate that grows is no sign of mates."""
+    generator = np.random.default_rng(1)
+    times = np.cumsum(generator.uniform(0.2 * step_s, 1.8 * step_s, int(40 / step_s)))
+    rates = 0.2 * times  # requests by second
+    by_chance = np.cumsum(generator.poisson(rates * np.diff(times, prepend=0.0)))
+    together = np.cumsum(8.0 * (np.diff(np.floor(times), prepend=0.0) > 0))
+    assert mates_of(times, together) == pytest.approx(7.0 - 8.0 * step_s, abs=1.0)
+    assert mates_of(times, by_chance.astype(np.float64)) < 0.7
+    assert mates_of(times, np.zeros_like(times)) == 0.0

@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pengserve.planners.judge.cohorts import COHORTS
-from pengserve.planners.judge.fluid import Rows, predict, slices
+from pengserve.planners.judge.fluid import predict, slices
+from pengserve.planners.judge.rows import Rows
 from pengserve.planners.types.step_cost import StepCost
 from tests.support.effort import examples
 
@@ -37,6 +38,8 @@ def row(cost: StepCost = COST, ages: Sequence[float] = (0.0,) * COHORTS, **given
         "pairs": 1000.0,
         "routes": 1.0,
         "spread": 0.5,
+        "step_tokens": 2048.0,
+        "mates": 0.0,
         "ttft_limit_s": 1.0,
         "tpot_limit_s": 0.1,
         "miss_s": 0.0,

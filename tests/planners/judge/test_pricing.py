@@ -30,7 +30,7 @@ def gained_s(goal: Group, blocks: int) -> float:
 def test_a_pipeline_is_for_memory_once_memory_will_run_out() -> None:
     """Prompts may take most of its time then, which they may not where it only makes use of spare compute."""
     assert gained_s(PIPELINE, blocks=3 * ROOM) > 0
-    assert gained_s(PIPELINE, blocks=BLOCKS) == 0
+    assert gained_s(PIPELINE, blocks=BLOCKS) <= 0
 
 
 def test_a_tensor_parallel_group_is_never_for_memory() -> None:

@@ -88,7 +88,8 @@ def _stats(
     costs: Mapping[str, StepCost],
 ) -> InstanceStats:
     wide, num_steps = group.degree, int(20 * t_s)
-    requests, running, waiting = int(rate * wide * t_s), running * wide, waiting * wide
+    phase = 0.37 * group.leader % 1.0  # requests do not come to all groups at the same instant
+    requests, running, waiting = int(rate * wide * t_s + phase * bool(rate)), running * wide, waiting * wide
     lane = next(lane.capacity for lane in lanes(blocks=blocks) if lane.shape == group.shape)
     assert lane is not None
     held = running * (prompt + output // 2)

@@ -1,0 +1,44 @@
+"""The groups that the fluid model predicts, as they are and as they would be, in columns."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from pengserve.planners.columns import Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Groups to predict, an entry each. Rates are by second, KV is in tokens."""
+
+    servers: Floats
+    cost: Floats  # [row, term]: of one server's step, in the order of `StepCost.terms`
+    kv_tokens: Floats
+    slots: Floats  # requests that may run, of all servers together
+    step_tokens: Floats  # new tokens of a full step
+    mates: Floats  # requests that come at the same instant as one that comes
+    running: Floats
+    held_tokens: Floats  # of running requests
+    waiting: Floats
+    waiting_tokens: Floats
+    stall_s: Floats  # from now on, in which nothing runs
+    rate: Floats  # requests that come now,
+    later_rate: Floats  # ... and in the long run: a burst ends
+    burst_s: Floats  # after which 1/e of it is left
+    prompt_tokens: Floats
+    read_share: Floats  # of a prompt, that is computed and not found in a prefix cache
+    output_tokens: Floats
+    output_spread: Floats  # standard deviation of answers, as a share of the mean
+    ages: Floats  # [row, cohort]: tokens that running requests have generated, in `COHORTS` groups of as many
+    pairs: Floats  # that a token of a prompt adds to a step (`StepCost.pair_s`): the mean square over the mean prompt
+    spread: Floats  # of prompts: the standard deviation of their logarithm
+    ttft_limit_s: Floats
+    tpot_limit_s: Floats
+    miss_s: Floats  # request-seconds that one costs which is beyond a limit
+    routes: Floats  # groups of the whole layout that requests are sent to, this one among them
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Rows]") -> "Rows":
+        """All rows of `parts`, in their order: to predict them together takes hardly longer than a part alone."""
+        return cls(**{f.name: np.concatenate([getattr(rows, f.name) for rows in parts]) for f in fields(cls)})
