@@ -32,7 +32,7 @@ from pengserve.planners.types.tenants import FairnessConfig
 ROOT = Path(__file__).parents[2]
 VLLM, OURS = ("vllm-fcfs", "vllm-priority"), ("pengserve", "pengserve-park")
 SYSTEMS = (*VLLM, *OURS)
-SWITCHING = ("pengserve-recompute", "pengserve-swap")  # how others preempt, in our scheduler (`hosts/`)
+SWITCHING = ("pengserve-swap",)  # with copies that a step waits for (`hosts/`)
 VOCABULARY = 1000  # token ids below this are plain in the demo model
 
 
@@ -204,7 +204,7 @@ def _pengserve(plan: Plan, system: str, case: Case, engine: Mapping[str, Any]) -
         model=str(plan.model),
         engine=engine,
         channel_token=CHANNEL_TOKEN,
-        host_bytes={"pengserve": 0, "pengserve-recompute": MIB}.get(system, plan.host_bytes),
+        host_bytes=0 if system == "pengserve" else plan.host_bytes,
         link_bytes_per_s=case.link_bytes_per_s,
     )
     hosts = "benchmarks.fair.hosts." + system.removeprefix("pengserve-")

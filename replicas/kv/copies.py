@@ -236,10 +236,6 @@ class CopyEngine:
         self._note(num_bytes, copy.priority, copy.to_host, took_s)
         self.num_runs[copy.to_host] += num_runs
 
-    def account(self, num_bytes: int, priority: Priority, to_host: bool, started_s: float) -> None:
-        """Counts a copy that the step thread made itself, over the emulated link where there is one."""
-        self._note(num_bytes, priority, to_host, self._as_over_the_link(num_bytes, started_s))
-
     def _as_over_the_link(self, num_bytes: int, started_s: float) -> float:
         """Waits as long as the emulated link would have taken since; seconds in all."""
         if self._link_bytes_per_s:

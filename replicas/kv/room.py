@@ -258,12 +258,18 @@ class Room:
             EngineError: the host does not have one of them.
         """
         placement, copies = self.placement, []
+        # Blocks that come back in all layers get one index there, as far as there are some: steps need one table then.
+        is_whole = ((placement.index[:, blocks] == 0) & ~placement.is_away[:, blocks]).all(axis=0)
+        columns = placement.take_columns(int(np.count_nonzero(is_whole)))
+        whole = blocks[is_whole][: len(columns)]
+        others = blocks[~np.isin(blocks, whole)]
         for layer in range(self.pool.num_layers):
-            away = blocks[(placement.index[layer, blocks] == 0) & ~placement.is_away[layer, blocks]]
+            rest = others[(placement.index[layer, others] == 0) & ~placement.is_away[layer, others]]
+            away = np.concatenate([whole, rest])
             if len(away):
                 if not placement.on_host[layer, away].all():
                     raise EngineError(f"KV of layer {layer} is neither on the device nor on the host")
-                cells = placement.take(len(away))
+                cells = np.concatenate([placement.cells_at(layer, columns), placement.take(len(rest))])
                 copy = Copy(priority, layer, away, cells, placement.row[away], to_host=False)
                 copies.append(self.traffic.submit(copy, self._brought))
         return copies

@@ -11,18 +11,19 @@ Members number stage rows alike; each has host rows of its own behind them, whic
 
 import copy
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 from pengserve.planners.layer_sizes import LayerRange
-from pengserve.replicas.kv.arrivals import Arrivals
 from pengserve.replicas.kv.copies import Copy, Priority, Sides, in_words
 from pengserve.replicas.kv.placement import NO_ROW
+from pengserve.replicas.kv.stage_copies import StageCopies
 from pengserve.replicas.kv.tiered import TieredKv
 from pengserve.replicas.memory.layers import LayerMemory
+
+_LAST_BLOCKS = 4  # of what goes to the host, those that go first; as many as a microbatch often takes
 
 
 class Swap(NamedTuple):
@@ -49,7 +50,7 @@ class StageRows:
         self.cells, self._words = host.cells, in_words(host.cells)
         self._taken = np.full(host.num_rows, NO_ROW, dtype=np.int64)  # by group, the host's row
         self._before: StageRows | None = None  # of a narrower pipeline, while they are read
-        self.arrivals = Arrivals(tiers.engine)
+        self.copies = StageCopies(tiers.engine)
 
     @property
     def num_rows(self) -> int:
@@ -73,42 +74,34 @@ class StageRows:
         return places
 
     def swap(self, swap: Swap) -> None:
-        """KV of blocks goes, or begins to come, in all layers of the stage. What goes is on the host on return.
+        """KV of blocks begins to go, or to come, in all layers of the stage.
+
+        What goes leaves in parts, the last blocks first: vLLM hands these out before the others. So the microbatch that
+        they make room for waits for a small part alone, and the rest is copied beside it.
 
         Raises:
             EngineError: a copy that was under way failed.
         """
         rows = np.asarray(swap.rows, dtype=np.int64)
         self.take(rows)
-        self.arrivals.wait_for(swap.blocks, swap.rows if swap.to_host else ())
-        if swap.to_host:
-            self._save(swap, rows)
-        else:
-            self._bring(swap, rows)
+        for part in _parts(len(rows)) if swap.to_host else [slice(None)]:
+            self._begin(swap._replace(blocks=swap.blocks[part], rows=swap.rows[part]))
 
-    @torch.inference_mode()
-    def _save(self, swap: Swap, rows: np.ndarray) -> None:
-        started_s = time.perf_counter()
-        for layer in range(*self._layers):
-            data = in_words(self._memory.read_kv(layer, swap.blocks))
-            self._words.index_copy_(0, torch.from_numpy(self.at(layer, rows)), data.to(self._words.device))
-        num_cells = len(rows) * (self._layers[1] - self._layers[0])
-        self._tiers.engine.account(num_cells * self.block_bytes, Priority.EVICT, True, started_s)
-
-    def _bring(self, swap: Swap, rows: np.ndarray) -> None:
-        blocks, copies = np.asarray(swap.blocks, dtype=np.int64), []
+    def _begin(self, swap: Swap) -> None:
+        blocks, rows = np.asarray(swap.blocks, dtype=np.int64), np.asarray(swap.rows, dtype=np.int64)
+        priority, copies = Priority.EVICT if swap.to_host else Priority.BRING, []
         for layer in range(*self._layers):
             places = self.at(layer, rows)
             order = np.argsort(places)  # neighbours on the host are one copy
             sides = Sides(in_words(self._memory.kv(layer)), self._words)
-            to = blocks[order]
-            copies.append(Copy(Priority.BRING, layer, to, to, places[order], to_host=False, sides=sides))
-        self.arrivals.begin(swap.number, swap.blocks, swap.rows, copies)
+            cells = blocks[order]
+            copies.append(Copy(priority, layer, cells, cells, places[order], to_host=swap.to_host, sides=sides))
+        self.copies.begin(swap.blocks, swap.rows, copies, to_host=swap.to_host, number=swap.number)
 
     def wait_for(self, blocks: Iterable[int]) -> None:
         """A step is to read or write these blocks: none is on its way any more."""
         started_s = time.perf_counter()
-        self.arrivals.wait_for(blocks)
+        self.copies.wait_for(blocks)
         self._tiers.counts.stall_s += time.perf_counter() - started_s
 
     def take(self, rows: np.ndarray) -> None:
@@ -129,7 +122,7 @@ class StageRows:
 
     def keep_only(self, rows: Iterable[int]) -> None:
         """All others hold nothing any more: the host's are free again."""
-        self.arrivals.wait_all()
+        self.copies.wait_all()
         others = np.ones(self.num_host_rows, dtype=bool)
         others[[row // self.per_row for row in rows]] = False
         others &= self._taken != NO_ROW
@@ -138,7 +131,7 @@ class StageRows:
 
     def take_over(self, other: "StageRows") -> "StageRows":
         """The rows of a narrower pipeline, which ends, until `give_before`: what they hold is still to be read."""
-        other.arrivals.wait_all()
+        other.copies.wait_all()
         self._before = copy.copy(other)
         other._taken = np.full(self.num_host_rows, NO_ROW, dtype=np.int64)
         return self._before
@@ -152,8 +145,16 @@ class StageRows:
     def give_all(self) -> None:
         """No row holds anything any more: the host's are free again."""
         self.give_before()
-        self.arrivals.forget()
+        self.copies.forget()
         self.keep_only(())
+
+
+def _parts(count: int) -> Iterator[slice]:
+    """Parts of so many, each twice as long as the one after it; the last one first."""
+    stop, length = count, _LAST_BLOCKS
+    while stop > 0:
+        yield slice(max(0, stop - length), stop)
+        stop, length = stop - length, 2 * length
 
 
 def stage_rows_in_row(num_layers: int, stages: Sequence[LayerRange]) -> int:

@@ -202,7 +202,7 @@ class PpLane(PpBlocks):
 
     def check_memory(self, memory: LayerMemory) -> Sequence[str]:
         """Laws of the memory that KV and weights share while this lane runs, as sentences where one is broken."""
-        wrong = self.residency.check() if self.residency is not None else ()
+        wrong = self.host.check()
         if not self._is_settled:
             return (*wrong, *memory.check_chunks())
         return (*wrong, *memory.check(self.layers, memory.sizes.num_blocks(self.layers)))

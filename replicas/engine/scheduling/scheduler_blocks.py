@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from pengserve.replicas.engine.scheduling.block_groups import blocks_of
+from pengserve.replicas.engine.scheduling.block_uses import BlockUses
 from pengserve.replicas.engine.vllm_seam import KVCacheBlock, Request, get_block_hash
-from pengserve.replicas.kv.placement import Use
 
 
 class SchedulerBlocks:
@@ -22,6 +22,7 @@ class SchedulerBlocks:
         self._scheduler = scheduler
         self._manager: Any = scheduler.kv_cache_manager
         self._pool: Any = scheduler.kv_cache_manager.block_pool
+        self._uses: BlockUses | None = None
         self._num_given_up = 0  # blocks that are never handed out again
 
     def block_ids(self, request_id: str) -> list[int]:
@@ -124,11 +125,9 @@ class SchedulerBlocks:
 
     def uses(self) -> np.ndarray:
         """What each block is used for: a `Use` each, uint8 `[num_blocks]`."""
-        codes = [
-            Use.HELD if block.ref_cnt else (Use.DEAD if block.block_hash is None else Use.CACHED)
-            for block in self._pool.blocks
-        ]
-        return np.array(codes, dtype=np.uint8)
+        if self._uses is None:  # vLLM's calls are watched where there is a host tier alone
+            self._uses = BlockUses(self._pool)
+        return self._uses()
 
     def extend(self, count: int) -> list[int]:
         """Makes `count` new blocks, which are withheld; their ids."""

@@ -7,7 +7,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,8 @@ class _Since(NamedTuple):
 
 class ParkedRequests(ABC):
     """Belongs to the step thread; of a group, its leader has one."""
+
+    place_refusal: ClassVar[str] = ""  # why no layers can be placed; empty: they can
 
     def __init__(self, scheduler: SchedulerHandle, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds."""

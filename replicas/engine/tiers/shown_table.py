@@ -4,10 +4,11 @@ vLLM's runner keeps the blocks of its batch twice: `np` follows the scheduler, a
 from it before each step (`commit_block_table`). Here the first has logical blocks, and the second their places:
 
     as the step before    the same requests decode, none begins a block, nothing has moved: nothing is written
-    a block more          the same, but some begin a block that finds one place in all layers: its entry is written
+    a block more          the same, but some begin a block that finds a place: its entry is written
     else                  `TieredKv.begin_step` looks at all blocks, and all entries are written
 
-A step whose layers have tables of their own gets logical blocks, and `TierRunner` maps them for each layer.
+A step whose layers have tables of their own gets logical blocks, and `TierRunner` maps them for each layer. Unless
+KV is staged for it, the steps after it may be as it was.
 """
 
 from typing import Any
@@ -40,6 +41,7 @@ class ShownTable:
         self.places: np.ndarray = self._shown.numpy()
         batch.block_table.commit_block_table = self.commit
         self.step: StepTables | None = None  # of the step under way, where layers have tables of their own
+        self._lasting: StepTables | None = None  # as it was for the newest step, without what was staged for it
         self.num_read = 0  # blocks of the request that reads most of them in it
         self._tokens: dict[str, int] = {}  # of the step, by request
         self._is_decode = False  # it computes one token of each request that the step before had, or might have had
@@ -65,24 +67,26 @@ class ShownTable:
         self._tiers.settle()
         is_known = self._is_decode and self._ids == self.batch.req_ids
         if is_known and self._version == self._tiers.placement.version:
+            self.step = self._lasting
             if self._num_still:
                 self._num_still -= 1
                 self._tiers.note_step(is_mapped=self._is_mapped)
                 return
             if self._show_begun(num_reqs):
                 return
-        self._ids = []
+        self._ids, self.step, self._lasting = [], None, None
         self._show_all(num_reqs)
 
     def _show_begun(self, num_reqs: int) -> bool:
-        """Shows the blocks that begin with this step; whether each has one place in all layers."""
+        """Shows the blocks that begin with this step; whether each has a place that can be shown."""
         starts = self.batch.num_computed_tokens_cpu[:num_reqs]
         rows = np.flatnonzero(starts % self._block_size == 0)
         columns = starts[rows] // self._block_size
         blocks = self._logical[rows, columns]
-        if not self._tiers.begin_blocks(blocks):
+        if not self._tiers.begin_blocks(blocks, is_layered=self._lasting is not None):
             return False
-        places = self._tiers.placement.index[0, blocks]
+        self.num_read = max(self.num_read, int(columns.max()) + 1)
+        places = blocks if self._lasting is not None else self._tiers.placement.index[0, blocks]
         self.places[rows, columns] = places
         self._is_mapped = self._is_mapped or bool((places != blocks).any())
         self._tiers.note_step(is_mapped=self._is_mapped)
@@ -100,10 +104,12 @@ class ShownTable:
         if step is not None and step.is_layered:
             self.step = step
             self.places[:num_reqs] = self._logical[:num_reqs]  # whole rows: a GPU gathers these
+            self._lasting = None if step.waits else step
         else:
             blocks = self._logical[:num_reqs, : self.num_read]
             self.places[:num_reqs, : self.num_read] = blocks if step is None else step.index[0][blocks]
-            self._is_mapped = step is not None
+        self._is_mapped = step is not None
+        if step is None or not step.waits:
             self._rely_on(list(batch.req_ids), stops)
         self._send(num_reqs)
 

@@ -98,17 +98,17 @@ class StageHost:
     def run(self, swaps: Sequence[Swap], output: SchedulerOutput) -> None:
         """What is to be copied before a microbatch, whose blocks are this member's; it may run when this returns.
 
-        KV that the microbatch neither reads nor writes may still be on its way.
+        KV that the microbatch neither reads nor writes may still be on its way, to either side.
         """
         if self.rows is None:
             return
         for swap in swaps:
             self.rows.swap(swap._replace(blocks=self._table.physical(swap.blocks)))
-        if len(self.rows.arrivals):
+        if len(self.rows.copies):
             self.rows.wait_for(_begun(output))
 
     def settled(self, blocks: Sequence[int]) -> list[int]:
-        """This member's blocks behind those of the lane. No copy writes them any more."""
+        """This member's blocks behind those of the lane. No copy has them any more."""
         physical = self._table.physical(blocks)
         if self.rows is not None:
             self.rows.wait_for(physical)
@@ -117,7 +117,12 @@ class StageHost:
     def settle(self) -> None:
         """No copy is under way when this returns: memory is about to move."""
         if self.rows is not None:
-            self.rows.arrivals.wait_all()
+            self.rows.copies.wait_all()
+
+    def check(self) -> Sequence[str]:
+        """Laws that are broken, in sentences: those of parked requests and of copies under way."""
+        wrong = self.requests.check() if self.requests is not None else ()
+        return (*wrong, *(self.rows.copies.check() if self.rows is not None else ()))
 
     def tell(self) -> Buffer:
         """What the next stage hears: the first part of what is handed on."""
@@ -133,7 +138,7 @@ class StageHost:
             self.requests.queue.num_come = self._num_come()
 
     def _num_come(self) -> int:
-        own = self.rows.arrivals.num_come if self.rows is not None else 0
+        own = self.rows.copies.num_come if self.rows is not None else 0
         return own if self._num_heard is None else min(own, self._num_heard)
 
 

@@ -14,14 +14,15 @@ class SwapQueue:
     def clear(self) -> None:
         """The pipeline has ended."""
         self._swaps: list[Swap] = []
-        self._saves: tuple[list[int], list[int]] = ([], [])  # blocks and rows of one swap that is not complete
+        self._saves: dict[int, int] = {}  # of one swap that is not complete: by row, the block whose KV goes to it
         self.num_begun = 0  # swap-ins
         self.num_come = 0  # swap-ins whose KV is on all members, from the first on
 
     def save(self, blocks: Sequence[int], rows: Sequence[int]) -> None:
-        """KV of blocks goes to these rows."""
-        self._saves[0].extend(blocks)
-        self._saves[1].extend(rows)
+        """KV of blocks goes to these rows. What was to go to one of them before is of no use any more."""
+        for block, row in zip(blocks, rows, strict=True):
+            self._saves.pop(row, None)
+            self._saves[row] = block
 
     def bring(self, blocks: Sequence[int], rows: Sequence[int]) -> int:
         """KV of rows comes to these blocks; the number of the swap-in, or of the last one where there are no blocks."""
@@ -38,6 +39,6 @@ class SwapQueue:
         return found
 
     def _close(self) -> None:
-        if self._saves[0]:
-            self._swaps.append(Swap(*self._saves, to_host=True))
-            self._saves = ([], [])
+        if self._saves:
+            self._swaps.append(Swap(list(self._saves.values()), list(self._saves), to_host=True))
+            self._saves = {}

@@ -9,9 +9,9 @@ its layers. So a request is on the device, or on the host, as a whole:
     its KV is there on all members ──> waits for its slot, before all new ones
 
 The leader decides, about requests that are in no microbatch. What has to be copied goes along with the next microbatch
-(`Swap`): each member copies the KV of its own layers before it runs that, or begins to (`kv/arrivals.py`). So copies
-and steps have one order on all members. Full blocks never change: a copy of them that is on the host stays there while
-there is room, and is not made again.
+(`Swap`): each member begins to copy the KV of its own layers before it runs that, and a step waits for copies of the
+blocks that it takes (`kv/stage_copies.py`). So copies and steps have one order on all members. Full blocks never
+change: a copy of them that is on the host stays there while there is room, and is not made again.
 
 Only where the host is full too a request gives up its KV, as vLLM preempts.
 """
@@ -52,6 +52,8 @@ class _Copy:
 
 class SwappedRequests(ParkedRequests):
     """Of a pipeline's leader."""
+
+    place_refusal = "in a pipeline a request is on the devices or on the host as a whole"
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class SwappedRequests(ParkedRequests):
         """As of any lane: who is stepped is chosen anew before each microbatch."""
 
     def place(self, request_id: str, layers: Sequence[int]) -> bool:
-        """No: a stage has all of its layers on the device."""
+        """No; see `place_refusal`."""
         return False
 
     # Figures ----------------------------------------------------------------------------------------------------------

@@ -49,13 +49,15 @@ class Member:
         table = CellTable(NUM_BLOCKS + 1)
         table.lease(range(1, NUM_BLOCKS + 1), range(1, NUM_BLOCKS + 1))
         self.host = StageHost(table)
-        self.num_waits = 0  # for KV that was on its way
+        self.num_waits = 0  # for KV that was on its way to the device
+        self.num_saved_waits = 0  # for blocks of one layer that were on their way to the host
         engine = self.world.tiers.engine
         hurry, engine.hurry = engine.hurry, self._wait  # type: ignore[method-assign]
         self._hurry = hurry
 
     def _wait(self, copies: list[Copy]) -> None:
-        self.num_waits += 1
+        self.num_waits += not all(copy.to_host for copy in copies)
+        self.num_saved_waits += sum(len(copy.cells) for copy in copies if copy.to_host)
         self._hurry(copies)
 
     def run(
@@ -71,7 +73,7 @@ class Member:
                 for token in range(start, stop):
                     cell = self.kv[layer, blocks[token // BLOCK_SIZE]].view(-1, TOKEN_BYTES)
                     cell[token % BLOCK_SIZE] = wanted[token]
-        assert self.world.tiers.check() == ()
+        assert self.world.tiers.check() == () and self.host.check() == ()
 
     def stamp(self, request: Request, layer: int, token: int) -> int:
         """Of the tokens so far: equal prefixes have equal KV."""

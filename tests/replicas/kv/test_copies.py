@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from pengserve.planners.types.errors import HostTierError
-from pengserve.replicas.kv.arrivals import Arrivals
 from pengserve.replicas.kv.copies import Copy, CopyEngine, Priority, Sides
+from pengserve.replicas.kv.stage_copies import StageCopies
 from tests.replicas.kv.tiered_world import TieredWorld
 
 
@@ -20,16 +20,16 @@ def a_copy(rows: int) -> Copy:
 def test_after_one_has_failed_none_waits_for_ever() -> None:
     world = TieredWorld(2, 4, 4, 2)
     engine: CopyEngine = world.tiers.engine
-    arrivals = Arrivals(engine)
-    arrivals.begin(1, [1], [1], [a_copy(4)])
-    arrivals.wait_all()
-    arrivals.begin(2, [1], [1], [a_copy(1)])
+    copies = StageCopies(engine)
+    copies.begin([1], [1], [a_copy(4)], to_host=False, number=1)
+    copies.wait_all()
+    copies.begin([1], [1], [a_copy(1)], to_host=False, number=2)
     with pytest.raises(HostTierError, match="failed"):
-        arrivals.wait_for([1])
-    arrivals.begin(3, [2], [2], [a_copy(4)])
+        copies.wait_for([1])
+    copies.begin([2], [2], [a_copy(4)], to_host=False, number=3)
     with pytest.raises(HostTierError, match="failed"):
-        assert arrivals.num_come, "a leader that only looks hears of it too"
-    arrivals.begin(4, [2], [2], [a_copy(4)])
-    arrivals.forget()
-    assert arrivals.num_come == 0, "the pipeline ends without it"
+        assert copies.num_come, "a leader that only looks hears of it too"
+    copies.begin([2], [2], [a_copy(4)], to_host=False, number=4)
+    copies.forget()
+    assert copies.num_come == 0, "the pipeline ends without it"
     world.close()

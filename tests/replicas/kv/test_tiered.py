@@ -82,6 +82,45 @@ def test_steps_in_which_nothing_has_changed_look_at_no_block(monkeypatch: pytest
     world.close()
 
 
+def test_steps_whose_layers_have_tables_of_their_own_look_at_no_block_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = TieredWorld(4, 20, 20, 2)
+    request = world.begin()
+    world.step([(request, 4 * BLOCK_SIZE)])
+    placement, block = world.tiers.placement, np.array(request.blocks[1:2])
+    before, elsewhere = placement.cells(1, block), placement.take(1)
+    world.pool.cells[elsewhere] = world.pool.cells[before]
+    placement.drop(1, block)
+    placement.put(1, block, elsewhere)
+    looked: list[int] = []
+    begin = world.tiers.begin_step
+    monkeypatch.setattr(world.tiers, "begin_step", lambda *given: looked.append(1) or begin(*given))
+    for _ in range(3 * BLOCK_SIZE):
+        world.step([(request, 1)])
+        assert world.shown.step is not None and world.shown.step.is_layered
+    assert len(looked) == 1, "blocks that begin are shown without a look at the others"
+    world.close()
+
+
+def test_blocks_that_come_back_have_one_index_in_all_layers_where_one_is_free() -> None:
+    """Else each step that reads them would need a table a layer."""
+    world = TieredWorld(4, 20, 20, 2)
+    request = world.begin()
+    world.step([(request, 6 * BLOCK_SIZE)])
+    blocks, none = np.array(request.blocks), np.zeros(0, dtype=np.int64)
+    placement = world.tiers.placement
+    world.tiers.room.make_room(world.pool.num_cells, none)
+    taken = placement.take(3)  # of one layer's own cells
+    assert world.tiers.bring(blocks, none)
+    world.tiers.traffic.wait(world.tiers.traffic.copies())
+    assert placement.is_uniform[blocks].all()
+    num_columns = len(placement.free_columns())
+    single = placement.take(3)
+    assert len(placement.free_columns()) == num_columns, "others take what is left of them"
+    placement.give(np.concatenate([taken, single]))
+    world.step([(request, 1)])
+    world.close()
+
+
 def test_a_block_that_moves_between_two_steps_is_looked_at_anew() -> None:
     world = TieredWorld(4, 20, 20, 2)
     request = world.begin()
