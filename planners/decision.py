@@ -39,6 +39,7 @@ class Decision:
     chosen: Option
     options: tuple[Option, ...] = ()  # all that were considered, the chosen one among them
     needs_instances: bool = False  # memory is short, and dropping parameters does not help, or not enough
+    is_short: bool = False  # memory is short, and dropping parameters would help, whether or not it pays
     is_judged: bool = False  # options were compared by what they will gain, and not by the order of the rules
     outcomes: tuple[Outcome, ...] = ()  # of earlier decisions, whose horizon is over
 
@@ -46,13 +47,12 @@ class Decision:
         """Whether both say to do the same. Prices differ from look to look."""
         mine, its = self.chosen, other.chosen
         is_alike = (mine.action, mine.group, mine.target) == (its.action, its.group, its.target)
-        return is_alike and self.needs_instances == other.needs_instances
+        return is_alike and (self.needs_instances, self.is_short) == (other.needs_instances, other.is_short)
 
     @property
     def is_rest(self) -> bool:
         """Whether nothing is to be done, nothing is missing, and no memory that is short could be had."""
-        could_drop = self.is_judged and any(option.action is Action.DROP for option in self.options)
-        return self.chosen.action is Action.KEEP and not self.needs_instances and not could_drop
+        return self.chosen.action is Action.KEEP and not self.needs_instances and not self.is_short
 
 
 AT_REST = Decision(chosen=Option(action=Action.KEEP, why="nothing is due"))

@@ -148,7 +148,11 @@ def _followed(
     keep = Option(action=Action.KEEP, why=why, prediction=found.keep)
     options = (keep, *map(_option, found.priced))
     decision = Decision(
-        chosen=keep, options=options, needs_instances=verdict.needs_instances, is_judged=bool(found.priced)
+        chosen=keep,
+        options=options,
+        needs_instances=verdict.needs_instances,
+        is_short=verdict.plan is not None,
+        is_judged=bool(found.priced),
     )
     if found.best is None:
         return None, memory, decision

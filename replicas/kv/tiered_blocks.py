@@ -207,6 +207,7 @@ class TieredBlocks:
     def give_up(self) -> None:
         """There is no host from now on, and no block holds anything. Blocks beyond the device's may not be used."""
         self.close()
+        self.engine.finished()  # what has ended since the last look was of the tables that go now
         version = self.placement.version
         self._have(HostTier(self.pool.num_layers, 0, self.pool.block_bytes), self.placement.num_blocks)
         self.placement.version = version + 1  # nothing that was shown of it is right

@@ -11,7 +11,7 @@ from pengserve.planners.types.events import EventKind
 from tests.support.bulk_host import VARIABLE, num_bytes
 from tests.support.disturbed import Disturbed
 from tests.support.elastic import elastic_cluster
-from tests.support.traffic import Traffic
+from tests.support.traffic import TimedStream, Traffic
 from tests.support.waiting import until
 
 MEMORY_BYTES = 24 << 20  # of an instance: 3 MiB of weights, and KV that all requests fit into
@@ -48,8 +48,9 @@ def disturbed(model: Path, folder: Path) -> Iterator[Disturbed]:
 def test_tokens_are_those_of_dp_through_a_drop_and_a_restore(disturbed: Disturbed, folder: Path, strategy: str) -> None:
     """KV of what runs goes by the ways after the drop, and half of each member's weights before the restore."""
     cluster, before = disturbed.cluster, num_bytes(folder)
-    running = [(i, disturbed.traffic.start(**request)) for i, request in enumerate(disturbed.requests)]
-    until(lambda: sum(instance.stats.num_running for instance in cluster.snapshot().instances) > 4)
+    live = [TimedStream() for _ in disturbed.requests]
+    running = [(i, disturbed.traffic.start(**r, into=live[i])) for i, r in enumerate(disturbed.requests)]
+    until(lambda: sum(bool(stream.token_ids) for stream in live) > 4)
     cluster.set_layout("pp2", strategy)
     assert cluster.events(EventKind.TRANSITION_END)[-1].data["num_carried"] > 0
     disturbed.check_memory()

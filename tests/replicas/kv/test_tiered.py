@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pengserve.planners.types.errors import EngineError
-from pengserve.replicas.kv.copies import Priority
+from pengserve.replicas.kv.copies import Copy, Priority
 from pengserve.replicas.kv.placement import NO_ROW
 from tests.replicas.kv.tiered_world import BLOCK_SIZE, TieredWorld
 
@@ -230,3 +230,26 @@ def test_a_request_that_comes_back_keeps_its_layers_on_the_host() -> None:
     assert (world.tiers.placement.index[:, blocks] == 0).sum(axis=1).tolist() == [4, 0, 4, 0]
     world.step([(request, 1)])
     world.close()
+
+
+def test_copies_that_ended_unseen_mean_nothing_to_the_tables_after_the_host_is_given_up() -> None:
+    """One fails on the copying thread between two looks, and takes all that wait behind it along."""
+    world = TieredWorld(4, 16, 16, 2)
+    request = world.begin()
+    world.step([(request, 8 * BLOCK_SIZE)])
+    engine, blocks = world.tiers.engine, np.array(request.blocks[:4])
+    world.tiers.placement.take_rows(blocks)
+    engine._move_piece = _fail  # type: ignore[method-assign]
+    world.tiers.room.save([blocks] * world.num_layers, Priority.EVICT, wait=False)
+    assert not world.tiers.traffic.check()
+    for copy in world.tiers.traffic.copies():
+        engine.wait(copy)
+    assert engine.has_news and world.tiers.failure
+    world.tiers.give_up()
+    world.tiers.settle()
+    assert world.tiers.host.num_rows == 0 and not world.tiers.traffic.in_flight.any()
+    world.close()
+
+
+def _fail(copy: Copy) -> None:
+    raise OSError("a fault of the test")
