@@ -24,9 +24,8 @@ class IdleProfile:
     """The samples so far. Belongs to the thread that steps the lane."""
 
     def __init__(self, dp: DpLane, now: Callable[[], float] = time.monotonic) -> None:
-        max_tokens = dp.core.vllm_config.scheduler_config.max_num_batched_tokens
         self._dp, self._now = dp, now
-        self._batches = choose_batches(dp.device_capacity, max_tokens, NUM_BATCHES, repetitions=NUM_STEPS)
+        self._batches = choose_batches(dp.device_capacity, dp.step_tokens, NUM_BATCHES, repetitions=NUM_STEPS)
         self._samples: list[Sample] = []
         self._not_before_s = now() + PATIENCE_S
         self._is_given_up = False

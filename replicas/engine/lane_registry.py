@@ -157,7 +157,7 @@ class LaneRegistry:
 
     def infos(self) -> tuple[LaneInfo, ...]:
         """The shapes that can run here, and those that cannot, with the reason."""
-        step_tokens = self._dp.core.vllm_config.scheduler_config.max_num_batched_tokens
+        step_tokens = self._dp.step_tokens
 
         def info(shape: str, capacity: KvCapacity) -> LaneInfo:
             cost = self._step_costs.get(shape)

@@ -336,6 +336,11 @@ class DpLane(Lane):
             self._pins.forget(ids)
         self.core.abort_requests(ids)
 
+    @property
+    def step_tokens(self) -> int:
+        """New tokens of a step at most, prompts' and answers' together; of groups as well."""
+        return int(self.core.vllm_config.scheduler_config.max_num_batched_tokens)
+
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return super().has_work() or self._engine_steps.under_way

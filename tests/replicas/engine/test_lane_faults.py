@@ -37,6 +37,7 @@ def lanes() -> Lanes:
     taken: list[int] = []
     dp: Any = SimpleNamespace(
         capacity=SimpleNamespace(num_blocks=8),
+        step_tokens=64,
         take_back=taken.extend,
         totals=lambda: {"step": 1},
         memory=None,
