@@ -62,7 +62,8 @@ def likely_groups(
     Args:
         domains: of the devices of a node, in their order; all nodes are alike. Empty: slots are in rank order.
     """
-    num_slots = instance_id + max([max_stages, *degrees], default=1)
+    # A rank may lie anywhere on its node, and a group of it may begin there and end on the next ones.
+    num_slots = instance_id + max([max_stages, *degrees], default=1) + len(domains)
     num_devices = len(domains) or num_slots
     ranks: list[InstanceId] = []
     nodes: dict[InstanceId, str] = {}

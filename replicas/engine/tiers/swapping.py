@@ -329,19 +329,19 @@ class SwappedRequests(ParkedRequests):
         """Parked requests go on, by `order`, while there is room for them and a block more for each that runs.
 
         FastSwitch Algorithm 1: while others run, a request's KV comes beside their steps, and it waits for that alone.
-        Else it is stepped at once, and the step waits.
+        Else it is stepped at once, and the step waits: one such request alone, beside which the KV of others comes.
         """
         waiting = self._waiting_for_room()
         waiting.sort(key=lambda r: self.order.coming(r, self._band(r)))
         num_coming = sum(map(self.is_coming, waiting)) + self.prefixes.num_coming
-        is_full = False
+        is_full = is_waited_for = False
         for request in waiting:
             if request.request_id not in self._parked:  # it has given up its KV to make room for one before it
                 continue
             others = self._num_others()
             if self.is_coming(request):
-                if not others or self._is_idle:
-                    num_coming -= 1
+                if not is_waited_for and (not others or self._is_idle):
+                    num_coming, is_waited_for = num_coming - 1, True
                     self._let_step(request)
                 continue
             if is_full:
@@ -354,9 +354,10 @@ class SwappedRequests(ParkedRequests):
                 self._empty_for(needed, in_flight, request.request_id)
             if not self._has_room(request, needed + num_coming, in_flight) or not self._come_back(request):
                 is_full = True
-            elif self.is_coming(request) and others:
+            elif self.is_coming(request) and (others or is_waited_for):
                 num_coming += 1
             else:
+                is_waited_for = is_waited_for or self.is_coming(request)
                 self._let_step(request)
 
     def _has_room(self, request: Request, needed: int, in_flight: Set[str]) -> bool:
