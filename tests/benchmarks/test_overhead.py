@@ -214,10 +214,13 @@ def test_a_server_is_a_process_group_of_its_own_in_the_session_of_the_benchmark(
         server.stop(timeout_s=4.0)
 
 
-def test_a_paired_ratio_is_the_mean_of_the_pairs_and_says_how_sure_it_is() -> None:
-    ratio = Ratio.of([(100.0, 110.0), (200.0, 180.0)])
-    assert ratio.mean == pytest.approx(1.0) and ratio.error == pytest.approx(0.1)
-    assert str(Ratio.of([(2.0, 4.0), (1.0, 2.0)])) == "2.000 ± 0.000"
+def test_a_paired_ratio_is_the_mean_of_the_starts_and_says_how_sure_it_is() -> None:
+    bursts = [(0, 100.0, 110.0), (0, 100.0, 130.0), (1, 200.0, 180.0), (1, 200.0, 140.0)]
+    ratio = Ratio.of(bursts)
+    assert ratio.mean == pytest.approx(1.0) and ratio.error == pytest.approx(0.2)
+    of_one_start = Ratio.of(bursts[:2])
+    assert of_one_start.mean == pytest.approx(1.2) and of_one_start.error == pytest.approx(0.1)
+    assert str(Ratio.of([(0, 2.0, 4.0), (1, 1.0, 2.0)])) == "2.000 ± 0.000"
 
 
 def test_steps_are_counted_over_all_instances() -> None:
