@@ -1,10 +1,8 @@
 """Pieces of KV and weights between two GPUs over NCCL, beside what their device computes.
 
-`PENGSERVE_GPU_TESTS_ON=cpu` runs the same over gloo on a machine without a GPU, so that the tests themselves can be
-checked.
+It runs on a CPU as well, over gloo (`device.py`).
 """
 
-import os
 import queue
 import threading
 import time
@@ -14,11 +12,9 @@ import pytest
 import torch
 
 from pengserve.replicas.comm.bulk import PIECE_BYTES, Landed
+from tests.gpu.device import DEVICE, IS_CUDA
 from tests.gpu.figures import note_figure
 from tests.replicas.comm.local import LocalCluster
-
-DEVICE = os.environ.get("PENGSERVE_GPU_TESTS_ON", "cuda")
-IS_CUDA = DEVICE == "cuda"
 
 pytestmark = [
     pytest.mark.gpu,

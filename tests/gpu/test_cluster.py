@@ -3,7 +3,7 @@
 NCCL refuses two members on one device, so their collectives go by way of the host, and speeds say nothing. What is
 shown: vLLM's CUDA kernels over views of weights and KV, in memory that changes hands, with what runs carried along.
 
-`PENGSERVE_GPU_TESTS_ON=cpu` runs the same on a machine without a GPU, so that the tests themselves can be checked.
+It runs on a CPU as well (`device.py`).
 """
 
 import importlib.util
@@ -22,14 +22,12 @@ import torch
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState
+from tests.gpu.device import DEVICE, IS_CUDA
 from tests.gpu.figures import note_figure
 from tests.support.disturbed import Disturbed
 from tests.support.elastic import ElasticCluster, started
 from tests.support.streams import make_prompts
 from tests.support.traffic import TimedStream, Traffic
-
-DEVICE = os.environ.get("PENGSERVE_GPU_TESTS_ON", "cuda")
-IS_CUDA = DEVICE == "cuda"
 
 pytestmark = [
     pytest.mark.gpu,

@@ -1,10 +1,9 @@
 """Two instances on one GPU that never change their shape: vLLM's own engine, and a request goes on after a death.
 
-`PENGSERVE_GPU_TESTS_ON=cpu` runs the same on a machine without a GPU, so that the tests themselves can be checked.
+It runs on a CPU as well (`device.py`).
 """
 
 import importlib.util
-import os
 import statistics
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -15,11 +14,9 @@ import pytest
 import pytest_asyncio
 import torch
 
+from tests.gpu.device import DEVICE, IS_CUDA
 from tests.gpu.figures import note_figure
 from tests.support import ahead_host
-
-DEVICE = os.environ.get("PENGSERVE_GPU_TESTS_ON", "cuda")
-IS_CUDA = DEVICE == "cuda"
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,14 +51,10 @@ def stock(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[lis
 
 @pytest_asyncio.fixture(scope="module")
 async def readers(stock: list[Any]) -> AsyncIterator[list[Any]]:
-    from pengserve.replicas.engine.link import InstanceLink
-    from tests.support.cut_requests import Reader
-    from tests.support.processes import CHANNEL_TOKEN
+    from tests.support.cut_requests import reading
 
-    links = [await InstanceLink.connect(each.endpoint, token=CHANNEL_TOKEN, client_id="test") for each in stock]
-    yield [Reader(link) for link in links]
-    for link in links:
-        await link.close()
+    async with reading(stock) as found:
+        yield found
 
 
 @pytest.mark.parametrize("kind", KINDS)

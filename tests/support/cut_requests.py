@@ -2,12 +2,15 @@
 
 import random
 import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from pengserve.replicas.engine.link import InstanceLink, Paused, StepBatch
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest, FinishReason
+from tests.support.processes import CHANNEL_TOKEN, InstanceProcess
 from tests.support.vllm_requests import sent_request
 
 MAX_TOKENS = 40
@@ -75,6 +78,15 @@ class Reader:
             self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
             if output.finish_reason is not None:
                 self.finished[output.request_id] = output.finish_reason
+
+
+@asynccontextmanager
+async def reading(instances: Sequence[InstanceProcess]) -> AsyncIterator[list[Reader]]:
+    """Readers of links to these instances, which are closed at the end of the block."""
+    links = [await InstanceLink.connect(i.endpoint, token=CHANNEL_TOKEN, client_id="test") for i in instances]
+    yield [Reader(link) for link in links]
+    for link in links:
+        await link.close()
 
 
 def make_request(request_id: str, prompt: list[int], sampling_params: SamplingParams) -> EngineCoreRequest:

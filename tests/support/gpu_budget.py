@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.gpu.device import IS_CUDA
+
 VARIABLE = "PENGSERVE_GPU_TEST_SECONDS"
 RUN_S = 560.0  # what ends after it has the rest of the ten minutes
 LEAST_S = 5.0  # no test begins with less
@@ -52,5 +54,5 @@ def _timeout_s(item: pytest.Item) -> float:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Adds the budget to a run. Where these tests run on a CPU, so that they themselves are checked, there is none."""
-    usual_s = RUN_S if os.environ.get("PENGSERVE_GPU_TESTS_ON", "cuda") == "cuda" else float("inf")
+    usual_s = RUN_S if IS_CUDA else float("inf")
     config.pluginmanager.register(GpuBudget(float(os.environ.get(VARIABLE, usual_s))), "gpu budget")

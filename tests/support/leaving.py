@@ -124,7 +124,8 @@ def check_leaving(url: str, long: Long, headers: Mapping[str, str] | None = None
             left = long.num_tokens - at_leaving
             if left >= long.num_tokens / 2:
                 break
-        assert left >= long.num_tokens / 2, "the ingress always tells too late what runs"
+        else:
+            raise AssertionError("the ingress always tells too late what runs")
         assert generated - at_leaving < left / 2, (
             f"{generated - at_leaving} of the {left} tokens that were left were generated for a client that had gone"
         )

@@ -1,4 +1,4 @@
-"""Law: what a request has begun on instances ends with it, whoever still holds the generators that read from there."""
+"""Law: what a request has begun on instances ends with it, even while the generators that read from there are held."""
 
 import asyncio
 from collections.abc import AsyncGenerator

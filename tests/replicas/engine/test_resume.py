@@ -11,7 +11,7 @@ from vllm import SamplingParams
 
 from pengserve.planners.types.errors import LinkLostError
 from pengserve.replicas.engine.link import InstanceLink
-from tests.support.cut_requests import MAX_TOKENS, PROMPTS, SAMPLING, Reader, check_cuts, make_request
+from tests.support.cut_requests import MAX_TOKENS, PROMPTS, SAMPLING, Reader, check_cuts, make_request, reading
 from tests.support.processes import CHANNEL_TOKEN, InstanceProcess
 
 pytestmark = pytest.mark.slow
@@ -19,10 +19,8 @@ pytestmark = pytest.mark.slow
 
 @pytest_asyncio.fixture(scope="module")
 async def readers(instances: list[InstanceProcess]) -> AsyncIterator[list[Reader]]:
-    links = [await InstanceLink.connect(i.endpoint, token=CHANNEL_TOKEN, client_id="test") for i in instances]
-    yield [Reader(link) for link in links]
-    for link in links:
-        await link.close()
+    async with reading(instances) as found:
+        yield found
 
 
 @pytest.mark.parametrize("kind", SAMPLING)

@@ -13,8 +13,7 @@ from vllm import SamplingParams
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.contract import Contract, Slo
-from pengserve.replicas.engine.link import InstanceLink
-from tests.support.cut_requests import SAMPLING, Reader, make_request
+from tests.support.cut_requests import SAMPLING, Reader, make_request, reading
 from tests.support.processes import CHANNEL_TOKEN, ENGINE, InstanceProcess
 
 pytestmark = pytest.mark.slow
@@ -42,12 +41,8 @@ def tiered(model: Path) -> Iterator[InstanceProcess]:
 
 @pytest_asyncio.fixture(scope="module")
 async def readers(instances: list[InstanceProcess], tiered: InstanceProcess) -> AsyncIterator[list[Reader]]:
-    links = [
-        await InstanceLink.connect(i.endpoint, token=CHANNEL_TOKEN, client_id="test") for i in (instances[0], tiered)
-    ]
-    yield [Reader(link) for link in links]
-    for link in links:
-        await link.close()
+    async with reading([instances[0], tiered]) as found:
+        yield found
 
 
 async def test_requests_of_all_kinds_answer_as_without_a_host_tier(readers: list[Reader]) -> None:
