@@ -114,7 +114,7 @@ bench-overhead: setup ## PengServe against vLLM's own server and ray.serve.llm; 
 	@$(BIN)/python -m benchmarks.overhead
 
 BENCH_GPUS ?= 1
-bench-gpu: ## On GPUs (BENCH_GPUS=1), where PYTHON has '.[gpu,dev]': PengServe against vLLM's own server with its defaults; never run yet
+bench-gpu: ## On GPUs (BENCH_GPUS=1), where PYTHON has '.[gpu,dev]': PengServe against vLLM's own server with its defaults
 	@$(PYTHON) -m benchmarks.overhead --gpus $(BENCH_GPUS)
 
 bench-comm: setup ## What groups and peer messages cost; writes benchmarks/results/comm.md

@@ -108,11 +108,6 @@ def remarks(settings: Settings) -> tuple[str, ...]:
             f"instances keep their shape (shape.degrees: auto means none here), because {settings.parallel_setting}"
             " gives their engines more than one process",
         )
-    if not settings.may_change_shape:
-        return (
-            "instances keep their shape (shape.degrees: auto means none here), because engine.async_scheduling lets"
-            " vLLM begin a step before the last one has ended",
-        )
     return ()
 
 

@@ -217,11 +217,6 @@ class Settings(_Section):
                 f" {asked} lets instances change their shape, which needs engines of one process: leave out one of"
                 " the two"
             )
-        if asked and self.engine.get("async_scheduling"):
-            raise ValueError(
-                "engine.async_scheduling lets vLLM begin a step before the last one has ended, and"
-                f" {asked} lets instances change their shape between two steps: leave out one of the two"
-            )
         if self.device == "cuda" and self.shape.cuda == "off":
             budget = self.instances.memory_bytes
             asked = asked or (f"instances.memory_bytes of {budget}" if budget else "")
@@ -310,8 +305,7 @@ class Settings(_Section):
     @property
     def may_change_shape(self) -> bool:
         """Whether this device and this engine let instances work together at all."""
-        is_in_step = self.num_workers == 1 and not self.engine.get("async_scheduling")
-        return is_in_step and (self.device == "cpu" or self.shape.cuda == "experimental")
+        return self.num_workers == 1 and (self.device == "cpu" or self.shape.cuda == "experimental")
 
     @property
     def degrees(self) -> tuple[int, ...]:

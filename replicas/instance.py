@@ -5,7 +5,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -81,6 +81,9 @@ class Instance:
         self._migrations: Migrations | None = None  # there too
         self._idle = threading.Event()
         self._idle.set()
+        self._loop = StepLoop(
+            build=self._build_lanes, on_ready=self._ready, on_step=self._stepped, on_failed=self._failed
+        )
         self._channel = RequestChannel(
             key,
             config,
@@ -88,14 +91,11 @@ class Instance:
             lanes=self._require_lanes,
             agent=lambda: self._agent,
             newest_stats=self._newest_stats,
-            submit=self._submit,
+            submit=self._loop.submit_beside,
             on_busy=self._idle.clear,
             note_idle=self._note_idle,
         )
         self._requests, self._server, self._gate = self._channel.requests, self._channel.server, self._channel.gate
-        self._loop = StepLoop(
-            build=self._build_lanes, on_ready=self._ready, on_step=self._stepped, on_failed=self._failed
-        )
         self._watch = StepWatch(self._loop, on_stuck=lambda why: self._failed(EngineError(why)))
 
     def start(self) -> None:
@@ -266,9 +266,6 @@ class Instance:
         except queue.Empty:
             return (f"instance {self.key} came to no step boundary within {timeout_s:g} s",)
 
-    def _submit(self, command: Callable[[], object]) -> None:
-        self._loop.submit(command)
-
     def _require_lanes(self) -> "Lanes":
         assert self._lanes is not None, "no frame comes before the instance is ready"
         return self._lanes
@@ -326,6 +323,8 @@ class Instance:
             on_changed=self._shape_changed,
         )
         self._migrations = Migrations(agent.member, self._loop.submit, lambda: agent.is_switching, self._shape_changed)
+        migrations = self._migrations
+        lanes.stepper.needs_boundaries = lambda: agent.is_switching or migrations.is_busy
         agent.before_switch, agent.before_break = self._migrations.give_way, self._migrations.break_off
         lanes.before_tiers_end = self._migrations.break_off
         return agent
@@ -353,12 +352,16 @@ class Instance:
             self._channel.deposits.note(chain.from_iterable(batch.outputs for batch in outputs.values()), now_s)
         if (pauses := self._lanes.take_pauses()) if self._lanes is not None else None:
             self._channel.tell_pauses(pauses)
+        if self._lanes is not None and not self._lanes.is_mid_step:
+            self._reach_boundary()
+        self._gate.stepped(chain.from_iterable(batch.outputs for batch in outputs.values()), stats)
+        self._note_idle()
+
+    def _reach_boundary(self) -> None:
         if self._agent is not None:
             self._agent.boundary()
         if self._migrations is not None and self._migrations.is_busy:
             self._migrations.boundary()
-        self._gate.stepped(chain.from_iterable(batch.outputs for batch in outputs.values()), stats)
-        self._note_idle()
 
     def _with_held(self, stats: InstanceStats) -> InstanceStats:
         """`stats` with the requests that are held at the gate among the waiting ones."""

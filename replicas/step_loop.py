@@ -5,7 +5,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 
@@ -24,7 +24,10 @@ class SteppedLane(Protocol):
         """Whether `step` has anything to do."""
 
     def step(self) -> Mapping[int, Any]:
-        """One engine step; outputs by client index."""
+        """One engine step; outputs by client index. The next one may be under way when it returns."""
+
+    def end_step(self) -> Mapping[int, Any] | None:
+        """Ends the oldest step that is under way; its outputs, or None where there is none."""
 
     def use_idle_time(self, is_wanted: Callable[[], bool]) -> None:
         """Work that can wait until there is nothing else to do; to be ended soon after `is_wanted()`."""
@@ -37,6 +40,11 @@ class SteppedLane(Protocol):
 
 
 Lane = TypeVar("Lane", bound=SteppedLane)
+
+
+class _Command(NamedTuple):
+    run: Callable[[], object]
+    is_beside_steps: bool
 
 
 class StepLoop(Generic[Lane]):
@@ -55,7 +63,7 @@ class StepLoop(Generic[Lane]):
         on_failed: Callable[[BaseException], None],
     ) -> None:
         self._build, self._on_ready, self._on_step, self._on_failed = build, on_ready, on_step, on_failed
-        self._commands: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self._stopping = False
         self._is_busy = False
@@ -78,8 +86,12 @@ class StepLoop(Generic[Lane]):
         self._thread.start()
 
     def submit(self, command: Callable[[], object]) -> None:
-        """Runs `command` in the loop's thread before the next step. From any thread; returns at once."""
-        self._commands.put(command)
+        """Runs `command` in the loop's thread between two steps. From any thread; returns at once."""
+        self._commands.put(_Command(command, is_beside_steps=False))
+
+    def submit_beside(self, command: Callable[[], object]) -> None:
+        """As `submit`, for what may also happen while a step is under way: requests that come, go or are reordered."""
+        self._commands.put(_Command(command, is_beside_steps=True))
 
     def stop(self, timeout_s: float) -> bool:
         """Ends the loop after the step it is in; False where that took longer than `timeout_s`."""
@@ -95,7 +107,7 @@ class StepLoop(Generic[Lane]):
             try:
                 self._on_ready(lane)
                 while not self._stopping:
-                    if not self._drain_commands(wait=not lane.has_work()) and not lane.has_work():
+                    if not self._drain_commands(lane, wait=not lane.has_work()) and not lane.has_work():
                         lane.use_idle_time(self._is_called)
                     if lane.has_work():
                         self._step(lane)
@@ -111,20 +123,27 @@ class StepLoop(Generic[Lane]):
         self._on_failed(error)
 
     def _step(self, lane: Lane) -> None:
+        self._end_step(lane, lane.step)
+
+    def _end_step(self, lane: Lane, end: Callable[[], Mapping[int, Any] | None]) -> bool:
+        """Tells the outputs of a step; False where there was none."""
         self._moved_s, self._is_busy = time.monotonic(), True
         started_s = time.perf_counter()
-        outputs = lane.step()
+        outputs = end()
         took_s = time.perf_counter() - started_s
         self._is_busy = False
+        if outputs is None:
+            return False
         self.num_steps += 1
         self.longest_s = max(took_s, self.longest_s * FORGET_A_STEP)
         self._on_step(outputs, lane.stats(took_s))
+        return True
 
     def _is_called(self) -> bool:
         self._moved_s = time.monotonic()
         return not self._commands.empty()
 
-    def _drain_commands(self, *, wait: bool) -> bool:
+    def _drain_commands(self, lane: Lane, *, wait: bool) -> bool:
         """Runs the commands that are there, or come within `IDLE_WAIT_S`; whether there was any."""
         was_any = False
         self._moved_s = time.monotonic()
@@ -133,8 +152,11 @@ class StepLoop(Generic[Lane]):
             while True:
                 was_any = True
                 if command is not None:
+                    if not command.is_beside_steps:
+                        while self._end_step(lane, lane.end_step):
+                            pass
                     self._is_busy = True
-                    command()
+                    command.run()
                     self._is_busy = False
                 self._moved_s = time.monotonic()
                 command = self._commands.get_nowait()

@@ -1,10 +1,13 @@
 """`python -m benchmarks.overhead`, from the root of the repository."""
 
 import argparse
+import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -26,7 +29,7 @@ SYSTEMS: dict[str, Callable[[Path], System]] = {
     "vllm-uni": lambda logs: VllmServers(logs, in_engine_process=True),
     "ray-llm": RayLlm,
     "pengserve": PengServeUp,
-    "pengserve-elastic": lambda logs: PengServeUp(logs, name="pengserve-elastic", settings=ELASTIC),
+    "pengserve-elastic": lambda logs: PengServeUp(logs, name="pengserve-elastic", settings=ELASTIC, shares_memory=True),
 }
 ON_CPUS, ON_GPUS = ("vllm", "vllm-uni", "ray-llm", "pengserve"), ("vllm", "pengserve", "pengserve-elastic")
 
@@ -36,8 +39,9 @@ def main() -> int:
     options = _options()
     console = Console(stderr=True)
     model, rounds = options.model.resolve(), options.rounds
-    plan = Plan.on_gpus(model, rounds, options.gpus) if options.gpus else Plan(model=model, rounds=rounds)
     names = options.systems or (ON_GPUS if options.gpus else ON_CPUS)
+    num_sharing = len(names) if options.together else 1
+    plan = Plan.on_gpus(model, rounds, options.gpus, num_sharing) if options.gpus else Plan(model=model, rounds=rounds)
     if not has_model(plan.model, console):
         return 2
     if "ray-llm" in names:
@@ -47,13 +51,14 @@ def main() -> int:
     console.print(f"server logs: {logs}", highlight=False)
     systems = [SYSTEMS[name](logs) for name in names]
     samples: list[Sample] = []
-    for round_index in range(plan.rounds):
-        for system in systems:
-            try:
-                samples += _one_round(system, plan, round_index, console)
-            except StartError as error:
-                console.print(f"{system.name} did not start: {error}", highlight=False, markup=False)
-                return 1
+    try:
+        with all_up(systems, plan) if options.together else contextlib.nullcontext({}) as up:
+            for round_index in range(plan.rounds):
+                for system in systems[:: -1 if round_index % 2 else 1]:
+                    samples += _one_round(system, plan, round_index, console, up.get(system.name))
+    except StartError as error:
+        console.print(f"no server: {error}", highlight=False, markup=False)
+        return 1
     report.print_table(samples, Console(width=max(console.width, TABLE_WIDTH)))
     notes = {system.name: system.notes for system in systems}
     tell_written(console, report.write(options.output, plan, notes, samples, today()))
@@ -62,14 +67,44 @@ def main() -> int:
     return 0
 
 
-def _one_round(system: System, plan: Plan, round_index: int, console: Console) -> list[Sample]:
+@dataclass(frozen=True, slots=True)
+class Up:
+    """A system that serves."""
+
+    urls: list[str]
+    start_s: float  # what its start took
+
+
+@contextlib.contextmanager
+def all_up(systems: Sequence[System], plan: Plan) -> Iterator[dict[str, Up]]:
+    """Starts all at the same time, and stops them in the end; by name.
+
+    Raises:
+        StartError: one of them did not start.
+    """
     try:
-        began_s = time.monotonic()
-        urls = system.start(plan)
-        start_s = time.monotonic() - began_s
-        figures = measure(plan, urls, round_index)
+        with ThreadPoolExecutor(len(systems)) as pool:
+            found = list(pool.map(lambda system: _started(system, plan), systems))
+        yield {system.name: up for system, up in zip(systems, found, strict=True)}
     finally:
-        system.stop()
+        for system in systems:
+            system.stop()
+
+
+def _started(system: System, plan: Plan) -> Up:
+    began_s = time.monotonic()
+    urls = system.start(plan)
+    return Up(urls, time.monotonic() - began_s)
+
+
+def _one_round(system: System, plan: Plan, round_index: int, console: Console, up: Up | None) -> list[Sample]:
+    """Of a system that is up, or of one that is started for this round alone."""
+    try:
+        now = up or _started(system, plan)
+        start_s, figures = now.start_s, measure(plan, now.urls, round_index)
+    finally:
+        if up is None:
+            system.stop()
     shown = ", ".join(f"{one.num_clients} clients {one.tokens_per_s:.0f} tok/s" for one in figures)
     where = f"round {round_index + 1}/{plan.rounds} {system.name}"
     console.print(f"{where}: up in {start_s:.0f} s; {shown}", soft_wrap=True)
@@ -80,6 +115,9 @@ def _options() -> argparse.Namespace:
     parser = option_parser("overhead", __doc__)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, help="all that the devices have, if not given")
+    parser.add_argument(
+        "--together", action="store_true", help="all systems stay up, on GPUs that have room for all at the same time"
+    )
     parser.add_argument("--gpus", type=int, default=0, help="instances on GPUs, one on each; 0: two on the CPU")
     return parser.parse_args()
 

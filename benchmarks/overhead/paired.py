@@ -60,10 +60,16 @@ class Ratio:
 
     @classmethod
     def of(cls, pairs: Sequence[tuple[int, float, float]]) -> "Ratio":
-        """Of paired bursts: (start, the other's, ours). One start alone gives the error of its bursts."""
+        """Of paired bursts: (start, the other's, ours). One start alone gives the error of its bursts.
+
+        A pair whose other figure is 0 tells nothing: on a busy machine most events of a burst can come together.
+        """
         starts: dict[int, list[float]] = {}
         for start, theirs, ours in pairs:
-            starts.setdefault(start, []).append(ours / theirs)
+            if theirs:
+                starts.setdefault(start, []).append(ours / theirs)
+        if not starts:
+            return cls(mean=float("nan"), error=float("nan"))
         found = [statistics.mean(ratios) for ratios in starts.values()]
         if len(found) == 1:
             (found,) = starts.values()

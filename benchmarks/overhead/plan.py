@@ -10,6 +10,7 @@ from typing import Any
 from benchmarks.harness import engine_flags, text
 
 SERVED_NAME = "bench"
+KV_BYTES = 8 << 30  # of an instance, where several systems share the GPUs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +28,7 @@ class Plan:
     model: Path
     device: str = "cpu"
     num_instances: int = 2
+    num_sharing: int = 1  # systems that are up at the same time
     rounds: int = 3
     levels: tuple[Level, ...] = (
         Level(num_clients=1, num_requests=16),
@@ -42,18 +44,24 @@ class Plan:
     engine: Mapping[str, Any] = field(default_factory=partial(engine_flags, max_num_batched_tokens=2048))
 
     @classmethod
-    def on_gpus(cls, model: Path, rounds: int, num_instances: int) -> "Plan":
-        """One instance a GPU, with vLLM's own defaults: asynchronous scheduling, compilation, full CUDA graphs."""
+    def on_gpus(cls, model: Path, rounds: int, num_instances: int, num_sharing: int = 1) -> "Plan":
+        """One instance a GPU, with vLLM's own defaults: asynchronous scheduling, compilation, full CUDA graphs.
+
+        With `num_sharing` systems on the same GPUs, each has so many bytes of KV: what is free changes while others
+        start.
+        """
+        shared = {"gpu_memory_utilization": 0.9 / num_sharing, "kv_cache_memory_bytes": KV_BYTES}
         return cls(
             model=model,
             device="cuda",
             num_instances=num_instances,
+            num_sharing=num_sharing,
             rounds=rounds,
             levels=tuple(Level(num_clients=n, num_requests=count) for n, count in ((1, 16), (8, 128), (64, 1024))),
             output_tokens=128,
             level_timeout_s=300.0,
             start_timeout_s=900.0,
-            engine={"max_model_len": 4096, "enable_prefix_caching": True},
+            engine={"max_model_len": 4096, "enable_prefix_caching": True} | (shared if num_sharing > 1 else {}),
         )
 
     def prompts(self, round_index: int, level: Level) -> list[str]:

@@ -110,11 +110,17 @@ def write(
 
 def markdown(plan: Plan, notes: Mapping[str, str], samples: Sequence[Sample], date: str) -> str:
     """The result for readers."""
+    command = "bench-overhead" if plan.device == "cpu" else "bench-gpu"
+    order = (
+        "all systems up and one at a time under load"
+        if plan.num_sharing > 1
+        else "one system at a time (idle Ray daemons and polling engines would take CPU from the others)"
+    )
     lines = [
         f"# Overhead, {date}",
         "",
-        f"`make bench-overhead`: model {plan.model.name}, {plan.num_instances} instances, {plan.rounds} rounds, one "
-        "system at a time (idle Ray daemons and polling engines would take CPU from the others), alternating.",
+        f"`make {command}`: model {plan.model.name}, {plan.num_instances} instances, {plan.rounds} rounds, {order}, "
+        "alternating.",
         f"Requests: streamed chat, {plan.output_tokens} output tokens, about "
         f"{statistics.mean(s.figures.prompt_tokens_mean for s in samples):.0f} prompt tokens, greedy.",
         f"Engine flags of all: `{json.dumps(dict(plan.engine))}`.",

@@ -241,6 +241,15 @@ class Lanes:
             self._end_tiers()
         return outputs
 
+    @property
+    def is_mid_step(self) -> bool:
+        """Whether a step is under way, beside which nothing but requests may come and go."""
+        return self.dp.is_mid_step
+
+    def end_step(self) -> Mapping[int, EngineCoreOutputs] | None:
+        """Ends the oldest step that is under way; its outputs, or None: shapes, memory and KV may change."""
+        return self.dp.end_step()
+
     def _end_tiers(self) -> None:
         """A copy has failed. A group that runs here dissolves first: what its lane has on the host is lost."""
         assert self.dp.tiers is not None

@@ -33,6 +33,7 @@ class Stepper:
     def __init__(self, dp: DpLane, transfers: Transfers, on_broken: Callable[[BaseException], None]) -> None:
         self._dp, self._transfers, self._on_broken = dp, transfers, on_broken
         self.running: GroupLane | None = None  # None: dp
+        self.needs_boundaries: Callable[[], bool] = lambda: False  # something goes on that acts between two steps
         self._is_leading = False
         self._step_s = FIRST_STEP_S  # of the newest step of a group, or of `dp` beside a transfer
 
@@ -68,7 +69,9 @@ class Stepper:
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """One step of the lane that runs. A group that breaks costs its requests their KV, never the instance."""
         if self.running is None:
-            return self._step_and_transfer(self._dp) if self._transfers.is_busy else self._dp.step()
+            if self._transfers.is_busy:
+                return self._step_and_transfer(self._dp)
+            return self._dp.step() if self.needs_boundaries() else self._dp.step_ahead()
         try:
             return self._step_and_transfer(self.running)
         except Exception as error:

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.overhead import report
+from benchmarks.overhead.__main__ import all_up
 from benchmarks.overhead.load import Figures, run_level
 from benchmarks.overhead.paired import STEPS, Ratio
-from benchmarks.overhead.plan import Level, Plan
+from benchmarks.overhead.plan import KV_BYTES, Level, Plan
 from benchmarks.overhead.report import Sample
-from benchmarks.overhead.systems.base import ServerProcess
+from benchmarks.overhead.systems.base import ServerProcess, StartError, free_port
 from benchmarks.overhead.systems.vllm_server import command_flag
 from benchmarks.result_files import read_result
 from benchmarks.sse import Answer, Connection, _Stream
@@ -221,9 +222,46 @@ def test_a_paired_ratio_is_the_mean_of_the_starts_and_says_how_sure_it_is() -> N
     of_one_start = Ratio.of(bursts[:2])
     assert of_one_start.mean == pytest.approx(1.2) and of_one_start.error == pytest.approx(0.1)
     assert str(Ratio.of([(0, 2.0, 4.0), (1, 1.0, 2.0)])) == "2.000 ± 0.000"
+    assert str(Ratio.of([(0, 0.0, 4.0), (1, 1.0, 2.0), (2, 1.0, 2.0)])) == "2.000 ± 0.000"
+    assert str(Ratio.of([(0, 0.0, 4.0)])) == "nan ± nan"
 
 
 def test_steps_are_counted_over_all_instances() -> None:
     name = "vllm:iteration_tokens_total_count"
     text = f'# HELP {name} x\n{name}{{engine="0",model_name="m"}} 12.0\n{name}{{engine="1",model_name="m"}} 3.0\n'
     assert [float(count) for count in STEPS.findall(text)] == [12.0, 3.0]
+
+
+class Named:
+    """A system that notes what is done to it."""
+
+    notes = ""
+
+    def __init__(self, name: str, log: list[str], is_broken: bool = False) -> None:
+        self.name, self._log, self._is_broken = name, log, is_broken
+
+    def start(self, plan: Plan) -> list[str]:
+        self._log.append(f"{self.name} starts")
+        if self._is_broken:
+            raise StartError("no device")
+        return [f"http://{self.name}"]
+
+    def stop(self) -> None:
+        self._log.append(f"{self.name} stops")
+
+
+def test_systems_that_are_up_together_all_stop_in_the_end() -> None:
+    log: list[str] = []
+    with all_up([Named("a", log), Named("b", log)], PLAN) as up:
+        assert {name: found.urls for name, found in up.items()} == {"a": ["http://a"], "b": ["http://b"]}
+    assert sorted(log[:2]) == ["a starts", "b starts"] and log[2:] == ["a stops", "b stops"]
+    with pytest.raises(StartError), all_up([Named("a", log), Named("c", log, is_broken=True)], PLAN):
+        pytest.fail("one of them did not start")
+    assert log[-2:] == ["a stops", "c stops"]
+
+
+def test_systems_on_one_gpu_share_its_memory() -> None:
+    alone, shared = (Plan.on_gpus(Path("m"), 3, 1, num_sharing).engine for num_sharing in (1, 3))
+    assert "kv_cache_memory_bytes" not in alone
+    assert shared["kv_cache_memory_bytes"] == KV_BYTES and shared["gpu_memory_utilization"] < 1 / 3
+    assert len({free_port() for _ in range(20)}) == 20

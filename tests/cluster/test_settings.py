@@ -300,10 +300,6 @@ PAIRS = {"engine": {"tensor_parallel_size": 2}}
             ["engine.pipeline_parallel_size", "shape.degrees of [2]"],
         ),
         (
-            {"engine": {"async_scheduling": True}, "shape": {"degrees": [2]}},
-            ["engine.async_scheduling", "shape.degrees of [2]"],
-        ),
-        (
             {**CUDA, **PAIRS, "shape": {"degrees": [2], **EXPERIMENTAL}},
             ["engine.tensor_parallel_size", "shape.degrees of [2]"],
         ),
@@ -340,7 +336,7 @@ def test_what_cannot_go_together_is_refused_with_both_keys(data, words):
             1.0,
         ),
         (PAIRS, (), 1, 0.0),
-        ({**CUDA, "shape": EXPERIMENTAL, "engine": {"async_scheduling": True}}, (), 1, 1.0),
+        ({**CUDA, "shape": EXPERIMENTAL, "engine": {"async_scheduling": True}}, (2,), 1, 1.0),
         ({**CUDA, **PAIRS}, (), 1, 2.0),
         ({**CUDA, "engine": {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}}, (), 1, 4.0),
     ],

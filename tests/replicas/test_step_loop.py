@@ -19,6 +19,7 @@ class CountingLane:
 
     def __init__(self) -> None:
         self.left = self.steps = 0
+        self.under_way = 0  # steps that were begun ahead
         self.closed, self.idle_begun = threading.Event(), threading.Event()
         self.idle_ended = False
         self.fails = False
@@ -32,6 +33,13 @@ class CountingLane:
         if self.fails:
             raise RuntimeError("the device is gone")
         self.left -= 1
+        self.steps += 1
+        return {}
+
+    def end_step(self) -> Mapping[int, object] | None:
+        if not self.under_way:
+            return None
+        self.under_way -= 1
         self.steps += 1
         return {}
 
@@ -134,3 +142,22 @@ def test_a_failure_is_told_before_the_lane_is_closed() -> None:
     harness.lane.may_close.set()
     assert harness.loop.stop(WAIT_S)
     assert harness.lane.closed.is_set() and len(harness.errors) == 1
+
+
+def test_a_command_between_steps_waits_for_those_under_way_and_one_beside_them_does_not() -> None:
+    harness = Harness()
+    lane, seen, done = harness.lane, [], threading.Event()
+
+    def begin_ahead() -> None:
+        lane.under_way = 2
+
+    def note() -> None:
+        seen.append((lane.under_way, len(harness.seen)))
+
+    harness.loop.submit_beside(begin_ahead)
+    harness.loop.submit_beside(note)
+    harness.loop.submit(note)
+    harness.loop.submit_beside(done.set)
+    assert done.wait(WAIT_S)
+    assert harness.loop.stop(WAIT_S)
+    assert seen == [(2, 0), (0, 2)]  # and both steps were told before

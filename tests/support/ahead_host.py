@@ -4,8 +4,8 @@ On a CPU vLLM's own scheduler, engine and runner do what they do on a GPU: a ste
 before the tokens of the one before are known. The runner computes at once. With VLLM_USE_V2_MODEL_RUNNER=1 it is vLLM's
 V2 runner, whose kernels Triton's interpreter runs. On a GPU nothing is changed.
 
-At its end the process writes into a file of its own, in the folder that PENGSERVE_TEST_AHEAD names, how many steps it
-had scheduled before the one before ended, and the module of its runner.
+In a file of its own, in the folder that PENGSERVE_TEST_AHEAD names, the process notes how many steps it has scheduled
+before the one before ended, and the module of its runner: now and then, as it may be killed, and at its end.
 """
 
 import json
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "PENGSERVE_TEST_AHEAD"
+NOTE_EVERY = 50  # steps that were scheduled ahead
 V2_ON_CPU = {"VLLM_USE_V2_MODEL_RUNNER": "1", "TRITON_INTERPRET": "1"}
 
 
@@ -48,9 +49,19 @@ class GrammarMask:
 
 
 def notes_of(folder: Path, pid: int) -> tuple[int, str]:
-    """Of a process that has ended: steps that were scheduled ahead, and the runner's module."""
+    """Of a process: steps that were scheduled ahead, and the runner's module."""
     num_ahead, runner = json.loads((folder / str(pid)).read_text())
     return num_ahead, runner
+
+
+def write_notes(found: dict[str, Any]) -> None:
+    """What `notes_of` reads, in one step, of what `install` has returned."""
+    if (folder := os.environ.get(VARIABLE)) is None:
+        return
+    file = Path(folder) / str(os.getpid())
+    scratch = file.with_suffix(".new")
+    scratch.write_text(json.dumps([found["num_ahead"], found["runner"]]))
+    scratch.replace(file)
 
 
 def install() -> dict[str, Any]:
@@ -76,8 +87,11 @@ def install() -> dict[str, Any]:
         return config
 
     def step_counting(self: Any) -> Any:
-        found["num_ahead"] += bool(self.batch_queue and self.scheduler.has_requests())
+        is_ahead = bool(self.batch_queue and self.scheduler.has_requests())
+        found["num_ahead"] += is_ahead
         found["runner"] = type(self.model_executor.driver_worker.worker.model_runner).__module__
+        if is_ahead and found["num_ahead"] % NOTE_EVERY == 0:
+            write_notes(found)
         return step(self)
 
     dp_lane.AsyncEngineArgs.create_engine_config = create_ahead
@@ -92,5 +106,5 @@ if __name__ == "__main__":
         interpret_triton()
     found = install()
     status = host.main()
-    (Path(os.environ[VARIABLE]) / str(os.getpid())).write_text(json.dumps([found["num_ahead"], found["runner"]]))
+    write_notes(found)
     sys.exit(status)

@@ -3,9 +3,10 @@
     call       schedules      its result is that of
     step()     1, then 2      1                        with asynchronous scheduling, which has two under way
     step()     3              2
-    step()     nothing        3                        no request is left
+    end_step() nothing        3                        no step is under way: shapes, memory and KV may change
+    whole()    4              4                        as without asynchronous scheduling
 
-Without asynchronous scheduling each call schedules a step and has its result.
+Without asynchronous scheduling each `step` schedules a step and has its result.
 """
 
 import time
@@ -27,6 +28,9 @@ class StepResult(NamedTuple):
     num_read: int | None  # tokens of prompts that it was given; None: not counted
 
 
+NOTHING = StepResult({}, 0.0, None)
+
+
 class EngineSteps:
     """Belongs to the thread that steps."""
 
@@ -40,6 +44,25 @@ class EngineSteps:
     def under_way(self) -> bool:
         """Whether a step was scheduled whose result has not been taken."""
         return bool(self._core.batch_queue)
+
+    def whole(
+        self, choosing: Callable[[], AbstractContextManager[object]], unread: Callable[[], int | None]
+    ) -> StepResult:
+        """The result of a step that no other overlaps; of the oldest that is under way, where there is one."""
+        return self.end_step() or self._advance(choosing, unread) or self.end_step() or NOTHING
+
+    def end_step(self) -> StepResult | None:
+        """The result of the oldest step that is under way, without scheduling another; None where there is none."""
+        if not self.under_way:
+            return None
+        scheduler = self._core.scheduler
+        scheduler.has_requests = lambda: False  # then vLLM waits for what is under way, and schedules nothing
+        try:
+            outputs, is_executed = self._step()
+        finally:
+            del scheduler.has_requests
+        self._core.post_step(is_executed)
+        return self._ended(outputs)
 
     def step(
         self, choosing: Callable[[], AbstractContextManager[object]], unread: Callable[[], int | None]
@@ -68,6 +91,9 @@ class EngineSteps:
             self._read.append(None if before is None or after is None else before - after)
         if outputs is None and self.under_way:
             return None
+        return self._ended(outputs)
+
+    def _ended(self, outputs: Mapping[int, EngineCoreOutputs] | None) -> StepResult:
         now_s = self._clock()
         seconds, self._since_s = now_s - self._since_s, now_s
         return StepResult(outputs or {}, seconds, self._read.popleft() if self._read else None)

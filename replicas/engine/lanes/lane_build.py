@@ -90,6 +90,7 @@ def group_config(base: DpLane, *, tp: int = 1, pp: int = 1, rank: int, block_siz
     cache.block_size = block_size
     cache.num_gpu_blocks = num_blocks + 1
     cache.kv_cache_layout = base.core.vllm_config.cache_config.kv_cache_layout
+    config.scheduler_config.async_scheduling = False  # members step together, and each step's tokens go to all of them
     config.model_config.max_model_len = min(config.model_config.max_model_len, num_blocks * block_size)
     config.compilation_config.static_forward_context = {}
     _capture_between_sums(config)

@@ -82,6 +82,10 @@ class SchedulerHandle(SchedulerBlocks):
         self._scheduler.prev_step_scheduled_req_ids.difference_update(ids)
         return finished
 
+    def bring_all_tokens(self) -> None:
+        """The runner's batch is empty: the next step is to bring the tokens of each request in it."""
+        self._scheduler.prev_step_scheduled_req_ids.clear()
+
     def knows(self, request_id: str) -> bool:
         """Whether a request is here and has not finished."""
         return request_id in self._scheduler.requests

@@ -51,19 +51,13 @@ def test_where_the_shape_never_changes_vllm_has_its_own_memory_sums_runner_and_s
 @pytest.mark.parametrize(
     "changes", [{"degrees": (2,)}, {"max_stages": 2, "memory_bytes": 1 << 30}, {"memory_bytes": -1}, {"host_bytes": -1}]
 )
-def test_where_memory_or_shape_is_pengserve_s_one_step_ends_before_the_next_begins(
+def test_where_memory_or_shape_is_pengserve_s_the_runner_is_v1_and_a_host_tier_alone_ends_each_step_first(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     config = InstanceConfig(app="tests", model=str(tmp_path), device="cuda", **changes)
-    assert not config.is_stock and engine_arguments(config)["async_scheduling"] is False
+    assert not config.is_stock
+    assert engine_arguments(config).get("async_scheduling") is (False if "host_bytes" in changes else None)
     assert process_environment(config)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
-
-
-@pytest.mark.parametrize("given", [True, None])  # None: as vLLM likes
-def test_shapes_and_asynchronous_scheduling_do_not_go_together(tmp_path: Path, given: bool | None) -> None:
-    config = InstanceConfig(app="tests", model=str(tmp_path), degrees=(2,), engine={"async_scheduling": given})
-    with pytest.raises(ConfigError, match=r"engine\.async_scheduling.*shape\.degrees"):
-        engine_arguments(config)
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +15,16 @@ pytestmark = pytest.mark.slow  # it imports vLLM
 STEP_S, BESIDE_S = 10.0, 2.0  # of a step on the device; of what happens between two calls
 
 
+class Waiting:
+    """What stands for vLLM's scheduler."""
+
+    def __init__(self, prompts: deque[int]) -> None:
+        self.prompts = prompts
+
+    def has_requests(self) -> bool:
+        return bool(self.prompts)
+
+
 class Core:
     """Steps as vLLM's `EngineCore` does, on a device that computes one after the other. Outputs are the steps' numbers.
 
@@ -25,7 +34,7 @@ class Core:
     def __init__(self, prompts: list[int], depth: int) -> None:
         self.prompts = deque(prompts)  # tokens that each step reads
         self.batch_queue: deque[tuple[int, float]] | None = deque() if depth > 1 else None
-        self.scheduler = SimpleNamespace(has_requests=lambda: bool(self.prompts))
+        self.scheduler = Waiting(self.prompts)
         self.step_fn: Any = self.step_ahead if depth > 1 else self.step
         self.now_s, self.free_s, self.number = 100.0, 0.0, 0
         self.num_scheduled, self.depth = 0, depth
@@ -47,7 +56,7 @@ class Core:
 
     def step_ahead(self) -> tuple[dict[int, Any] | None, bool]:
         assert self.batch_queue is not None and len(self.batch_queue) < self.depth
-        if self.prompts:
+        if self.scheduler.has_requests():
             self.batch_queue.appendleft(self.schedule())
             if len(self.batch_queue) < self.depth:
                 return None, True
@@ -80,6 +89,37 @@ def test_each_step_has_its_own_result_time_and_tokens(depth: int) -> None:
     assert [result.seconds for result in found] == [STEP_S] * len(prompts)
     assert [result.num_read for result in found] == prompts
     assert entered >= core.num_scheduled == len(prompts)
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_steps_that_are_ended_leave_nothing_under_way_and_whole_ones_do_not_overlap(depth: int) -> None:
+    prompts = [5, 0, 7, 0, 0, 2, 0]
+    core = Core(prompts, depth)
+    steps, found = EngineSteps(core, lambda: core.now_s), []
+    ways = (_nothing, lambda: sum(core.prompts))
+    found.append(steps.step(*ways))
+    assert steps.under_way == (depth > 1)
+    while (result := steps.end_step()) is not None:
+        found.append(result)
+    assert not steps.under_way and core.num_scheduled == len(found) == depth
+    core.now_s += BESIDE_S
+    for _ in range(2):
+        found.append(steps.whole(*ways))
+        assert not steps.under_way and core.num_scheduled == len(found)
+        core.now_s += BESIDE_S
+    while core.prompts or steps.under_way:
+        found.append(steps.step(*ways))
+    assert [result.outputs[0] for result in found] == list(range(1, len(prompts) + 1))  # type: ignore[comparison-overlap]
+    assert [result.seconds for result in found] == [STEP_S] * len(prompts)
+    assert [result.num_read for result in found] == prompts
+
+
+def test_a_step_that_is_under_way_comes_before_a_whole_one() -> None:
+    core = Core([0, 0, 0], depth=2)
+    steps = EngineSteps(core, lambda: core.now_s)
+    found = [steps.step(_nothing, lambda: None).outputs[0]]
+    found += [steps.whole(_nothing, lambda: None).outputs[0] for _ in range(2)]
+    assert (found, steps.under_way) == ([1, 2, 3], False)  # type: ignore[comparison-overlap]
 
 
 @pytest.mark.parametrize("depth", [1, 2])
