@@ -129,9 +129,9 @@ def main() -> int:
 
 
 def _measure(plan: Plan, urls: Mapping[str, list[str]], start: int, advance: Callable[[], None]) -> list[Burst]:
-    _settle()
     for system in (OTHER, THIS):
         _burst(plan, urls, system, start, -1, Level(num_clients=8, num_requests=48))
+    _settle()
     bursts = []
     for index in range(plan.rounds):
         for level in plan.levels:
@@ -142,7 +142,7 @@ def _measure(plan: Plan, urls: Mapping[str, list[str]], start: int, advance: Cal
 
 
 def _settle() -> None:
-    """Returns when what both do of themselves after a start is over, such as timing steps while no request comes."""
+    """Returns when what both do after their first requests is over: instances time steps while no other comes."""
     give_up_s = time.monotonic() + SETTLE_S
     while time.monotonic() < give_up_s:
         before_s = [processor_time_s(system) for system in (OTHER, THIS)]
