@@ -43,7 +43,7 @@ def main() -> None:
         for prepared in waiting:
             lane.add(prepared)
         while lane.has_work():
-            for batch in lane.step().values():
+            for batch in lane.step_ahead().values():
                 for output in batch.outputs:
                     tokens[output.request_id].extend(output.new_token_ids)
         return tokens
