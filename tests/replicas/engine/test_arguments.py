@@ -2,16 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("vllm")
 from vllm.multimodal.media import MediaConnector
+from vllm.usage.usage_lib import UsageContext
 
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import ConfigError
 from pengserve.replicas.comm.budget import communicator_bytes
+from pengserve.replicas.engine.lanes import dp_lane
 from pengserve.replicas.engine.lanes.dp_lane import engine_arguments
 from pengserve.replicas.environment import process_environment
 
@@ -58,6 +61,29 @@ def test_where_memory_or_shape_is_pengserve_s_the_runner_is_v1_and_a_host_tier_a
     assert not config.is_stock
     assert engine_arguments(config).get("async_scheduling") is (False if "host_bytes" in changes else None)
     assert process_environment(config)["VLLM_USE_V2_MODEL_RUNNER"] == "0"
+
+
+def test_steps_are_as_large_as_those_of_vllm_serve(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's defaults for a step go by who asks: on an H100 other programs get a quarter of a server's tokens."""
+    h100 = SimpleNamespace(get_device_total_memory=lambda: 80 << 30, get_device_name=lambda: "NVIDIA H100 80GB HBM3")
+    for name in ("is_cpu", "is_tpu", "is_xpu", "is_rocm"):
+        setattr(h100, name, lambda: False)
+    tokens, requests = {}, {}
+
+    class Asked(Exception):
+        """The engine's configuration was asked for; the model is not loaded."""
+
+    def create(self: Any, context: UsageContext) -> None:
+        for defaults, found in zip(self.get_batch_defaults(1), (tokens, requests), strict=True):
+            found.update(defaults)
+        raise Asked(context)
+
+    with monkeypatch.context() as patch, pytest.raises(Asked) as asked:
+        patch.setattr("vllm.engine.arg_utils.current_platform", h100)
+        patch.setattr(dp_lane.AsyncEngineArgs, "create_engine_config", create)
+        dp_lane.DpLane(InstanceConfig(app="tests", model=str(model)))
+    [context] = asked.value.args
+    assert (tokens[context], requests[context]) == (8192, 1024)
 
 
 def test_a_missing_model_is_named(tmp_path: Path) -> None:
