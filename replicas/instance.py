@@ -326,7 +326,7 @@ class Instance:
         migrations = self._migrations
         lanes.stepper.needs_boundaries = lambda: agent.is_switching or migrations.is_busy
         agent.before_switch, agent.before_break = self._migrations.give_way, self._migrations.break_off
-        lanes.before_tiers_end = self._migrations.break_off
+        lanes.before_tiers_end, lanes.before_abort = self._migrations.break_off, self._migrations.let_go
         return agent
 
     def _ready(self, lanes: "Lanes") -> None:

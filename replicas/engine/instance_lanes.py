@@ -9,7 +9,7 @@ Here is what concerns all three: requests, figures and laws of the instance.
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from pengserve.planners.types.config import InstanceConfig
@@ -54,6 +54,7 @@ class Lanes:
         self.on_stranded: Callable[[list[str], InstanceKey | None], None] = lambda request_ids, leader: None
         self.num_sent_back: Callable[[], int] = lambda: 0  # requests that ingresses were told to send again
         self.before_tiers_end: Callable[[], None] = lambda: None  # what moves KV of `dp` is to end
+        self.before_abort: Callable[[Collection[str]], None] = lambda ids: None  # ... of requests that are aborted
         self.capacity = self.dp.capacity
         self.stepper = Stepper(self.dp, self.transfers, lambda error: self.on_broken(error))
         self.num_migrated = 0  # requests that went on elsewhere with their KV, one by one,
@@ -175,6 +176,7 @@ class Lanes:
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forgets requests, whichever lane they are in."""
         ids = list(request_ids)
+        self.before_abort(ids)
         self.dp.abort(ids)
         if self.current is not self.dp:
             self.current.abort(ids)

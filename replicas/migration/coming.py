@@ -7,7 +7,7 @@ Until it is taken a request is known to the scheduler but not scheduled, and its
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from pengserve.planners.types.errors import EngineError, LinkLostError
@@ -197,6 +197,16 @@ class Arrivals:
         """Ends all migrations from this side."""
         for name in list(self._coming):
             self.give_up(name, why)
+
+    def let_go(self, request_ids: Collection[str]) -> None:
+        """These requests are about to be aborted here: what still comes of them must find no blocks to be written to.
+
+        An ingress that has heard of a migration to here, and not yet of the next ones, aborts a request that has left
+        in between and comes again.
+        """
+        coming = [name for name, found in self._coming.items() if found.handoff.request.request_id in request_ids]
+        for name in coming:
+            self.give_up(name, "it was aborted here")
 
     def break_off(self, why: str) -> None:
         """The lane breaks, with all that it has: ends all migrations without touching it."""

@@ -6,7 +6,7 @@ win: one that is prepared ends every migration of its members, which leaves the 
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -197,6 +197,10 @@ class Migrations:
             self._guarded(self._go_on)
         if self._is_emptied:
             self._guarded(self._empty)
+
+    def let_go(self, request_ids: Collection[str]) -> None:
+        """Before requests are aborted here: those that come stay at their sources."""
+        self._arrivals.let_go(request_ids)
 
     def give_way(self) -> None:
         """A switch begins: all requests stay where they are."""

@@ -315,6 +315,31 @@ def test_a_request_that_is_preempted_while_it_is_copied_stays(seed: int) -> None
     world.run_to_the_end()
 
 
+@pytest.mark.parametrize("num_copies", [0, 1, 2])
+@pytest.mark.parametrize("shapes", [("dp", "dp"), ("dp", "tp2"), ("pp2", "dp")])
+def test_a_request_that_comes_may_be_aborted_where_it_comes(shapes: tuple[str, str], num_copies: int) -> None:
+    """An ingress that lags behind does so: it stays at its source, and nothing is written into others' blocks."""
+    world = World(num_copies, shapes=shapes)
+    world.send(3, num_prompt=200, max_tokens=150)
+    world.run(lambda: all(record.tokens for record in world.ingress.records.values()))
+    world.order(0, 1)
+    target = world.at(1)
+    aborted: set[str] = set()
+
+    def has_aborted() -> bool:
+        for coming in list(target.migrations._arrivals._coming.values()):
+            if coming.request is not None and coming.num_copies == num_copies and not coming.tail and not aborted:
+                aborted.add(coming.request.request_id)
+                target.abort(coming.request.request_id)
+                assert not target.lane.knows(coming.request.request_id)
+        return bool(aborted)
+
+    world.run(has_aborted)
+    world.send(4, at=1, num_prompt=150)  # they get its blocks
+    world.run_to_the_end()
+    assert all(record.num_sent == 1 for record in world.ingress.records.values())
+
+
 def test_a_target_without_room_leaves_requests_where_they_are() -> None:
     world = begun(World(0, (80, 4)))
     world.order(0, 1)

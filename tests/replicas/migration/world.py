@@ -230,6 +230,7 @@ class SumInstance:
 
     def abort(self, wire_id: str) -> None:
         self.open.pop(wire_id, None)
+        self.migrations.let_go([wire_id])
         for lane in {id(lane): lane for lane in (self.dp, self.lane)}.values():
             lane.abort([wire_id])
 
