@@ -101,7 +101,7 @@ WORLD_FIRST ?= 0
 world: setup ## Thousands of simulated worlds full of faults (WORLD_SEEDS=2000, WORLD_FIRST=0); a broken law is shrunk
 	@$(BIN)/python -m tests.world --seeds $(WORLD_SEEDS) --first $(WORLD_FIRST)
 
-soak: setup ## Everything at once, at random: for SOAK_S seconds (600), from SOAK_SEED (1), on SOAK_INSTANCES (2, or 4)
+soak: setup ## Everything at once, at random: for SOAK_S seconds (600), from SOAK_SEED (1), on SOAK_INSTANCES (2, or 4), SOAK_WITHOUT (names of actions)
 	@SOAK_S=$${SOAK_S:-600} $(PYTEST) -q -s tests/system/test_soak.py
 
 diagrams: setup ## Draw docs/processes.svg again

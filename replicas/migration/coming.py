@@ -74,6 +74,10 @@ class Arrivals:
     def __len__(self) -> int:
         return len(self._coming)
 
+    def request_ids(self) -> set[str]:
+        """Requests that are on their way. The lane's scheduler knows those that have blocks already."""
+        return {coming.handoff.request.request_id for coming in self._coming.values()}
+
     # Before the first copy --------------------------------------------------------------------------------------------
 
     def offer(self, name: Name, word: Offer) -> None:

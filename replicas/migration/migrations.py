@@ -174,10 +174,10 @@ class Migrations:
         return [r for r in able if found.num_tokens + r.num_computed_tokens <= order.max_tokens]
 
     def _close(self, found: _Open) -> None:
-        """All that could move has moved, or has stayed. What moves by another order is left to that."""
+        """All that could move has moved, or has stayed. What moves by another order, or comes, is left to that."""
         order, lane = found.order, self._lane
         if order.must_leave and lane is not None:
-            ids, moving = order.request_ids, self._departures.request_ids()
+            ids, moving = order.request_ids, self._departures.request_ids() | self._arrivals.request_ids()
             left = [r for r in lane.requests() if not ids or r.request_id in ids]
             self._redirect(lane, [request for request in left if request.request_id not in moving])
 

@@ -37,6 +37,7 @@ from tests.system.test_shape_exactness import LAYOUTS
 SOAK_S = float(os.environ.get("SOAK_S", "40"))
 SEED = int(os.environ.get("SOAK_SEED", "1"))
 NUM_INSTANCES = int(os.environ.get("SOAK_INSTANCES", "2"))
+WITHOUT = set(os.environ.get("SOAK_WITHOUT", "").split(","))  # names of actions, to find which of them a failure needs
 pytestmark = [pytest.mark.slow, pytest.mark.shapes, pytest.mark.timeout(SOAK_S + 500)]
 
 MEMORY_BYTES = 7 << 20  # of an instance: 3 MiB of weights; KV for about 1,900 tokens
@@ -96,7 +97,7 @@ class Soak:
 
     def disorder(self, until_s: float) -> None:
         """Things happen until then."""
-        actions, weights = zip(*self.actions.items(), strict=True)
+        actions, weights = zip(*((a, w) for a, w in self.actions.items() if a.__name__ not in WITHOUT), strict=True)
         while time.monotonic() < until_s:
             self.chance.choices(actions, weights)[0]()
 
@@ -306,6 +307,6 @@ def test_everything_at_once(soak: Soak) -> None:
         soak.disorder(min(now_s + ROUND_S, ends_s))
         soak.settle()
     counts = Counter(what.partition(" ")[0] for what in soak.told)
-    assert {"send", "ask", "leave"} <= counts.keys()
+    assert {"send", "ask", "leave"} - WITHOUT <= counts.keys()
     assert soak.admin is None or soak.num_changed > 0
     print(f"\n  {counts.total()} things happened: {dict(counts)}")

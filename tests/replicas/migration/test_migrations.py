@@ -340,6 +340,20 @@ def test_a_request_that_comes_may_be_aborted_where_it_comes(shapes: tuple[str, s
     assert all(record.num_sent == 1 for record in world.ingress.records.values())
 
 
+@pytest.mark.parametrize("shapes", [("dp", "dp"), ("tp2", "dp"), ("dp", "pp2")])
+def test_what_must_leave_is_not_what_comes(shapes: tuple[str, str]) -> None:
+    """An order that empties one side of what it had leaves those alone that the other one sends meanwhile."""
+    world = World(1, shapes=shapes)
+    world.send(3, at=1, num_prompt=200, max_tokens=150)
+    world.run(lambda: all(record.tokens for record in world.ingress.records.values()))
+    world.order(1, 0)
+    coming = world.at(0).migrations._arrivals._coming
+    world.run(lambda: any(found.num_copies for found in coming.values()))
+    world.order(0, 1, must_leave=True)
+    world.send(4, num_prompt=150)  # they would get the blocks
+    world.run_to_the_end()
+
+
 def test_a_target_without_room_leaves_requests_where_they_are() -> None:
     world = begun(World(0, (80, 4)))
     world.order(0, 1)
