@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ class SlowLane:
 
     def __init__(self, rank: int = 0) -> None:
         self.rank = rank
+        self.steps: list[str] = []
 
     def enter(self, run: object) -> None: ...
 
@@ -24,7 +26,12 @@ class SlowLane:
         return True
 
     def step(self) -> Mapping[int, Any]:
+        self.steps.append("whole")
         time.sleep(STEP_S)
+        return {}
+
+    def step_ahead(self) -> Mapping[int, Any]:
+        self.steps.append("ahead")
         return {}
 
     def follow(self, parts: Sequence[Any]) -> None:
@@ -64,11 +71,23 @@ def test_a_piece_is_as_long_as_the_newest_step(is_leading: bool) -> None:
     assert len(transfers.pieces) == 2, "it has ended"
 
 
-def test_an_instance_alone_sends_beside_its_steps_too() -> None:
-    stepper, transfers = make_stepper(SlowLane())
-    for _ in range(3):
+def test_an_instance_alone_sends_beside_its_steps_too_and_no_step_overlaps_what_is_sent() -> None:
+    dp = SlowLane()
+    stepper, transfers = make_stepper(dp)
+    for _ in range(4):
         stepper.step()
     assert len(transfers.pieces) == 2 and min(transfers.pieces) >= STEP_S
+    assert dp.steps == ["whole", "whole", "ahead", "ahead"]
+
+
+def test_steps_do_not_overlap_while_something_acts_between_them() -> None:
+    dp = SlowLane()
+    stepper, transfers = make_stepper(dp)
+    transfers.pieces = [0.0, 0.0]  # all is sent
+    for is_switching in (False, True, True, False):
+        stepper.needs_boundaries = partial(bool, is_switching)
+        stepper.step()
+    assert dp.steps == ["ahead", "whole", "whole", "ahead"]
 
 
 def test_an_instance_without_requests_still_sends() -> None:

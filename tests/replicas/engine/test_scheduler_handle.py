@@ -105,6 +105,16 @@ def test_of_those_that_ended_only_what_is_asked_for_is_taken(handle: SchedulerHa
     assert handle.schedule().finished_req_ids == {"b"}, "a step in flight may be about it"
 
 
+def test_where_the_runner_forgot_its_batch_the_next_step_brings_all_tokens(handle: SchedulerHandle) -> None:
+    handle._scheduler.use_v2_model_runner = False  # the V1 runner needs them
+    handle.add(scheduled_request("a"))
+    step(handle)
+    assert step(handle).scheduled_cached_reqs.all_token_ids == {}
+    handle.bring_all_tokens()
+    assert step(handle).scheduled_cached_reqs.all_token_ids.keys() == {"a"}
+    assert step(handle).scheduled_cached_reqs.all_token_ids == {}
+
+
 def test_a_paused_scheduler_begins_nothing_and_goes_on(handle: SchedulerHandle) -> None:
     handle.add(scheduled_request("a"))
     step(handle)
