@@ -322,11 +322,11 @@ class Instance:
             submit=self._loop.submit,
             on_changed=self._shape_changed,
         )
-        self._migrations = Migrations(agent.member, self._loop.submit, lambda: agent.is_switching, self._shape_changed)
-        migrations = self._migrations
+        migrations = Migrations(agent.member, self._loop.submit, lambda: agent.is_switching, self._shape_changed)
         lanes.stepper.needs_boundaries = lambda: agent.is_switching or migrations.is_busy
-        agent.before_switch, agent.before_break = self._migrations.give_way, self._migrations.break_off
-        lanes.before_tiers_end, lanes.before_abort = self._migrations.break_off, self._migrations.let_go
+        agent.before_switch, agent.before_break = migrations.give_way, migrations.break_off
+        lanes.before_tiers_end, lanes.before_abort = migrations.break_off, migrations.let_go
+        self._migrations = migrations
         return agent
 
     def _ready(self, lanes: "Lanes") -> None:

@@ -48,7 +48,7 @@ class _Command(NamedTuple):
 
 
 class StepLoop(Generic[Lane]):
-    """Owns the thread. Other threads reach the lane through `submit` alone.
+    """Owns the thread. Other threads reach the lane through `submit` and `submit_beside` alone.
 
     Consumes: submitted commands.   Produces: `on_step(outputs, stats)` after each step.
     Waits for: a command, while there is no work.   Unblocked by: `submit`, `stop`.
@@ -110,7 +110,7 @@ class StepLoop(Generic[Lane]):
                     if not self._drain_commands(lane, wait=not lane.has_work()) and not lane.has_work():
                         lane.use_idle_time(self._is_called)
                     if lane.has_work():
-                        self._step(lane)
+                        self._step(lane, lane.step)
             except Exception as error:
                 self._tell(error)  # before what may take long, or for ever: its requests have to go on elsewhere
             finally:
@@ -122,10 +122,7 @@ class StepLoop(Generic[Lane]):
         logger.error("the step loop failed", exc_info=error)
         self._on_failed(error)
 
-    def _step(self, lane: Lane) -> None:
-        self._end_step(lane, lane.step)
-
-    def _end_step(self, lane: Lane, end: Callable[[], Mapping[int, Any] | None]) -> bool:
+    def _step(self, lane: Lane, end: Callable[[], Mapping[int, Any] | None]) -> bool:
         """Tells the outputs of a step; False where there was none."""
         self._moved_s, self._is_busy = time.monotonic(), True
         started_s = time.perf_counter()
@@ -153,7 +150,7 @@ class StepLoop(Generic[Lane]):
                 was_any = True
                 if command is not None:
                     if not command.is_beside_steps:
-                        while self._end_step(lane, lane.end_step):
+                        while self._step(lane, lane.end_step):
                             pass
                     self._is_busy = True
                     command.run()

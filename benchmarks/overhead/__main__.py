@@ -41,7 +41,10 @@ def main() -> int:
     model, rounds = options.model.resolve(), options.rounds
     names = options.systems or (ON_GPUS if options.gpus else ON_CPUS)
     num_sharing = len(names) if options.together else 1
-    plan = Plan.on_gpus(model, rounds, options.gpus, num_sharing) if options.gpus else Plan(model=model, rounds=rounds)
+    if options.gpus:
+        plan = Plan.on_gpus(model, rounds, options.gpus, num_sharing)
+    else:
+        plan = Plan(model=model, rounds=rounds, num_sharing=num_sharing)
     if not has_model(plan.model, console):
         return 2
     if "ray-llm" in names:

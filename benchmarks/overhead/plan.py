@@ -47,8 +47,7 @@ class Plan:
     def on_gpus(cls, model: Path, rounds: int, num_instances: int, num_sharing: int = 1) -> "Plan":
         """One instance a GPU, with vLLM's own defaults: asynchronous scheduling, compilation, full CUDA graphs.
 
-        With `num_sharing` systems on the same GPUs, each has so many bytes of KV: what is free changes while others
-        start.
+        Where several systems share the GPUs, each has `KV_BYTES`: what is free changes while others start.
         """
         shared = {"gpu_memory_utilization": 0.9 / num_sharing, "kv_cache_memory_bytes": KV_BYTES}
         return cls(
