@@ -127,7 +127,11 @@ class GroupLane(Lane):
         """Follower: executes a step of the leader's."""
 
     def _learn(self, forgotten: Sequence[str], known: Iterable[ResumedRequest]) -> None:
-        """Follower: requests that have left the leader, and then those that came to it half decoded."""
+        """Before a step: requests that have left the leader, and then those that came to it half decoded.
+
+        All members do this before the same step, the leader too. Forgetting empties the runner's batch, and the order
+        in which it is filled again must be the same everywhere: members hand each other rows, not requests.
+        """
         if forgotten:
             self.forget(forgotten)
         for resumed in known:
@@ -163,13 +167,12 @@ class GroupLane(Lane):
     # Requests that come and go ----------------------------------------------------------------------------------------
 
     def take_over(self, request: Request) -> None:
-        """Leader: followers get to know the request with the next step."""
-        super().take_over(request)
+        """Leader: all members get to know the request with the next step."""
         params, outputs = request.sampling_params, list(request.output_token_ids)
         self._known.append(ResumedRequest(request.request_id, request.prompt_token_ids, params, outputs))
 
     def release(self, request_ids: Iterable[str]) -> None:
-        """As of any lane. Followers forget with the next step, before they get to know others by the same ids.
+        """As of any lane. Members forget with the next step, before they get to know others by the same ids.
 
         A request that a step in flight is about is forgotten by all with the next step.
         """
@@ -178,7 +181,6 @@ class GroupLane(Lane):
         finished = self.scheduler.take_finished(i for i in ids if i not in self._ids_in_flight())
         self._forgotten += finished
         self._known = [resumed for resumed in self._known if resumed.req_id not in finished]
-        self.forget(finished)
 
     def _ids_in_flight(self) -> Set[str]:
         """Leader: requests that steps are about which have begun and not ended."""

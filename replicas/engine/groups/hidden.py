@@ -11,8 +11,9 @@ has tokens, so many as its next larger graph has. All stages have the same graph
 import queue
 import struct
 import time
+import zlib
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -150,6 +151,21 @@ class DeviceHidden:
     def require_whole(self) -> None:
         """NCCL raises nothing for a peer that is gone: a call ends when another thread aborts the group."""
         self._communicator.require_whole("a microbatch")
+
+
+def order_of(runner: Any) -> bytes:
+    """Of the newest step, a sign of the order in which the runner's batch has its requests: rows have no names."""
+    return zlib.crc32("\0".join(runner.input_batch.req_ids).encode()).to_bytes(4)
+
+
+def require_order(before: Buffer, here: bytes) -> None:
+    """Both of the same microbatch, of the stage before and of this one.
+
+    Raises:
+        EngineError: they differ, so that requests have got the hidden states of others.
+    """
+    if bytes(before) != here:
+        raise EngineError("the pipeline stage before this one has the requests of a microbatch in another order")
 
 
 def num_rows_of(head: Buffer, num_tokens: int) -> int:

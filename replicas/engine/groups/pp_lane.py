@@ -23,7 +23,14 @@ from pengserve.planners.stages import rank_of, stage_layers, stage_of
 from pengserve.planners.types.config import MicrobatchPolicy
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.engine.groups.group_run import HIDDEN, GroupRun
-from pengserve.replicas.engine.groups.hidden import DeviceHidden, HiddenCodec, HiddenInbox, HiddenWay
+from pengserve.replicas.engine.groups.hidden import (
+    DeviceHidden,
+    HiddenCodec,
+    HiddenInbox,
+    HiddenWay,
+    order_of,
+    require_order,
+)
 from pengserve.replicas.engine.groups.pp_blocks import PpBlocks
 from pengserve.replicas.engine.groups.stage_clock import StageClock
 from pengserve.replicas.engine.groups.under_way import Microbatch
@@ -229,6 +236,7 @@ class PpLane(PpBlocks):
             return {}
         is_full = len(self._in_flight) >= self.max_in_flight
         microbatch = self._in_flight.popleft()
+        self._learn(microbatch.forgotten, microbatch.known)
         # Not when it began: vLLM has one buffer for the masks of all microbatches. Its requests' grammars stand where
         # they stood then, and this member alone samples.
         grammar = self.scheduler.grammar_bitmask(microbatch.output)
@@ -264,8 +272,8 @@ class PpLane(PpBlocks):
             output, None, (), self._forgotten, self._known, is_first=self._was_empty, swaps=swaps
         )
         self.run.send_step(parts)
+        self._in_flight.append(Microbatch(output, self._was_empty, swaps, self._forgotten, self._known))
         self._forgotten, self._known = [], []
-        self._in_flight.append(Microbatch(output, self._was_empty, swaps))
         if output.total_num_scheduled_tokens:
             self._was_empty = False
         return True
@@ -291,14 +299,18 @@ class PpLane(PpBlocks):
         output, num_tokens = self._placed(microbatch.output), microbatch.output.total_num_scheduled_tokens
         self.host.run(microbatch.swaps, output)
         hidden: IntermediateTensors | None = None
+        order_before: Buffer | None = None
         if num_tokens and self.stage > 0:
-            told, *parts = self.inbox.get(self.run.stamp, self.run.timeout_s)
+            told, order_before, *parts = self.inbox.get(self.run.stamp, self.run.timeout_s)
             self.host.hear(told)
             hidden = self._hidden.decode(parts, num_tokens)
         if num_tokens:
             self._clock.begin(is_first=microbatch.is_first)
         with set_current_vllm_config(self.config), torch.inference_mode():
             result = self.runner.execute_model(output, hidden)
+            order = order_of(self.runner)
+            if order_before is not None:
+                require_order(order_before, order)
             if result is None:
                 result = self.runner.sample_tokens(grammar)
         if num_tokens:
@@ -307,5 +319,5 @@ class PpLane(PpBlocks):
             self._hidden.require_whole()
             self._stage_s = self._clock.end()
             if not is_last:
-                self.run.send(rank_of(self.stage + 1, self.num_stages), HIDDEN, [self.host.tell(), *parts])
+                self.run.send(rank_of(self.stage + 1, self.num_stages), HIDDEN, [self.host.tell(), order, *parts])
         return result

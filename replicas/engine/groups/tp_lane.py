@@ -237,6 +237,7 @@ class TpLane(GroupLane):
             output, grammar, self._lease, self._forgotten, self._known, hints=hints, uses=self._uses_to_tell()
         )
         self.run.send_step(parts)
+        self._learn(self._forgotten, self._known)
         self._lease, self._forgotten, self._known = [], [], []
         return self.scheduler.update(output, self._execute(output, grammar))
 

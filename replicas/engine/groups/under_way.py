@@ -8,6 +8,7 @@ these. What does not come in that order must spare them: KV from elsewhere, and 
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
+from pengserve.replicas.engine.groups.step_message import ResumedRequest
 from pengserve.replicas.engine.vllm_seam import SchedulerOutput
 from pengserve.replicas.kv.stage_rows import Swap
 
@@ -19,6 +20,8 @@ class Microbatch:
     output: SchedulerOutput
     is_first: bool  # the pipeline had no work before it
     swaps: Sequence[Swap] = ()  # KV that is copied before it
+    forgotten: Sequence[str] = ()  # leader: requests that have left before it,
+    known: Sequence[ResumedRequest] = ()  # ... and those that have come half decoded
     freed: list[int] = field(default_factory=list)  # blocks that its requests have lost since it began
 
 

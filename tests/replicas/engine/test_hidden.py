@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("vllm")
 
 from pengserve.planners.types.errors import EngineError
-from pengserve.replicas.engine.groups.hidden import HiddenCodec, HiddenInbox
+from pengserve.replicas.engine.groups.hidden import HiddenCodec, HiddenInbox, order_of, require_order
 
 pytestmark = pytest.mark.slow  # imports vLLM
 
@@ -53,3 +53,14 @@ def test_who_waits_is_freed_when_a_member_is_gone() -> None:
     threading.Timer(0.05, inbox.interrupt).start()
     with pytest.raises(EngineError, match="is gone"):
         inbox.get(b"new", 30.0)
+
+
+def test_a_stage_refuses_a_microbatch_whose_requests_stand_in_another_order() -> None:
+    def runner(*ids: str) -> Any:
+        return SimpleNamespace(input_batch=SimpleNamespace(req_ids=list(ids)))
+
+    sign = order_of(runner("a", "b"))
+    require_order(memoryview(sign), order_of(runner("a", "b")))
+    for other in (("b", "a"), ("a",), ("ab",), ()):
+        with pytest.raises(EngineError, match="in another order"):
+            require_order(memoryview(sign), order_of(runner(*other)))

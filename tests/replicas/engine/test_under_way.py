@@ -27,15 +27,35 @@ from tests.support.vllm_schedulers import capacity_of, scheduler_handle
 BLOCK_SIZE, NUM_BLOCKS, STAGES, PARTS = 16, 12, 3, None
 
 
-class Leader(PpLane):
+class Stage(PpLane):
+    """A member that follows, without a model: what its runner is told, in that order."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, ...]] = []
+        self._codec, self._steps = StepCodec(), 0
+
+    def adopt(self, request: Request) -> None:
+        self.told.append(("adopt", request.request_id))
+
+    def forget(self, request_ids: Any) -> None:
+        self.told.append(("forget", *sorted(request_ids)))
+
+    def _execute(self, microbatch: Any, grammar: Any = None) -> Any:
+        output = microbatch.output
+        self.told.append(("step", *output.num_scheduled_tokens, "ended", *sorted(output.finished_req_ids)))
+
+
+class Leader(Stage):
     """A pipeline's leader with vLLM's scheduler and no model. Each microbatch gives its requests a token."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[Any] = []
         capacity = capacity_of(NUM_BLOCKS, BLOCK_SIZE, max_num_seqs=8)
         self._handle, self.capacity = scheduler_handle(capacity, max_num_batched_tokens=4 * BLOCK_SIZE), capacity
         self._block_hasher, self._added, self._is_held, self._slo_gate = None, 0, False, None
-        self._run: Any = SimpleNamespace(send_step=lambda parts: None)
-        self._codec, self._known, self._forgotten, self._was_empty = StepCodec(), [], [], True
+        self._run: Any = SimpleNamespace(send_step=self.sent.append)
+        self._known, self._forgotten, self._was_empty = [], [], True
         self._in_flight, self._withheld, self._ended = deque(), [], []
         self._arriving, self._arriving_parked = {}, set()
         self.residency, self.host = None, StageHost(CellTable(NUM_BLOCKS + 1))
@@ -58,13 +78,11 @@ class Leader(PpLane):
         return output
 
     def _execute(self, microbatch: Any, grammar: Any = None) -> Any:
+        super()._execute(microbatch)
         ids = list(microbatch.output.num_scheduled_tokens)
         del self.used[id(microbatch.output)]
         ends = [self.knows(i) and self.request(i).num_computed_tokens >= self.request(i).num_tokens for i in ids]
         return ModelRunnerOutput(ids, {name: k for k, name in enumerate(ids)}, [[5] if end else [] for end in ends])
-
-    def forget(self, request_ids: Any) -> None:
-        """There is no runner."""
 
     def _count(self, *given: Any) -> None:
         """No figures."""
@@ -142,6 +160,26 @@ def test_an_aborted_requests_blocks_are_not_written_while_its_microbatch_is_unde
     assert written.isdisjoint(leader.give_up_blocks(PARTS))
 
 
+def test_a_request_leaves_all_members_before_the_same_microbatch(leader: Leader) -> None:
+    """Forgetting empties a runner's batch. Where the leader did so at once, a microbatch that the others had run before
+    found the batch in another order there, and its requests got each other's hidden states.
+    """
+    for name in "abc":
+        leader.scheduler.add(scheduled_request(name, 8))
+    assert leader._begin()
+    leader.scheduler.add(scheduled_request("d", 8))
+    assert leader._begin()
+    assert leader.admit(coming("e", BLOCK_SIZE), BLOCK_SIZE) is not None
+    leader.release(["a", "e"])  # of which "e" is in no microbatch
+    assert not leader.told
+    leader.step()
+    leader.step()
+    steps = [what for what, *_ in leader.told]
+    assert steps == ["step", "step"], "both had begun before"
+    leader.step()
+    assert leader.told[2] == ("forget", "e")
+
+
 def test_a_request_does_not_come_back_while_a_microbatch_has_one_of_its_id(leader: Leader) -> None:
     """Its scheduler would take that one's token. Senders use an id once; a migration may bring it back."""
     leader.scheduler.add(scheduled_request("a", 8))
@@ -197,6 +235,11 @@ def test_requests_come_and_go_between_steps(seed: int) -> None:
                 if leader.enlarge(request, request.num_computed_tokens + BLOCK_SIZE):
                     request.num_computed_tokens += BLOCK_SIZE
                     assert leader.under_way().isdisjoint(set(leader.block_ids(request.request_id)) - before)
+            case 5 if moving and rng.random() < 0.3:
+                request = moving.pop(next(iter(moving)))
+                request.num_computed_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+                leader.take_over(request)
+                leader.go_on(request)
             case 5 if moving:
                 leader.release([name := rng.choice(list(moving))])
                 del moving[name]
@@ -217,3 +260,7 @@ def test_requests_come_and_go_between_steps(seed: int) -> None:
     while leader._in_flight:
         leader.step()
     assert leader.num_free() == NUM_BLOCKS
+    follower = Stage()
+    for parts in leader.sent:
+        follower.follow(parts)
+    assert follower.told == leader.told, "members hand each other rows: their batches must be filled in the same order"
