@@ -1,5 +1,6 @@
 """Laws of placements by SLOs, over vLLM's own scheduler and real tiers; time is virtual, and no model runs."""
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -88,11 +89,15 @@ class PlacedEngine(Engine):
 
     def step(self) -> None:
         self.num_steps += 1
-        if not self.placement.is_on:
+        with self.placement.step() if self.placement.is_on else contextlib.nullcontext():
             self._choose()
-            return
-        with self.placement.step():
-            self._choose()
+        # The planner is told how fast the link is. How soon a thread of this machine gets a processor is no part of it.
+        until(self._have_copies_ended, period_s=0.0002)
+
+    def _have_copies_ended(self) -> bool:
+        engine = self.world.tiers.engine
+        with engine._changed:
+            return not any(copy.is_ready for queue in engine._queues for copy in queue)
 
     def _choose(self) -> None:
         self.now_s += STEP_S
