@@ -325,7 +325,8 @@ class Instance:
         migrations = Migrations(agent.member, self._loop.submit, lambda: agent.is_switching, self._shape_changed)
         lanes.stepper.needs_boundaries = lambda: agent.is_switching or migrations.is_busy
         agent.before_switch, agent.before_break = migrations.give_way, migrations.break_off
-        lanes.before_tiers_end, lanes.before_abort = migrations.break_off, migrations.let_go
+        lanes.before_tiers_end = lambda: migrations.give_up_all(f"the host tier of instance {self.key} has ended")
+        lanes.before_abort = migrations.let_go
         self._migrations = migrations
         return agent
 

@@ -204,7 +204,10 @@ class Migrations:
 
     def give_way(self) -> None:
         """A switch begins: all requests stay where they are."""
-        why = f"instance {self._member.key} changes its shape"
+        self.give_up_all(f"instance {self._member.key} changes its shape")
+
+    def give_up_all(self, why: str) -> None:
+        """All requests stay where they are. The lane goes on, and has nothing of any migration any more."""
         self._departures.give_up_all(why)
         self._arrivals.give_up_all(why)
         self._members.fail_all(why)

@@ -107,14 +107,23 @@ def test_churn_recomputes_no_token(tiered: Tiered, with_orders: bool) -> None:
     tiered.settle()
 
 
-def test_copies_that_fail_end_the_host_tiers_and_no_request(model: Path, instances: list[InstanceProcess]) -> None:
-    """In a pipeline: it dissolves, and `dp` serves with the devices alone; so do groups that are formed afterwards."""
+@pytest.mark.parametrize("layout", ["pp2", "dp"])
+def test_copies_that_fail_end_the_host_tiers_and_no_request(
+    model: Path, instances: list[InstanceProcess], layout: str
+) -> None:
+    """A pipeline dissolves, and in `dp` migrations are under way. Then `dp` serves with the devices alone; so do groups
+    that are formed afterwards.
+    """
     given = requests(14, 50)  # none of them too long for a device
     sizes = {"memory_bytes": MEMORY_BYTES, "host_bytes": HOST_BLOCKS * BLOCK_BYTES}
     with tiered_cluster(model, 2, given, answers(instances, given), degrees=(2,), **sizes) as tiered:
         keys = [instance.key for instance in tiered.cluster.snapshot().instances]
-        tiered.cluster.set_layout("pp2")
+        tiered.cluster.set_layout(layout)
         running = tiered.start_all()
+        if layout == "dp":
+            until(lambda: any(i.stats.num_running for i in tiered.cluster.snapshot().instances))
+            for source, target in ((0, 1), (1, 0)):
+                tiered.migrate(source, target)
         tiered.cluster.park("break")
         tiered.check_all(running)
         tiered.cluster.set_layout("dp")

@@ -251,6 +251,21 @@ def test_a_switch_wins(shapes: tuple[str, str], phase: Phase, side: int) -> None
         world.run_to_the_end()
 
 
+@pytest.mark.parametrize("side", (0, 1))
+@pytest.mark.parametrize("phase", [p for p in PHASES if p is not Phase.COPIED])
+def test_a_lane_that_goes_on_without_migrations_keeps_nothing_of_them(phase: Phase, side: int) -> None:
+    """As where a host tier ends: `dp` takes stock of all requests that it serves, and of all blocks that they hold."""
+    world = begun(World(1))
+    until_phase(world, phase)
+    instance = world.at(side)
+    instance.migrations.give_up_all("its host tier has ended")
+    assert not instance.migrations.is_moving
+    scheduler = instance.lanes.dp.scheduler
+    served = {r.request_id for r in (*scheduler.running, *scheduler.holding, *scheduler.waiting)}
+    assert {r.request_id for r in scheduler.requests()} == served, "a request is in no queue: it would never end"
+    world.run_to_the_end()
+
+
 def test_requests_that_share_a_prefix_share_it_where_they_come() -> None:
     for shapes in PAIRS:
         world = World(4, shapes=shapes)
