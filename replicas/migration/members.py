@@ -157,8 +157,8 @@ def why_never(lanes: Lanes) -> str:
     config = lanes.dp.pristine_config
     if config is None or config.speculative_config is not None:
         return "requests do not move with speculative decoding"
-    if lanes.dp.num_kv_groups != 1 or lanes.dp.core.batch_queue is not None:
-        return "requests of this model move only where all its layers keep KV alike and one step runs at a time"
+    if lanes.dp.num_kv_groups != 1:
+        return "requests of this model move only where all its layers keep KV alike"
     try:
         lanes.dp_view()
     except Exception as error:

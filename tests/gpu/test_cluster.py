@@ -8,7 +8,6 @@ It runs on a CPU as well (`device.py`).
 
 import importlib.util
 import os
-import random
 import statistics
 import time
 from collections.abc import Iterator
@@ -91,21 +90,16 @@ def test_tokens_are_equal_through_a_shape_and_back(disturbed: Disturbed, shape: 
 
 
 def test_tokens_are_equal_through_any_sequence(disturbed: Disturbed) -> None:
-    source = random.Random(5)
-    cluster, running = disturbed.cluster, []
-    for _ in range(8):
-        for _ in range(3):
-            i = source.randrange(len(disturbed.requests))
-            running.append((i, disturbed.traffic.start(**disturbed.requests[i])))
-        cluster.set_layout(source.choice(["dp", "tp2", "pp2"]), source.choice(["carry", "hard", "soft"]))
-        disturbed.check_memory()
-        disturbed.migrate(*source.sample(range(2), 2))
-        time.sleep(source.random() * 0.4)
-    cluster.set_layout("dp")
-    disturbed.check_all(running)
-    ends = cluster.events(EventKind.TRANSITION_END)
+    disturbed.at_random(5, num_rounds=8, pause_s=0.4)
+    ends = disturbed.cluster.events(EventKind.TRANSITION_END)
     assert sum(event.data.get("num_carried", 0) for event in ends) > 0, "what ran goes on with its KV"
-    note_switches(cluster, "float32")
+    note_switches(disturbed.cluster, "float32")
+
+
+def test_tokens_are_equal_where_requests_migrate(disturbed: Disturbed) -> None:
+    num_migrated = disturbed.to_and_fro()
+    note_figure("requests of one GPU that moved from one instance to the other", num_migrated, "")
+    assert num_migrated > 0
 
 
 def test_the_death_of_a_member_costs_no_stream(disturbed: Disturbed) -> None:

@@ -1,10 +1,12 @@
 """A cluster to which something happens, its traffic, and what each request gives when nothing does."""
 
+import random
 import time
 from concurrent.futures import Future
 from typing import Any
 
 from pengserve.planners.types.orders import Migrate
+from pengserve.planners.types.plans import SwitchStrategy
 from tests.support.elastic import ElasticCluster
 from tests.support.streams import make_prompts
 from tests.support.traffic import TimedStream, Traffic
@@ -63,6 +65,35 @@ class Disturbed:
         self.cluster.set_layout("dp", strategy)
         self.check_memory()
         self.check_all(running)
+
+    def at_random(self, seed: int, *, num_rounds: int, pause_s: float) -> None:
+        """Two instances change their layout at random while streams begin, and while requests migrate."""
+        chance, running = random.Random(seed), []
+        for _ in range(num_rounds):
+            for i in chance.choices(range(len(self.requests)), k=3):
+                running.append((i, self.traffic.start(**self.requests[i])))
+            if chance.random() < 0.6:
+                layout, strategy = chance.choice(["dp", "tp2", "pp2"]), chance.choice(list(SwitchStrategy))
+                self.cluster.set_layout(layout, strategy.value)
+            self.check_memory()
+            self.migrate(*chance.sample(range(2), 2))
+            time.sleep(chance.random() * pause_s)
+        self.cluster.set_layout("dp")
+        self.check_all(running)
+
+    def to_and_fro(self) -> int:
+        """All requests migrate between two instances until they end; how many times one did so with its KV."""
+        before, running = self.num_migrated(), [(i, self.traffic.start(**r)) for i, r in enumerate(self.requests)]
+        while not all(future.done() for _, future in running):
+            for source, target in ((0, 1), (1, 0)):
+                self.migrate(source, target)
+                time.sleep(0.1)
+        self.check_all(running)
+        return self.num_migrated() - before
+
+    def num_migrated(self) -> int:
+        """Times that a request went on elsewhere with its KV, by an order, so far."""
+        return sum(instance.stats.total_migrated for instance in self.cluster.snapshot().instances)
 
     def migrate(self, source: int, target: int) -> None:
         """What runs in one group, or instance alone, is told to go on in another; who leads none refuses."""

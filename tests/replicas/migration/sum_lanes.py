@@ -227,7 +227,6 @@ class SumLane(Lane):
         self.runner = SumRunner(self.view, KvShare((0, LAYERS), (0, HEADS)))
         self.num_kv_groups, self._num_lent = 1, 0
         self.tiers = None
-        self.core = SimpleNamespace(batch_queue=None)
         self.pristine_config = SimpleNamespace(speculative_config=None)
 
     kv, reset_prefix_cache = DpLane.kv, DpLane.reset_prefix_cache
