@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 
-from pengserve.planners.types.config import MergeConfig
+from pengserve.planners.types.config import JudgeConfig, MergeConfig
 from pengserve.planners.types.events import EventKind
 from tests.support.elastic import ElasticCluster, elastic_cluster
 from tests.support.streams import make_prompts
@@ -16,14 +16,16 @@ from tests.support.traffic import Traffic
 pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
 MAX_TOKENS = 60
-# Only wishes and urgency change the layout here: no load is below zero.
+# Only wishes and urgency change the layout here: no load is below zero. The judge would form no group for an urgent
+# request where it has measured that groups are slower than instances alone, as they are on few cores.
 POLICY = MergeConfig(is_auto=True, merge_below=0.0, min_dwell_s=0.5)
+JUDGE = JudgeConfig(is_on=False)
 
 
 @pytest.fixture(scope="module")
 def served(model: Any) -> Iterator[tuple[ElasticCluster, str, Traffic]]:
     with (
-        elastic_cluster(model, 3, degrees=(2,), merge=POLICY) as cluster,
+        elastic_cluster(model, 3, degrees=(2,), merge=POLICY, judge=JUDGE) as cluster,
         cluster.ingress() as url,
         Traffic(url) as traffic,
     ):
