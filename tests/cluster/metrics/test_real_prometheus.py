@@ -1,5 +1,6 @@
 """A real Prometheus server scrapes the facade and evaluates every expression of the dashboard."""
 
+import http
 import json
 import re
 import shutil
@@ -101,6 +102,8 @@ def query(base: str, promql: str) -> list[Any]:
             result: list[Any] = json.load(answer)["data"]["result"]
             return result
     except urllib.error.HTTPError as error:
+        if error.code == http.HTTPStatus.SERVICE_UNAVAILABLE:  # it listens, and is not ready yet
+            raise
         pytest.fail(f"{promql}: {error.read().decode()}")
 
 
@@ -112,7 +115,7 @@ def wait_for_scrapes(base: str, num: int, timeout_s: float = 30.0) -> None:
             if query(base, f"count_over_time(up[1m]) >= {num} and up == 1"):
                 return
         except OSError:
-            pass  # not listening yet
+            pass  # not listening, or not ready yet
         time.sleep(0.1)
     pytest.fail(f"no {num} scrapes within {timeout_s} s")
 
