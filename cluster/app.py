@@ -29,7 +29,7 @@ from pengserve.cluster.ingress.logs import SERVE_LOGGER, log_with_serve
 from pengserve.cluster.ingress.serve_front import IMPORT_PATH, VARIABLE
 from pengserve.cluster.placement import cluster_devices, remarks, settle
 from pengserve.cluster.preflight import setting_mistakes
-from pengserve.cluster.serve_seam import keep_inner_grpc_on_loopback
+from pengserve.cluster.serve_seam import ONE_LOOP, keep_inner_grpc_on_loopback
 from pengserve.cluster.settings import Settings, parse_settings
 from pengserve.controller.ray_shell import channel_token
 from pengserve.planners.types.codec import to_data
@@ -142,7 +142,7 @@ def application(settings: Settings, app: str) -> serve.Application:
             "num_cpus": 0 if settings.device == "cpu" else 1,
             # What listens on loopback is of use on the machine that users are on: the head.
             "resources": {"node:__internal_head__": 0.001} if ingress.is_loopback else {},
-            "runtime_env": {"env_vars": {**environment, "OMP_NUM_THREADS": "1", VARIABLE: IMPORT_PATH}},
+            "runtime_env": {"env_vars": {**environment, **ONE_LOOP, "OMP_NUM_THREADS": "1", VARIABLE: IMPORT_PATH}},
         },
         graceful_shutdown_timeout_s=settings.controller.drain_timeout_s + SHUTDOWN_MARGIN_S,
         graceful_shutdown_wait_loop_s=0.5,

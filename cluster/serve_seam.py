@@ -2,6 +2,9 @@
 
 The inner gRPC server: each replica listens on all addresses for calls of other deployments, asks for no key, and
 unpickles what comes. No other deployment calls PengServe's, so the server stays on loopback.
+
+The application's loop: Serve gives it a thread of its own, so that code which blocks cannot stop Serve's. PengServe's
+does not block, and each token of each stream would go from thread to thread: a seventh of an ingress's processor time.
 """
 
 import logging
@@ -9,6 +12,8 @@ import os
 from typing import Any
 
 INNER_GRPC_VARIABLE = "RAY_SERVE_USE_GRPC_BY_DEFAULT"  # set by operators who want Serve's proxies to call replicas so
+# What a replica's process must have before it imports Serve.
+ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 ALL_ADDRESSES, LOOPBACK = "[::]:", "127.0.0.1:"
 
 logger = logging.getLogger(__name__)

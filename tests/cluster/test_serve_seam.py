@@ -1,6 +1,9 @@
 """The private names of Ray Serve that PengServe changes are where they were."""
 
 import inspect
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -41,3 +44,14 @@ def test_serve_still_begins_it_there():
     assert 'add_port_to_grpc_server(self._server, "[::]:0")' in source, (
         "Ray Serve begins its inner gRPC server differently: mend cluster/serve_seam.py"
     )
+
+
+def test_serve_gives_the_application_no_thread_of_its_own():
+    name = next(iter(serve_seam.ONE_LOOP))
+    code = f"from ray.serve._private import replica; print(replica.{name})"
+    for changes, expected in ((serve_seam.ONE_LOOP, "False"), ({}, "True")):
+        environment = {key: value for key, value in os.environ.items() if key != name} | changes
+        found = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True, timeout=120
+        )
+        assert found.stdout.split() == [expected]
