@@ -5,6 +5,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from pengserve.replicas.engine.lanes.base_memory import OPTIONS, BaseMemory, Mem
 from pengserve.replicas.engine.lanes.engine_steps import EngineSteps, StepResult
 from pengserve.replicas.engine.lanes.handoff import Handoff, as_preempted
 from pengserve.replicas.engine.lanes.kv_shares import LaneKv, shares_of
-from pengserve.replicas.engine.lanes.lane import Lane
+from pengserve.replicas.engine.lanes.lane import FREE, Lane
 from pengserve.replicas.engine.lanes.shared_model import plain_weights
 from pengserve.replicas.engine.lanes.warm_up import marked_as_lane
 from pengserve.replicas.engine.placement.placement_notes import PlacementNotes
@@ -50,6 +51,7 @@ logger = logging.getLogger(__name__)
 # Requests name URLs of images, and the server would fetch them from inside its network. vLLM takes an empty list for
 # "from everywhere", so this names a domain that cannot exist (RFC 2606).
 NO_MEDIA_DOMAINS = ["none-until-engine.allowed_media_domains-is-set.invalid"]
+NO_LIMITS = (FREE, FREE, FREE)
 
 
 def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
@@ -378,14 +380,12 @@ class DpLane(Lane):
         self._count(outputs.values(), seconds)
         return outputs
 
-    @contextlib.contextmanager
-    def _scheduling(self, gate: SloGate | None) -> Iterator[None]:
+    def _scheduling(self, gate: SloGate | None) -> AbstractContextManager[None]:
         """Around a step that vLLM schedules: what it may choose from."""
         if self._pins is not None and self._pins.num_sessions:
             self._pins.make_room(self._most_blocks_of_a_step())
-        limiting = gate.limiting() if gate is not None else contextlib.nullcontext()
-        with limiting, self._choosing(), self._chunking():
-            yield
+        limits = (gate.limiting() if gate is not None else FREE, self._choosing(), self._chunking())
+        return FREE if limits == NO_LIMITS else _all_of(limits)
 
     def use_contracts(self, contracts: Contracts) -> None:
         """Begins prompts, and places KV, as SLOs allow from now on; groups that are led here do so too."""
@@ -465,3 +465,11 @@ def _copied(vllm_config: Any) -> Any:
     except Exception:
         logger.exception("vLLM's configuration cannot be copied; this instance works alone")
         return None
+
+
+@contextlib.contextmanager
+def _all_of(limits: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for limit in limits:
+            stack.enter_context(limit)
+        yield

@@ -82,7 +82,9 @@ class EngineSteps:
         """Schedules a step; None where the result of none is due, as vLLM wants one more under way."""
         if not self.under_way:
             self._since_s = self._clock()
-        is_scheduled, before = self._core.scheduler.has_requests(), unread()
+        # Of steps that do not overlap, each has its result before the next one is scheduled, also where it was empty.
+        is_scheduled = self._core.batch_queue is None or self._core.scheduler.has_requests()
+        before = unread()
         with choosing():
             outputs, is_executed = self._step()
         self._core.post_step(is_executed)

@@ -28,6 +28,7 @@ from pengserve.replicas.memory.kv_views import KvView
 from pengserve.replicas.memory.layers import LayerMemory
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
+FREE: AbstractContextManager[None] = nullcontext()  # around a step that may choose from all requests
 AS_A_WHOLE = (
     "a pipeline has a request on its devices or on the host as a whole: no layer is placed by SLOs, and where KV is"
     " short requests are paused by KV times slack"
@@ -178,7 +179,7 @@ class Lane(ABC):
     def _gating(self) -> AbstractContextManager[None]:
         """Of the next step, what keeps prompts back that would break another request's SLO."""
         gate = self._slo_gate
-        return gate.step() if gate is not None and gate.is_on else nullcontext()
+        return gate.step() if gate is not None and gate.is_on else FREE
 
     def _choosing(self) -> AbstractContextManager[None]:
         """Around a step: with a host tier, only what the device can hold is stepped."""
@@ -192,7 +193,7 @@ class Lane(ABC):
             yield
 
     def _resident(self) -> AbstractContextManager[None]:
-        return self.residency.choosing() if self.residency is not None else nullcontext()
+        return self.residency.choosing() if self.residency is not None else FREE
 
     def _chunking(self) -> AbstractContextManager[None]:
         """Around a step, within `_choosing`: which prompts it reads, where requests of several bands are served.
@@ -200,7 +201,7 @@ class Lane(ABC):
         Pipelines ask for each microbatch instead (`Microbatches`).
         """
         chunks = self._chunks
-        return chunks.step() if chunks is not None and chunks.is_on else nullcontext()
+        return chunks.step() if chunks is not None and chunks.is_on else FREE
 
     def _note_bands(self, bands: Iterable[int]) -> None:
         if self._chunks is not None:
@@ -398,7 +399,7 @@ class Lane(ABC):
         fields |= totals
         if self.residency is not None:
             fields |= self.residency.figures()
-        return InstanceStats(**(fields | shown))
+        return InstanceStats.of(fields | shown)
 
     def totals(self) -> dict[str, int]:
         """Counts that only grow, by their names in `InstanceStats`."""

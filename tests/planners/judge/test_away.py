@@ -59,7 +59,7 @@ def after_a_drop(num_running: int, num_waiting: int) -> Iterator[ClusterSnapshot
     for tick in range(4):
         stats = []
         for old, new in zip(last.instances, wide.instances, strict=True):
-            totals = {n: getattr(old.stats, n) for n in InstanceStats.__slots__ if n.startswith("total_")}
+            totals = {n: getattr(old.stats, n) for n in vars(old.stats) if n.startswith("total_")}
             num_back = 0 if old.stats.is_follower else old.stats.num_waiting
             stats.append(replace(new.stats, **totals | {"total_sent_back": num_back}))
         both = [i.stats for i in last.instances if not i.stats.is_follower]
