@@ -70,9 +70,9 @@ def draw() -> str:
         "",
         *(f"- `{test}`" for test in sorted({claim.test for claim in found})),
         "",
-        "**GPUs**: one H200 and one H100, on 2026-11-26 ([what held](../benchmarks/results/gpu-h100.md), [figures, and",
-        "what failed](../benchmarks/results/gpu-h200.md)). Not run on a GPU: anything between two, and instances that",
-        "schedule ahead and change their shape. Tests that need a GPU (`make test-gpu`, ten minutes at most):",
+        "**GPUs**: one H200 and one H100, on 2026-11-26 and 27 ([what held](../benchmarks/results/gpu-h100.md),",
+        "[figures, and what failed](../benchmarks/results/gpu-h200.md)). Not run: anything between two GPUs. Tests",
+        "that need a GPU (`make test-gpu`, ten minutes at most):",
         "",
         *(f"- `{path}`" for path in _gpu_tests()),
     ]

@@ -51,7 +51,6 @@ logger = logging.getLogger(__name__)
 # Requests name URLs of images, and the server would fetch them from inside its network. vLLM takes an empty list for
 # "from everywhere", so this names a domain that cannot exist (RFC 2606).
 NO_MEDIA_DOMAINS = ["none-until-engine.allowed_media_domains-is-set.invalid"]
-NO_LIMITS = (FREE, FREE, FREE)
 
 
 def engine_arguments(config: InstanceConfig) -> dict[str, Any]:
@@ -384,8 +383,14 @@ class DpLane(Lane):
         """Around a step that vLLM schedules: what it may choose from."""
         if self._pins is not None and self._pins.num_sessions:
             self._pins.make_room(self._most_blocks_of_a_step())
-        limits = (gate.limiting() if gate is not None else FREE, self._choosing(), self._chunking())
-        return FREE if limits == NO_LIMITS else _all_of(limits)
+        if gate is None and self._chunking() is FREE:
+            return self._choosing()
+        return self._limited(gate)
+
+    @contextlib.contextmanager
+    def _limited(self, gate: SloGate | None) -> Iterator[None]:
+        with gate.limiting() if gate is not None else FREE, self._choosing(), self._chunking():
+            yield
 
     def use_contracts(self, contracts: Contracts) -> None:
         """Begins prompts, and places KV, as SLOs allow from now on; groups that are led here do so too."""
@@ -465,11 +470,3 @@ def _copied(vllm_config: Any) -> Any:
     except Exception:
         logger.exception("vLLM's configuration cannot be copied; this instance works alone")
         return None
-
-
-@contextlib.contextmanager
-def _all_of(limits: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for limit in limits:
-            stack.enter_context(limit)
-        yield
