@@ -116,7 +116,7 @@ class InstanceStats:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "InstanceStats":
         """As the constructor. Each step of an instance makes one, and a frozen dataclass sets its fields one by one:
-        that took half a per cent of a small model's step.
+        that took a quarter of a per cent of a small model's step.
 
         Raises:
             TypeError: a name that no field has.

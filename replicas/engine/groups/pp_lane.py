@@ -12,7 +12,7 @@ a time, but for chunks of its prompt; stages run microbatches in the order in wh
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -36,6 +36,7 @@ from pengserve.replicas.engine.groups.stage_clock import StageClock
 from pengserve.replicas.engine.groups.under_way import Microbatch
 from pengserve.replicas.engine.lanes.dp_lane import DpLane
 from pengserve.replicas.engine.lanes.kv_shares import KvShare, LaneKv
+from pengserve.replicas.engine.lanes.lane import FREE
 from pengserve.replicas.engine.lanes.lane_build import (
     LaneModel,
     active_lane,
@@ -258,7 +259,7 @@ class PpLane(PpBlocks):
     def _limiting(self) -> AbstractContextManager[None]:
         """Of the next microbatch, what keeps prompts back that would break another request's SLO."""
         gate = self._slo_gate
-        return gate.limiting() if gate is not None and gate.is_on else nullcontext()
+        return gate.limiting() if gate is not None and gate.is_on else FREE
 
     def _begin(self) -> bool:
         """Makes and sends the next microbatch; False where there is nothing for it."""
