@@ -218,8 +218,10 @@ def expected_hits(
 
 
 def reserve(candidate: Candidate) -> float:
-    """Pressure that a group with priority requests pretends to have: as much as an instance with a queue of its size.
+    """Pressure that a group with priority requests pretends to have: as much as an instance with a queue of its size,
+    in tokens and in requests.
 
     So best effort comes there only where the others are full.
     """
-    return candidate.weight * FULL if candidate.num_priority and candidate.degree > 1 else 0.0
+    is_reserved = candidate.num_priority and candidate.degree > 1
+    return candidate.weight * FULL + (candidate.weight - 1) if is_reserved else 0.0

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pengserve.planners.admission import MAX_RETRY_S, MIN_RETRY_S, IngressLoad, Refusal, admit
@@ -121,6 +121,18 @@ request_options = st.builds(
 )
 
 
+def at(shape: str, instance_id: int, load: int = 0) -> Candidate:
+    return Candidate(
+        key=InstanceKey(instance_id=InstanceId(instance_id), incarnation=0),
+        resident_tokens=load,
+        queued_tokens=0,
+        unseen_tokens=0,
+        capacity_tokens=100,
+        num_requests=0,
+        shape=shape,
+    )
+
+
 def find(given_: list[Candidate], key: InstanceKey | None) -> Candidate | None:
     return next((c for c in given_ if c.key == key), None)
 
@@ -151,6 +163,7 @@ def test_a_priority_request_gets_the_widest_shape_that_is_not_full(
 
 
 @given(routes)
+@example([replace(at("dp", 0), num_requests=17, num_slots=8), replace(at("tp2", 1), num_priority=1)])  # no slot is free
 def test_best_effort_leaves_a_priority_group_alone_while_others_have_room(given_: list[Candidate]) -> None:
     chosen = find(given_, choose(given_, 0))
     is_reserved = [c.num_priority > 0 and c.degree > 1 for c in given_]
@@ -295,18 +308,6 @@ def test_a_refusal_says_when_to_come_back(load: IngressLoad, num_sequences: int)
 def test_who_was_refused_is_refused_with_more_in_flight(load: IngressLoad, num_sequences: int) -> None:
     if admit(load, num_sequences).refusal is Refusal.OVERLOAD:
         assert admit(load, num_sequences + 1).refusal is Refusal.OVERLOAD
-
-
-def at(shape: str, instance_id: int, load: int = 0) -> Candidate:
-    return Candidate(
-        key=InstanceKey(instance_id=InstanceId(instance_id), incarnation=0),
-        resident_tokens=load,
-        queued_tokens=0,
-        unseen_tokens=0,
-        capacity_tokens=100,
-        num_requests=0,
-        shape=shape,
-    )
 
 
 def test_a_pipeline_serves_who_asks_for_dp_and_nobody_who_asks_for_tp() -> None:
