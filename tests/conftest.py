@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import gpu_budget
+from tests.support import gpu_budget, run_budget
 from tests.support.effort import register_profiles
 from tests.support.heartbeat import Heartbeat, is_worker
 from tests.support.models import tiny_model
@@ -16,7 +16,8 @@ register_profiles()
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Adds the time that tests on a GPU have, and the heartbeat to the process that prints."""
+    """Adds the time that tests have, here and on a GPU, and the heartbeat to the process that prints."""
+    run_budget.pytest_configure(config)
     gpu_budget.pytest_configure(config)
     if not is_worker(config):
         config.pluginmanager.register(Heartbeat(), "heartbeat")
