@@ -85,9 +85,9 @@ test: fast-tests engine-tests ## What each landing passes beside `make check`: b
 test-shapes: setup ## Whole clusters: changes of shape, faults, overload, precision; starts, signals, two clusters on one machine
 	@$(PYTEST) -m "$(SHAPES)"
 
-test-faults: setup ## SIGKILL of each member in every phase of a switch: the full matrix; twenty kills under Ray
+test-faults: setup ## Full matrices: SIGKILL of each member in every phase of a switch, all signals; twenty kills under Ray; hours
 	@$(PYTEST) tests/system/test_faults.py --hypothesis-profile=long
-	@$(PYTEST) -m "faults and not gpu"
+	@timeout 14400 $(BIN)/python -m pytest -q -m "faults and not gpu"
 
 test-validation: setup ## Simulations of recorded runs, small runs of the benchmarks, property tests with all their cases
 	@$(PYTEST) -m validation

@@ -1,4 +1,4 @@
-"""Keeps a run of tests within the time that it is given: what would begin too late is skipped, and the run says so.
+"""Keeps a run of tests within its time: what would begin too late is skipped, and the run says so.
 
 CI has 90 minutes on machines of which some are eight times slower than others. A quick one runs everything; a slow one
 runs as much as it can, in the usual order, instead of being cut off without a result.
@@ -10,30 +10,30 @@ from collections.abc import Callable
 
 import pytest
 
-VARIABLE = "PENGSERVE_TEST_SECONDS"
-REASON = f"the seconds of this run ({VARIABLE}) are over"
+VARIABLE = "PENGSERVE_TESTS_UNTIL"  # seconds since the Unix epoch
+REASON = f"no test begins later than {VARIABLE} says"
 
 
 class RunBudget:
     """A pytest plugin."""
 
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._seconds, self._end_s = clock, seconds, clock() + seconds
+    def __init__(self, until_s: float, clock: Callable[[], float] = time.time) -> None:
+        self._clock, self._until_s = clock, until_s
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
         """Before fixtures of the test are made: an engine alone takes ten seconds."""
-        if self._clock() >= self._end_s:
+        if self._clock() >= self._until_s:
             pytest.skip(REASON)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """One line that cannot be overlooked among many skipped tests."""
         late = sum(REASON in str(report.longrepr) for report in terminalreporter.stats.get("skipped", []))
         if late:
-            terminalreporter.write_line(f"NOT RUN: {late} tests, because {self._seconds:.0f} s were over", red=True)
+            terminalreporter.write_line(f"NOT RUN, because the time was over: {late} tests", red=True)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Adds the budget to a run that has one."""
-    if seconds := os.environ.get(VARIABLE):
-        config.pluginmanager.register(RunBudget(float(seconds)), "run budget")
+    if until_s := os.environ.get(VARIABLE):
+        config.pluginmanager.register(RunBudget(float(until_s)), "run budget")

@@ -24,7 +24,7 @@ def notes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("compiled")
 
 
-@pytest.fixture(scope="module", params=["compile_host", "graph_host"])
+@pytest.fixture(scope="module", params=[pytest.param("compile_host", marks=pytest.mark.faults), "graph_host"])
 def compiled(request: pytest.FixtureRequest, model: Any, notes: Path) -> Iterator[Disturbed]:
     """A cluster whose models are compiled; and one that captures graphs, as on CUDA, for which a CPU stands."""
     with disturbed(model, 2, request.param, notes) as found:

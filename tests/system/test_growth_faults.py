@@ -33,9 +33,7 @@ WHO = {0: "leader", 1: "follower", 2: "part-leader", 3: "part-follower"}
 COMMON = (
     ("grow", "waved", 0),
     ("grow", "meeting", 2),
-    ("grow", "committed", 1),
     ("cut", "waved", 2),
-    ("widen", "waved", 0),
     ("widen-one", "wave", 3),
 )
 POINTS = {

@@ -27,7 +27,10 @@ ENDS_WITHIN_S = 400.0
 BACK_WITHIN_S = 160.0
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["thresholds", "judge"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(False, id="thresholds", marks=pytest.mark.faults), pytest.param(True, id="judge")],
+)
 def is_judged(request: pytest.FixtureRequest) -> bool:
     """Whether drops come where they pay, or wherever memory is short."""
     return bool(request.param)

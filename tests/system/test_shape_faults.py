@@ -52,16 +52,11 @@ class Case:
 
 
 COMMON = (
-    Case("begun", LEADER),
     Case("meeting", FOLLOWER),
     Case("waved", LEADER),
-    Case("waved", FOLLOWER),
     Case("draining", LEADER, strategy="sequential"),
-    Case("waved", FOLLOWER, "split"),
     Case("committing", LEADER, "split"),
-    Case("wave", LEADER, "drop"),
     Case("waved", FOLLOWER, "drop"),
-    Case("waved", LEADER, "restore"),
     Case("returning", FOLLOWER, "restore"),
 )
 POINTS = {
@@ -165,7 +160,7 @@ def test_death_in_a_steady_group(scene: Scene, shape: str, phase: str, victim: i
 def stalls() -> list[Any]:
     """Members that fall silent, for less and for more than their peers wait."""
     every = [(shape, who, how) for shape in ("tp2", "pp2") for who in NAMES for how in ("short", "long")]
-    common = [("tp2", FOLLOWER, "short"), ("tp2", LEADER, "long"), ("pp2", FOLLOWER, "long")]
+    common = [("tp2", LEADER, "long"), ("pp2", FOLLOWER, "short")]
     return [
         pytest.param(
             *case, id=f"{case[0]}-{NAMES[case[1]]}-{case[2]}", marks=() if case in common else pytest.mark.faults
@@ -207,7 +202,7 @@ def test_silence_in_a_steady_group(scene: Scene, shape: str, victim: int, how: s
         pytest.param("split", "waved", LEADER, marks=pytest.mark.faults),
         pytest.param("split", "waved", FOLLOWER, marks=pytest.mark.faults),
         pytest.param("split", "committing", LEADER, marks=pytest.mark.faults),
-        ("drop", "waved", LEADER),
+        pytest.param("drop", "waved", LEADER, marks=pytest.mark.faults),
         pytest.param("drop", "waved", FOLLOWER, marks=pytest.mark.faults),
         pytest.param("drop", "committing", LEADER, marks=pytest.mark.faults),
         pytest.param("restore", "waved", LEADER, marks=pytest.mark.faults),

@@ -270,7 +270,12 @@ def make_requests() -> list[dict[str, Any]]:
     ]
 
 
-@pytest.fixture(params=[0, HOST_BYTES], ids=["device", "device and host, tenants"])
+@pytest.fixture(
+    params=[
+        pytest.param(0, id="device", marks=pytest.mark.faults),
+        pytest.param(HOST_BYTES, id="device and host, tenants"),
+    ]
+)
 def soak(model: Path, request: pytest.FixtureRequest) -> Iterator[Soak]:
     has_tenants = request.param > 0
     policy = "priority" if has_tenants else "fcfs"

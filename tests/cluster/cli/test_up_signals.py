@@ -111,7 +111,7 @@ def up(model: Path) -> Iterator[Up]:
 
 MOMENTS = ("before Ray", "deploying", "ready", "draining")
 # What the others differ in is told apart by the tests of the supervisor, without a cluster.
-USUAL = {("before Ray", signal.SIGTERM), ("deploying", signal.SIGHUP), ("draining", signal.SIGTERM)}
+USUAL = {("deploying", signal.SIGHUP), ("draining", signal.SIGTERM)}
 CASES = [
     pytest.param(moment, number, to_group, marks=() if is_usual else pytest.mark.faults)
     for moment in MOMENTS
