@@ -87,17 +87,19 @@ def run_line(run: Run) -> str:
 
 def markdown(plan: Plan, runs: Sequence[Run], date: str) -> str:
     """The result as Markdown."""
-    tbt_s = runs[0].tbt_s
+    slos = "; ".join(
+        f"{name} {runs[0].tbt_s[name] * 1e3:.1f} ms a token, {scale:g} steps of {plan.fitting} requests that fit"
+        for name, scale in plan.slo_scales.items()
+    )
     changes = statistics.median(run.found["changes"] for run in runs if run.system == PENGSERVE)
     lines = [
         "# SLOs kept on real engines",
         "",
         f"`python -m benchmarks.slo` on {date}, {plan.rounds} round(s) in turn, a process for each engine;"
         f" {plan.model.name}, float32, one thread. The device holds {plan.device_blocks} blocks of 32 tokens, the host"
-        f" {plan.host_blocks}; copies take as long as over a link of {plan.link_bytes_per_s / 1e9:g} GB/s. The SLO is"
-        f" {tbt_s * 1e3:.1f} ms a token: {plan.slo_scale:g} steps of {plan.fitting} requests that fit. Without HTTP;"
-        " medians of the rounds. Static keeps every second layer of each request on the host, from its first token on;"
-        " the host tier alone is PengServe without `memory.place_by_slo`.",
+        f" {plan.host_blocks}; copies take as long as over a link of {plan.link_bytes_per_s / 1e9:g} GB/s."
+        f" SLOs: {slos}. Without HTTP; medians of the rounds. Static keeps every second layer of each request on the"
+        " host, from its first token on; the host tier alone is PengServe without `memory.place_by_slo`.",
         "",
         facts_line(),
         "",

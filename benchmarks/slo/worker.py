@@ -128,9 +128,9 @@ def measure(lane: DpLane, given: dict[str, Any]) -> dict[str, Any]:
     contracts = Contracts() if given["system"] in ("PengServe", "host tier alone") else None
     if contracts is not None:
         lane.use_contracts(contracts)
-    is_static, tbt_s = given["system"] == "static", given.get("tbt_s", 1.0)
+    is_static = given["system"] == "static"
 
-    def scenario(seed: int) -> Scenario:
+    def scenario(seed: int, tbt_s: float = 1.0) -> Scenario:
         lane.reset_prefix_cache()
         return Scenario(lane, contracts, is_static=is_static, tbt_s=tbt_s, seed=seed)
 
@@ -141,7 +141,7 @@ def measure(lane: DpLane, given: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {"calm": calm.found()}
     for name in given["scenarios"]:
         size, seed = given["scenarios"][name], given["seed"] + 1
-        busy = scenario(seed)
+        busy = scenario(seed, given["tbt_s"][name])
         for index in range(size["streams"]):
             busy.add(f"stream-{index}", size["stream_prompt"], size["stream_output"])
         while size["prompts"] and min(map(len, busy.tokens.values())) < 20:
