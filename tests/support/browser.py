@@ -75,7 +75,7 @@ class Page:
 
         def value() -> Any:
             with contextlib.suppress(ProtocolError):  # a page that is being left
-                return self.run(expression)
+                return self.run(f"document.body && ({expression})")  # none yet: a page that is being loaded
 
         return self.wait_for(value, expression, timeout_s)
 
