@@ -37,7 +37,7 @@ def run(folder: Path, conftest: str, *arguments: str, until_s: str = "") -> tupl
     (folder / "conftest.py").write_text(conftest)
     (folder / "test_some.py").write_text(TESTS)
     options = ("-c", os.devnull, "--rootdir", str(folder), "-p", "no:cacheprovider", *arguments)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PENGSERVE_TESTS_UNTIL": until_s}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TESTS_UNTIL": until_s}
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, str(folder)],
         env=environment,
