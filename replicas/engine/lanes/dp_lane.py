@@ -328,12 +328,10 @@ class DpLane(Lane):
             request.append_output_token_ids(token_id)
             self.core.structured_output_manager.accept_tokens(request, [token_id])
 
-    def abort(self, request_ids: Iterable[str]) -> None:
-        """Forgets requests; unknown ids are left alone. Their blocks are free at once."""
-        ids = list(request_ids)
+    def _end(self, request_ids: Sequence[str]) -> None:
         if self._pins is not None:
-            self._pins.forget(ids)
-        self.core.abort_requests(ids)
+            self._pins.forget(request_ids)
+        self.core.abort_requests(list(request_ids))
 
     @property
     def step_tokens(self) -> int:

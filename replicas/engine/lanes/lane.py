@@ -123,6 +123,12 @@ class Lane(ABC):
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Forgets requests; unknown ids are left alone. Their blocks are free at once."""
+        ids = list(request_ids)
+        self._end(ids)
+        if self.residency is not None:
+            self.residency.forget(ids)  # at once: one that goes on elsewhere may come back under its id
+
+    def _end(self, request_ids: Sequence[str]) -> None:
         self.scheduler.end(request_ids)
 
     def reorder(self, orders: Mapping[str, tuple[int, float]]) -> None:

@@ -5,7 +5,7 @@ What "with their KV" means differs: see `residency.py` for `dp` and tensor-paral
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar, NamedTuple
 
@@ -96,17 +96,22 @@ class ParkedRequests(ABC):
     def unsettle(self) -> None:
         """Requests have another urgency: who is stepped is chosen anew."""
 
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests are not here any more; unknown ids are left alone. They may come again under the same ids."""
+        for request_id in request_ids:
+            self._parked.pop(request_id, None)
+            self._ordered.discard(request_id)
+            self._since.pop(request_id, None)
+
     # Figures ----------------------------------------------------------------------------------------------------------
 
     @property
     def parked(self) -> list[Request]:
-        """Parked requests that have not ended."""
-        self._forget_gone()
+        """Parked requests."""
         return list(self._parked.values())
 
     def num_parked(self) -> int:
         """Of them."""
-        self._forget_gone()
         return len(self._parked)
 
     @abstractmethod
@@ -168,11 +173,3 @@ class ParkedRequests(ABC):
             return request.priority
         return aged_band(request.priority, self._clock() - since.at_s)
 
-    def _forget_gone(self) -> None:
-        for request_id in [i for i, r in self._parked.items() if not self._is_here(r)]:
-            del self._parked[request_id]
-            self._ordered.discard(request_id)
-            self._since.pop(request_id, None)
-
-    def _is_here(self, request: Request) -> bool:
-        return self._scheduler.knows(request.request_id) and self._scheduler.request(request.request_id) is request

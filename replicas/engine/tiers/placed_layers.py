@@ -1,6 +1,6 @@
 """Layers of requests that are kept on the host: what was said of each request, carried out as its blocks fill."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
@@ -52,6 +52,11 @@ class PlacedLayers:
         if not self.layers(request.request_id):
             return 0
         return max(0, request.num_computed_tokens // self._tiers.block_size - num_shared)
+
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """Requests are not here any more; unknown ids are left alone."""
+        for request_id in request_ids:
+            self._placed.pop(request_id, None)
 
     def renew(self) -> None:
         """Blocks that have filled since go where those before them are."""

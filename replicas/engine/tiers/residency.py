@@ -105,6 +105,12 @@ class ResidentRequests(ParkedRequests):
         """Requests have another urgency: who is stepped is chosen anew."""
         self._settled = None
 
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """As of any lane."""
+        ids = list(request_ids)
+        super().forget(ids)
+        self.layers.forget(ids)
+
     def has_just_come_back(self, request: Request) -> bool:
         """Whether it has made few tokens since it was parked last."""
         return self._turns.is_under_way(request)
@@ -168,7 +174,6 @@ class ResidentRequests(ParkedRequests):
     def step(self) -> Iterator[None]:
         """Within it, vLLM schedules one step of what the device can hold. Only where `has_to_choose`."""
         self._prompts.clear()
-        self._forget_gone()
         if self._scheduler.goes_by_priority:
             self._give_places()
         wanting = self._wanting()
@@ -365,10 +370,6 @@ class ResidentRequests(ParkedRequests):
     def _save(self, request: Request) -> None:
         full = request.num_computed_tokens // self._block_size
         self.tiers.write_behind(self._blocks_of([request])[:full])
-
-    def _forget_gone(self) -> None:
-        super()._forget_gone()
-        self._turns.forget_gone()
 
     def _band(self, request: Request) -> int:
         if not self._scheduler.goes_by_priority:

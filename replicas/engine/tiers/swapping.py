@@ -17,7 +17,7 @@ Only where the host is full too a request gives up its KV, as vLLM preempts.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
@@ -115,6 +115,13 @@ class SwappedRequests(ParkedRequests):
         self._copies[request.request_id] = _Copy(request, rows, num_computed_tokens, is_away=True)
         return rows
 
+    def forget(self, request_ids: Iterable[str]) -> None:
+        """As of any lane. What the host has of them is kept as prefixes."""
+        ids = list(request_ids)
+        super().forget(ids)
+        for copy in filter(None, [self._copies.pop(request_id, None) for request_id in ids]):
+            self._free_rows.give(self.prefixes.adopt(copy.request, copy.rows, copy.num_tokens))
+
     # Orders -----------------------------------------------------------------------------------------------------------
 
     def park(self, request_ids: Sequence[str]) -> list[str]:
@@ -201,7 +208,7 @@ class SwappedRequests(ParkedRequests):
     def _begin(self, in_flight: Set[str]) -> None:
         """Parks what an order wants parked, and brings back what there is room for."""
         if self._ordered or self._parked or self._copies:
-            self._forget_gone()
+            self._forget_ended()
             self._park_ordered(in_flight)
         if self._num_kept_free:
             self._empty_for(0, in_flight)
@@ -430,12 +437,10 @@ class SwappedRequests(ParkedRequests):
         self._forget_copy(request.request_id)
         super()._give_up(request)
 
-    def _forget_gone(self) -> None:
-        super()._forget_gone()
-        for request_id in [i for i, copy in self._copies.items() if not self._is_here(copy.request)]:
-            copy = self._copies.pop(request_id)
-            self._free_rows.give(self.prefixes.adopt(copy.request, copy.rows, copy.num_tokens))
-        self._ordered = {request_id for request_id in self._ordered if self._scheduler.knows(request_id)}
+    def _forget_ended(self) -> None:
+        """Of requests that have ended in a microbatch."""
+        ended = [request_id for request_id in self._copies if not self._scheduler.knows(request_id)]
+        self.forget([*ended, *(request_id for request_id in self._ordered if not self._scheduler.knows(request_id))])
         self._times_away = {i: count for i, count in self._times_away.items() if self._scheduler.knows(i)}
         self._num_swapped = {i: count for i, count in self._num_swapped.items() if self._scheduler.knows(i)}
 

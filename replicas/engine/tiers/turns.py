@@ -18,6 +18,7 @@ class Turns:
 
     def come_back(self, request: Request, band: int) -> None:
         """A parked request goes on; `band`: by which it got its place."""
+        self._forget_gone()
         self._came_back[request.request_id] = (request.num_tokens, band)
 
     def is_under_way(self, request: Request) -> bool:
@@ -43,8 +44,7 @@ class Turns:
             return min(request.priority, self._came_back[request.request_id][1])
         return aged if request.request_id in self._chosen else request.priority
 
-    def forget_gone(self) -> None:
-        """Keeps what is said of requests that are here."""
+    def _forget_gone(self) -> None:
         if len(self._came_back) > 2 * self._scheduler.max_running:
             self._came_back = {i: since for i, since in self._came_back.items() if self._scheduler.knows(i)}
 

@@ -48,6 +48,11 @@ class Engine:
     def moved_bytes(self) -> int:
         return sum(self.world.tiers.engine.moved_bytes.values())
 
+    def end(self, name: str) -> None:
+        """As `Lane.abort`."""
+        self.handle.end([name])
+        self.residency.forget([name])
+
     def step(self) -> None:
         """As `DpLane.step`, every 50 ms."""
         self.num_steps += 1
@@ -152,8 +157,21 @@ def test_a_parked_request_that_is_aborted_is_gone(engine: Engine) -> None:
     engine.handle.add(scheduled_request("a", 10, max_tokens=20))
     engine.step()
     engine.residency.park(["a"])
-    engine.handle.end(["a"])
+    engine.end("a")
     assert engine.residency.num_parked() == 0 and not engine.residency.has_work()
+
+
+def test_a_request_that_comes_again_under_its_id_is_not_parked(engine: Engine) -> None:
+    """As one that migrates away while it is parked, and back: no step may be between."""
+    engine.handle.add(scheduled_request("a", 10, max_tokens=20))
+    engine.step()
+    engine.residency.park(["a"])
+    engine.residency.place("a", [0])
+    engine.end("a")
+    again = scheduled_request("a", 10, max_tokens=20)
+    engine.handle.add(again)
+    assert not engine.residency.is_ordered(again) and engine.residency.parked_s(again) is None
+    assert not engine.residency.layers.is_ordered("a") and not engine.residency.let_go(again)
 
 
 def test_where_the_host_is_full_the_youngest_gives_up_its_kv() -> None:

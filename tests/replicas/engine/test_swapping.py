@@ -116,6 +116,11 @@ class Pipeline:
             self._end(*self.in_flight.popleft())
         assert self.parked.check() == ()
 
+    def abort(self, name: str) -> None:
+        """As `Lane.abort`."""
+        self.handle.end([name])
+        self.parked.forget([name])
+
     def _begin(self) -> bool:
         self.members[1].host.note_come()
         is_alone = not (self.handle.running or self.handle.holding)
@@ -275,7 +280,8 @@ def test_a_request_that_ends_while_it_is_away_leaves_nothing(pipeline: Pipeline)
     while not any(pipeline.parked.rows_of(request) for request in requests):
         pipeline.step()
     gone = next(request for request in requests if pipeline.parked.rows_of(request))
-    pipeline.handle.end([gone.request_id])
+    pipeline.abort(gone.request_id)
+    assert gone not in pipeline.parked.parked
     pipeline.run()
     assert pipeline.parked.num_parked() == 0
     pipeline.parked._begin(set())
@@ -395,7 +401,7 @@ def test_any_order_at_any_step(seed: int) -> None:
         # Also of a microbatch under way: what then gets the blocks comes after it, on each member.
         able = here & under_way if ended % 2 else here - under_way
         if able and ended < 8 and rng.random() < 0.03:
-            pipeline.handle.end([rng.choice(sorted(able))])
+            pipeline.abort(rng.choice(sorted(able)))
             ended += 1
         over = [name for name, request in turns.items() if request.is_finished()]
         for request in map(turns.pop, over):
