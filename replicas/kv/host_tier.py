@@ -41,6 +41,9 @@ class HostRows:
         """Frees rows."""
         self._free.give(int(row) for row in rows)
 
+    def clear(self, rows: np.ndarray) -> None:
+        """Rows with memory hold zeros from now on."""
+
     @property
     def free_rows(self) -> list[int]:
         """The free rows, ascending."""
@@ -86,6 +89,10 @@ class HostTier(HostRows):
         self.memory = flat.view(num_layers, num_rows, block_bytes)
         """uint8 `[num_layers, num_rows, block_bytes]`."""
         self.cells = self.memory.view(-1, block_bytes)
+
+    def clear(self, rows: np.ndarray) -> None:
+        """Rows hold zeros from now on."""
+        self.memory[:, torch.from_numpy(rows)] = 0
 
     def at(self, layer: int, rows: np.ndarray) -> np.ndarray:
         """Where these rows' cells of one layer are among `cells`."""

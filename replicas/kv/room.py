@@ -10,6 +10,7 @@ import numpy as np
 
 from pengserve.planners.types.errors import EngineError
 from pengserve.replicas.kv.copies import Copy, Priority
+from pengserve.replicas.kv.host_tier import HostRows
 from pengserve.replicas.kv.placement import NO_ROW, Placement, Use, Uses
 from pengserve.replicas.kv.pool import DevicePool
 from pengserve.replicas.kv.staging import levels
@@ -37,8 +38,11 @@ class TierCounts:
 class Room:
     """Makes room, and fills it. Belongs to the step thread."""
 
-    def __init__(self, pool: DevicePool, placement: Placement, traffic: Traffic, counts: TierCounts) -> None:
+    def __init__(
+        self, pool: DevicePool, host: HostRows, placement: Placement, traffic: Traffic, counts: TierCounts
+    ) -> None:
         self.pool, self.placement, self.traffic, self.counts = pool, placement, traffic, counts
+        self._host = host
         self.uses: Uses = lambda: np.full(placement.num_blocks, Use.HELD, dtype=np.uint8)
         self._keep = np.zeros(placement.num_blocks, dtype=bool)
 
@@ -109,6 +113,9 @@ class Room:
         new = self._claim_cells(new)
         if len(new):
             on_host = self._rows_for(new, blocks)
+            # What comes may fill a block in part. vLLM's kernels for CPUs multiply the rest by zero, so no NaN may be
+            # there; on the device there is none, as all that was there was KV or weights.
+            self._host.clear(placement.row[on_host])
             placement.on_host[:, on_host] = True
             new = new[~np.isin(new, on_host)]
         if len(new):

@@ -53,7 +53,7 @@ class TieredBlocks:
         self.host = host
         self.placement = Placement(self.pool, host, num_blocks)
         self.traffic = Traffic(self.engine, self.pool, host, num_blocks)
-        self.room = Room(self.pool, self.placement, self.traffic, self.counts)
+        self.room = Room(self.pool, host, self.placement, self.traffic, self.counts)
 
     def watch_uses(self, uses: Uses, on_claim: Callable[[np.ndarray], None] = lambda blocks: None) -> None:
         """Asks `uses` what the scheduler's pool says of each block; without it, all are held.

@@ -90,3 +90,15 @@ def test_a_dead_block_s_place_goes_to_what_comes(world: TieredWorld) -> None:
     view.write(tiles, torch.full(view.shape(HEADS, tiles.count, TILE), 2.0), (0, HEADS))
     assert world.tiers.counts.evicted == 0 and most > len(coming)
     assert (world.tiers.placement.index[:, coming] != 0).all(), "they are on the device, where those were"
+
+
+def test_what_is_not_written_of_a_block_on_the_host_is_zero(world: TieredWorld) -> None:
+    """Memory of the host is not cleared, and a NaN beside KV makes vLLM's attention on CPUs give NaN."""
+    world.host.memory.view(torch.float32).fill_(torch.nan)
+    view, coming = view_of(world), list(range(1, 2 * DEVICE))
+    world.begin().blocks = coming
+    tiles = tiles_of(coming, [0] * len(coming))
+    view.write(tiles, torch.ones(view.shape(HEADS, tiles.count, TILE)), (0, HEADS))
+    assert (world.tiers.placement.index[:, coming] == 0).any(), "some are on the host"
+    rest = view.read(tiles_of(coming, [1] * len(coming)), (0, HEADS))
+    assert torch.equal(rest, torch.zeros_like(rest))
