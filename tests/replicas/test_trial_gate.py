@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from pengserve.planners.types.snapshot import InstanceStats
 from pengserve.replicas.trial_gate import PROVEN_STEPS, PROVEN_TOKENS, TRIAL_S, WAIT_S, TrialGate
 
 
@@ -44,8 +43,7 @@ class Engine:
                 for name in self.running
             ]
             self.running.pop(finished, None)
-            stats = InstanceStats(num_waiting=self.num_waiting, total_prompt_tokens=self.num_prompt_tokens)
-            self.gate.stepped(outputs, stats)
+            self.gate.stepped(outputs, self.num_waiting, self.num_prompt_tokens)
 
     def forget(self, name: str) -> None:
         self.running.pop(name, None)
