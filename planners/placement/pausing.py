@@ -115,11 +115,13 @@ class Prospects:
         ids = {request.request_id for request in order}
         arranged = [*order, *(request for request in requests if request.request_id not in ids)]
         self._tokens = np.array([request.num_tokens for request in arranged], dtype=np.int64)
-        self._slo_s = np.array([np.inf if r.slo_s is None else r.slo_s for r in arranged])
         notices = np.array([r.will_notice(config.lead_s(machine)) for r in order], dtype=np.int64)
         self._late_paused = np.concatenate([[0], np.cumsum(notices)])
         self._counts = np.arange(len(order) + 1)
-        self._is_stepped = np.arange(len(arranged)) >= self._counts[:, None]
+        # Requests mostly have one of a few SLOs: for each of these, how many of them are stepped.
+        slos = np.array([np.inf if r.slo_s is None else r.slo_s for r in arranged])
+        self._slos_s = np.unique(slos[np.isfinite(slos)])[:, None]
+        self._stepped_by_slo = np.array([_from(slos == slo_s, self._counts) for slo_s in self._slos_s])
         self._known: dict[int, Prospect] = {}
 
     def after(self, steps: int) -> Prospect:
@@ -139,10 +141,12 @@ class Prospects:
         stalls_s = staged / machine.cells_per_s - computed_s * (1.0 - 1.0 / machine.num_layers)
         step_s = computed_s + np.where(spare < 0, machine.staged_s + np.maximum(0.0, stalls_s), 0.0)
         step_s = np.where(full * machine.num_layers + spare < full, np.inf, step_s)
-        is_late = step_s[:, None] > self._slo_s
+        num_late = self._late_paused
+        if len(self._slos_s):
+            num_late = num_late + np.where(step_s > self._slos_s, self._stepped_by_slo, 0).sum(axis=0)
         return Prospect(
             step_s=step_s,
-            num_late=self._late_paused + (is_late & self._is_stepped).sum(axis=1),
+            num_late=num_late,
             num_stepped=num_stepped,
             gain=np.where(counts == 0, 1.0 - self.config.min_gain, np.where(spare < 0, 1.0 + self.config.min_gain, 1)),
             is_whole=(spare >= 0) & np.isfinite(step_s),
@@ -150,7 +154,7 @@ class Prospects:
         )
 
 
-def _from(values: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.int64]:
+def _from(values: NDArray[Any], starts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Sums of `values[start:]`."""
     sums = np.concatenate([np.cumsum(values[::-1])[::-1], [0]])
     return np.asarray(sums[starts])

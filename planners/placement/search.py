@@ -26,7 +26,7 @@ from pengserve.planners.placement.spread import (
 
 MOST_EXHAUSTIVE = 1 << 16  # numbers of all placements together up to which all of them are looked at
 MOST_NUMBERS = 1 << 14  # of one round
-MOST_ROUNDS = 5
+MOST_ROUNDS = 4
 FEW_ROUNDS = 1  # of a search after another one
 MOST_PRICED = 3  # changes of a round
 
@@ -56,25 +56,35 @@ class Found:
     cost_s: float  # of the window: all stalls, and the move
 
 
-def search(problem: Problem, near: Found | None = None, rounds: int = MOST_ROUNDS) -> Found | None:
-    """The best placement that was found; None where none fits. It is never worse than one spread for all requests.
+class Search:
+    """One search, which goes on for as many rounds as are asked for."""
 
-    Args:
-        near: of the same requests, what a search has found for another window.
-        rounds: of changes, at most.
-    """
-    state = _State(problem)
-    if problem.num_spare >= 0 and all(spread == RESIDENT for spread in problem.now):
-        return state.found([RESIDENT] * len(problem.full))
-    options = spreads(problem.num_layers)
-    if len(options) ** len(problem.full) * problem.num_layers <= MOST_EXHAUSTIVE:
-        return state.best_of_all()
-    for start in (problem.now, near.spreads if near is not None else _spread_out(problem)):
-        state.found(start)
-    state.try_uniform()
-    if state.best is not None:
-        state.descend(state.best, rounds)
-    return state.best
+    def __init__(self, problem: Problem, near: Found | None = None) -> None:
+        """`near`: of the same requests, what a search has found for another window."""
+        self._state, self._is_over = _State(problem), True
+        options = spreads(problem.num_layers)
+        if problem.num_spare >= 0 and all(spread == RESIDENT for spread in problem.now):
+            self._state.found([RESIDENT] * len(problem.full))
+        elif len(options) ** len(problem.full) * problem.num_layers <= MOST_EXHAUSTIVE:
+            self._state.best_of_all()
+        else:
+            for start in (problem.now, near.spreads if near is not None else _spread_out(problem)):
+                self._state.found(start)
+            self._state.try_uniform()
+            self._is_over = False
+
+    def best(self, rounds: int) -> Found | None:
+        """The best placement after so many more rounds at most; None where none fits. It is never worse than one spread
+        for all requests.
+        """
+        if not self._is_over:
+            self._is_over = not self._state.descend(rounds)
+        return self._state.best
+
+
+def search(problem: Problem, near: Found | None = None, rounds: int = MOST_ROUNDS) -> Found | None:
+    """As `Search`, with all rounds at once."""
+    return Search(problem, near).best(rounds)
 
 
 def most_resident(problem: Problem) -> Found | None:
@@ -108,6 +118,7 @@ class _State:
         self._option = numbers(problem.num_layers)
         self._masks = masks(problem.num_layers)
         self._now = [self._option.get(spread) for spread in problem.now]
+        self._turn = self._num_vain = 0  # rounds so far, and those of them of late that found nothing
 
     @cached_property
     def _moved(self) -> NDArray[np.float32]:
@@ -129,19 +140,16 @@ class _State:
 
     def staged(self, chosen: Sequence[Spread]) -> Cells:
         """Cells that each layer stages."""
-        staged = np.zeros(self.problem.num_layers, dtype=np.float32)
+        found: Cells = self.full @ self._masks[[self._option.get(spread, 0) for spread in chosen]]
         for spread, count in zip(chosen, self.problem.full, strict=True):
-            if spread.distance:
-                staged[spread.phase :: spread.distance] += count
-        return staged
+            if spread not in self._option:  # it is how it was, with a distance that the search would not choose
+                found[spread.phase :: spread.distance] += count
+        return found
 
     def _moved_by(self, chosen: Sequence[Spread]) -> int:
-        return sum(
-            int(self._moved[request, index])
-            if (index := self._option.get(spread)) is not None
-            else 0  # it is how it was, with a distance that the search would not choose
-            for request, spread in enumerate(chosen)
-        )
+        known = [(request, self._option[spread]) for request, spread in enumerate(chosen) if spread in self._option]
+        requests, options = zip(*known, strict=True) if known else ((), ())
+        return int(self._moved[list(requests), list(options)].sum())
 
     def priced(self, chosen: Sequence[Spread], staged: Cells, moved: int) -> Found:
         """As `found`, where it is known how many cells are staged and move."""
@@ -187,18 +195,23 @@ class _State:
 
     # Local search -----------------------------------------------------------------------------------------------------
 
-    def descend(self, here: Found, rounds: int) -> None:
-        """Changes one request at a time, for the best, as long as that helps."""
-        groups = self._groups()
-        num_vain, staged = 0, self.staged(here.spreads)
-        for turn in range(rounds):
-            changed = self._best_change(here, staged, groups[turn % len(groups)])
-            num_vain = num_vain + 1 if changed is None else 0
-            if num_vain == len(groups):
-                return
+    def descend(self, rounds: int) -> bool:
+        """Changes one request at a time, for the best; whether more rounds could help."""
+        if self.best is None:
+            return False
+        groups, here = self._groups, self.best
+        staged = self.staged(here.spreads)
+        for _ in range(rounds):
+            changed = self._best_change(here, staged, groups[self._turn % len(groups)])
+            self._turn += 1
+            self._num_vain = self._num_vain + 1 if changed is None else 0
+            if self._num_vain == len(groups):
+                return False
             if changed is not None:
                 here, staged = changed, self.staged(changed.spreads)
+        return True
 
+    @cached_property
     def _groups(self) -> list[NDArray[np.int64]]:
         """Requests that rounds look at in turns, the largest ones first."""
         width = (len(distances(self.problem.num_layers)) + 2) * self.problem.num_layers
@@ -282,7 +295,7 @@ def _spread_out(problem: Problem) -> list[Spread]:
     wider = closer + 1
     choices = (*distances(num_layers), 0)
     total = by_distance[wider] if wider < len(by_distance) else 0
-    staged = np.zeros(num_layers, dtype=np.float32)
+    staged = np.zeros(2 * num_layers, dtype=np.float32)  # beyond the layers there is nothing
     chosen = [RESIDENT] * len(sizes)
     for request in sorted(range(len(sizes)), key=lambda r: -sizes[r]):
         distance = choices[closer] if total < needed else choices[wider]
@@ -291,15 +304,13 @@ def _spread_out(problem: Problem) -> list[Spread]:
         if total < needed:
             others = num_layers // choices[wider] if choices[wider] else 0
             total += sizes[request] * (num_layers // distance - others)
-        spread = Spread(distance, _least_peak(staged, distance))
-        staged[spread.phase :: distance] += sizes[request]
+        spread = Spread(distance, _least_peak(staged[: -(-num_layers // distance) * distance], distance))
+        staged[spread.phase : num_layers : distance] += sizes[request]
         chosen[request] = spread
     return chosen
 
 
 def _least_peak(staged: Cells, distance: int) -> int:
-    """The phase whose layers have the least peak; of equals the latest."""
-    padded = np.zeros(-(-len(staged) // distance) * distance, dtype=np.float32)
-    padded[: len(staged)] = staged
-    peaks = padded.reshape(-1, distance).max(axis=0)
-    return distance - 1 - int(np.argmin(peaks[::-1]))
+    """The phase whose layers have the least peak; of equals the latest. So many layers are a multiple of `distance`."""
+    peaks = np.maximum.reduce(staged.reshape(-1, distance))
+    return distance - 1 - int(peaks[::-1].argmin())

@@ -14,7 +14,7 @@ import numpy as np
 
 from pengserve.planners.placement.latency import stall_s
 from pengserve.planners.placement.pausing import Prospects, is_overdue, least_moved, victims
-from pengserve.planners.placement.search import FEW_ROUNDS, MOST_ROUNDS, Found, Problem, as_now, most_resident, search
+from pengserve.planners.placement.search import FEW_ROUNDS, MOST_ROUNDS, Found, Problem, Search, as_now, most_resident
 from pengserve.planners.placement.spread import RESIDENT, Spread, mask_of
 from pengserve.planners.placement.values import Decode, Machine, PlacementConfig, Solution
 
@@ -184,15 +184,19 @@ class _Choice:
         self.stepped = [request for request in requests if request.request_id not in ids]
 
     def searched(self, rounds: int = MOST_ROUNDS) -> tuple[int, Found | None]:
-        """The window, and the best placement for it; None where none fits."""
+        """The window, and the best placement for it; None where none fits.
+
+        A first round says whether the longer window will do: the others are for the one that is taken.
+        """
         config, window = self.config, self.window()
-        found = search(self.problem(window), rounds=rounds)
+        search = Search(self.problem(window))
+        found = search.best(FEW_ROUNDS)
         if window > config.min_window and (
             found is None or self.num_late(self.step_s(found, window)) > config.max_late
         ):
-            window = config.min_window
-            found = search(self.problem(window), found, FEW_ROUNDS) or found
-        return window, found
+            window, search = config.min_window, Search(self.problem(config.min_window), found)
+            return window, search.best(max(FEW_ROUNDS, rounds - FEW_ROUNDS)) or found
+        return window, search.best(rounds - FEW_ROUNDS)
 
     def num_paused_without_stall(self, found: Found | None, window: int) -> int | None:
         """How many to pause so that no layer is away, where that is better than `found`; else None."""

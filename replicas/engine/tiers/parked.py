@@ -172,4 +172,3 @@ class ParkedRequests(ABC):
         if since is None or not self._scheduler.goes_by_priority:
             return request.priority
         return aged_band(request.priority, self._clock() - since.at_s)
-
