@@ -37,6 +37,7 @@ def leader(kind: type[Any]) -> Any:
     scheduler = build_vllm_scheduler(CAPACITY, SchedulerOptions(max_num_batched_tokens=STEP_TOKENS), is_terse=False)
     lane._handle, lane.capacity, lane.shape = SchedulerHandle(scheduler), CAPACITY, "test"
     lane._block_hasher, lane._added, lane._is_held, lane._run = None, 0, False, None
+    lane.residency = None
     lane._known, lane._forgotten = [], []
     lane.config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=STEP_TOKENS))
     lane.group = SimpleNamespace(unique_name="test")
