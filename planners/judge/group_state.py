@@ -49,8 +49,12 @@ class GroupStates:
         self._num_members = max(1, len(instances))
         self._outside = sum(d.num_waiting for d in snapshot.demands if not d.longest_waiting_tokens)
 
+    def knows(self, group: Group) -> bool:
+        """Whether its leader is up, whose figures are the group's."""
+        return group.leader in self._instances
+
     def now(self, group: Group) -> GroupState:
-        """Of a group that stands. What waits at ingresses is spread over all instances."""
+        """Of a group that stands, and is known. What waits at ingresses is spread over all instances."""
         leader, traffic = self._instances[group.leader], self._traffic
         stats, lane = leader.stats, lane_capacity(leader, group.shape)
         block_size = stats.block_size or (lane.block_size if lane is not None else 1)

@@ -130,6 +130,8 @@ class Pricing:
 
     def _row_now(self, group: Group) -> int | None:
         if group not in self._row_of:
+            if not self._states.knows(group):
+                return None
             row = self._table.add(group, self._states.now(group), 0.0, self._num_routes)
             if row is None:
                 return None

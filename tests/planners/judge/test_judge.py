@@ -256,6 +256,16 @@ def test_a_pipeline_whose_requests_have_their_kv_on_the_way_is_not_taken_for_idl
         assert plan is None, plan
 
 
+def test_a_group_whose_leader_is_down_is_left_out() -> None:
+    """While an instance is replaced the others are steered on."""
+    history = SelectorHistory()
+    for seen in served(4, rate=4.0, running=30, seconds=8):
+        _, history, _ = select(seen, replace(MERGE, max_degree=1), DropConfig(), history)
+    groups, up = seen.layout.groups, ready_instances(seen.instances[:1] + seen.instances[2:])
+    kept = pricing_of(seen, up, JudgeConfig(), DROP, history.judge).keep(groups)
+    assert kept is not None and kept[0] == (groups[0], *groups[2:])
+
+
 def test_forecasts_that_end_together_become_what_each_would_alone() -> None:
     """They are of groups of different sizes, and of different horizons."""
     history = SelectorHistory()
