@@ -21,7 +21,6 @@ from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, Inst
 from pengserve.replicas.contracts import KnownContracts
 from pengserve.replicas.domain import domains_by_slot
 from pengserve.replicas.failures import describe_failure
-from pengserve.replicas.load_news import LoadNews
 from pengserve.replicas.parking import ParkOrders
 from pengserve.replicas.request_channel import RequestChannel
 from pengserve.replicas.revisions import Revisions
@@ -73,7 +72,7 @@ class Instance:
         self._state = InstanceState.STARTING
         self._phase = "importing vLLM"  # while STARTING
         self._failure = ""
-        self._stats, self._news = InstanceStats(), LoadNews()
+        self._stats = InstanceStats()
         self._revisions = Revisions()
         self._park_orders = ParkOrders(key)
         self.terms = TermFence()  # of the controllers that call
@@ -83,11 +82,7 @@ class Instance:
         self._idle = threading.Event()
         self._idle.set()
         self._loop = StepLoop(
-            build=self._build_lanes,
-            on_ready=self._ready,
-            on_step=self._stepped,
-            on_failed=self._failed,
-            on_rest=self._rested,
+            build=self._build_lanes, on_ready=self._ready, on_step=self._stepped, on_failed=self._failed
         )
         self._channel = RequestChannel(
             key,
@@ -350,30 +345,18 @@ class Instance:
         self._loop.submit(self._gate.requests_moved)
         self._note_idle()
 
-    def _stepped(self, outputs: Mapping[int, "EngineCoreOutputs"], seconds: float) -> None:
-        lanes = self._require_lanes()
-        current = lanes.current
-        if self._news.is_due((self._loop.num_commands, current.shape, current.num_finished)):
-            self._stats = self._with_held(lanes.stats(seconds))
-            self._channel.send(outputs, self._stats)
-        else:
-            self._channel.send_step(outputs, self._stats.step + self._news.num_untold, seconds)
+    def _stepped(self, outputs: Mapping[int, "EngineCoreOutputs"], stats: InstanceStats) -> None:
+        self._stats = self._with_held(stats)
+        self._channel.send(outputs, self._stats)
         if self._requests.num_paced:
             now_s = time.monotonic()
             self._channel.deposits.note(chain.from_iterable(batch.outputs for batch in outputs.values()), now_s)
-        if pauses := lanes.take_pauses():
+        if (pauses := self._lanes.take_pauses()) if self._lanes is not None else None:
             self._channel.tell_pauses(pauses)
-        if not lanes.is_mid_step:
+        if self._lanes is not None and not self._lanes.is_mid_step:
             self._reach_boundary()
-        made = chain.from_iterable(batch.outputs for batch in outputs.values())
-        self._gate.stepped(made, current.num_waiting(), current.num_read)
+        self._gate.stepped(chain.from_iterable(batch.outputs for batch in outputs.values()), stats)
         self._note_idle()
-
-    def _rested(self) -> None:
-        """There is no next step that would tell the load."""
-        if self._news.num_untold:
-            self._news.num_untold = 0
-            self._stats = self._with_held(self._require_lanes().stats())
 
     def _reach_boundary(self) -> None:
         if self._agent is not None:

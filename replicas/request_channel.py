@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from pengserve.replicas.engine.instance_lanes import Lanes
     from pengserve.replicas.engine.tiers.parked import Pause
     from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs, Request
-    from pengserve.replicas.engine.wire import Codec, Stepped
+    from pengserve.replicas.engine.wire import Codec
     from pengserve.replicas.switching.agent import Agent
 
 logger = logging.getLogger(__name__)
@@ -79,16 +79,9 @@ class RequestChannel:
     # Out, in the step thread ----------------------------------------------------------------------------------
 
     def send(self, outputs: "Mapping[int, EngineCoreOutputs]", stats: InstanceStats) -> None:
-        """Sends a step's outputs to their clients, and the load after it."""
+        """Sends a step's outputs to their clients."""
         assert self._step_codec is not None
         self._send(self._step_codec, outputs, stats)
-
-    def send_step(self, outputs: "Mapping[int, EngineCoreOutputs]", step: int, seconds: float) -> None:
-        """As `send`, where the load has been told a moment ago."""
-        from pengserve.replicas.engine.wire import Stepped
-
-        assert self._step_codec is not None
-        self._send(self._step_codec, outputs, Stepped(step, seconds))
 
     def tell_pauses(self, pauses: "Sequence[Pause]") -> None:
         """Tells ingresses for how long their requests were parked, and what that copied."""
@@ -130,9 +123,7 @@ class RequestChannel:
         self._send(self._codec, {client_index: EngineCoreOutputs(outputs=[output])}, self._newest_stats())
         self._submit(self._note_idle)
 
-    def _send(
-        self, codec: "Codec", outputs: "Mapping[int, EngineCoreOutputs]", stats: "InstanceStats | Stepped"
-    ) -> None:
+    def _send(self, codec: "Codec", outputs: "Mapping[int, EngineCoreOutputs]", stats: InstanceStats) -> None:
         head = codec.encode_stats(stats)
         for client_index, batch in outputs.items():
             finished = [o.request_id for o in batch.outputs if o.finish_reason is not None]

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
-from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,9 @@ class SteppedLane(Protocol):
     def use_idle_time(self, is_wanted: Callable[[], bool]) -> None:
         """Work that can wait until there is nothing else to do; to be ended soon after `is_wanted()`."""
 
+    def stats(self, last_step_s: float = 0.0) -> InstanceStats:
+        """Load after the last step."""
+
     def close(self) -> None:
         """Frees everything."""
 
@@ -47,7 +50,7 @@ class _Command(NamedTuple):
 class StepLoop(Generic[Lane]):
     """Owns the thread. Other threads reach the lane through `submit` and `submit_beside` alone.
 
-    Consumes: submitted commands.   Produces: `on_step(outputs, seconds)` after each step, `on_rest()` after the last.
+    Consumes: submitted commands.   Produces: `on_step(outputs, stats)` after each step.
     Waits for: a command, while there is no work.   Unblocked by: `submit`, `stop`.
     """
 
@@ -56,18 +59,16 @@ class StepLoop(Generic[Lane]):
         *,
         build: Callable[[], Lane],
         on_ready: Callable[[Lane], None],
-        on_step: Callable[[Mapping[int, Any], float], None],
+        on_step: Callable[[Mapping[int, Any], InstanceStats], None],
         on_failed: Callable[[BaseException], None],
-        on_rest: Callable[[], object] = lambda: None,
     ) -> None:
         self._build, self._on_ready, self._on_step, self._on_failed = build, on_ready, on_step, on_failed
-        self._on_rest = on_rest
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
         self._stopping = False
         self._is_busy = False
         self._moved_s = time.monotonic()  # when the loop last came on
-        self.num_steps = self.num_commands = 0  # so far
+        self.num_steps = 0
         self.longest_s = 0.0  # of the steps of late: it halves within a hundred steps that take less
 
     @property
@@ -106,9 +107,7 @@ class StepLoop(Generic[Lane]):
             try:
                 self._on_ready(lane)
                 while not self._stopping:
-                    if not (has_work := lane.has_work()):
-                        self._on_rest()
-                    if not self._drain_commands(lane, wait=not has_work) and not lane.has_work():
+                    if not self._drain_commands(lane, wait=not lane.has_work()) and not lane.has_work():
                         lane.use_idle_time(self._is_called)
                     if lane.has_work():
                         self._step(lane, lane.step)
@@ -134,7 +133,7 @@ class StepLoop(Generic[Lane]):
             return False
         self.num_steps += 1
         self.longest_s = max(took_s, self.longest_s * FORGET_A_STEP)
-        self._on_step(outputs, took_s)
+        self._on_step(outputs, lane.stats(took_s))
         return True
 
     def _is_called(self) -> bool:
@@ -154,7 +153,6 @@ class StepLoop(Generic[Lane]):
                         while self._step(lane, lane.end_step):
                             pass
                     self._is_busy = True
-                    self.num_commands += 1
                     command.run()
                     self._is_busy = False
                 self._moved_s = time.monotonic()

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Generic, Protocol, TypeVar
 
+from pengserve.planners.types.snapshot import InstanceStats
+
 PROVEN_TOKENS = 8  # output tokens that one instance computes for a request before it counts as harmless there
 PROVEN_STEPS = PROVEN_TOKENS  # without a new request, before all that runs counts as harmless
 WAIT_S = 10.0  # a request to be tried alone goes on among the others when they are not proven by then
@@ -102,17 +104,11 @@ class TrialGate(Generic[R]):
             self._trial = None
         self.tend()
 
-    def stepped(self, outputs: Iterable[Output], num_waiting: int, num_prompt_tokens: int) -> None:
-        """The instance has made a step.
-
-        Args:
-            outputs: of the step.
-            num_waiting: requests that wait after it.
-            num_prompt_tokens: that were computed here so far.
-        """
+    def stepped(self, outputs: Iterable[Output], stats: InstanceStats) -> None:
+        """The instance has made a step, with these outputs and the load after it."""
         self._num_steps += 1
-        if num_waiting or num_prompt_tokens != self._num_prompt_tokens:
-            self._settled_step, self._num_prompt_tokens = self._num_steps, num_prompt_tokens
+        if stats.num_waiting or stats.total_prompt_tokens != self._num_prompt_tokens:
+            self._settled_step, self._num_prompt_tokens = self._num_steps, stats.total_prompt_tokens
         if self.is_closed:
             self._count(outputs)
             self.tend()

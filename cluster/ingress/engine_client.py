@@ -255,7 +255,7 @@ class ClusterEngineClient(UnofferedCalls):
 
     async def on_batch(self, link: InstanceLink, batch: StepBatch) -> None:
         """Hands a batch's tokens to their requests."""
-        outputs, shape = batch.outputs, link.stats.shape
+        outputs, shape = batch.outputs, batch.stats.shape
         if (before := self._shapes.get(link.key)) != shape:
             self._shapes[link.key] = shape
             if before is not None:

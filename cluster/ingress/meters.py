@@ -18,7 +18,7 @@ from pengserve.cluster.metrics.cluster_values import ClusterValues
 from pengserve.cluster.metrics.facade import Counter, Metrics
 from pengserve.cluster.metrics.switch_values import SwitchValues
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.replicas.engine.link import InstanceLink, StepBatch, Stepped
+from pengserve.replicas.engine.link import InstanceLink, StepBatch
 
 
 class IngressMeters:
@@ -72,10 +72,9 @@ class IngressMeters:
     def batch(self, link: InstanceLink, batch: StepBatch, iteration_stats: IterationStats | None) -> None:
         """A batch was handed on."""
         if not batch.outputs.outputs and batch.outputs.scheduler_stats is None:
-            self.cluster.on_heartbeat(link.key, link.stats)
+            self.cluster.on_heartbeat(link.key, batch.stats)
             return  # it is no step
-        stats = batch.stats
-        self.cluster.on_step(link.key, link.stats, stats.seconds if isinstance(stats, Stepped) else stats.last_step_s)
+        self.cluster.on_batch(link.key, batch.stats)
         self._record(link.key, batch.outputs.scheduler_stats, iteration_stats)
 
     def late(self, key: InstanceKey, iteration_stats: IterationStats) -> None:

@@ -52,7 +52,7 @@ _TIER_GAUGES: tuple[tuple[MetricSpec, str], ...] = (
 class ClusterValues:
     """Newest stats, snapshot and routing table, turned into metrics when they are read.
 
-    Only `on_step` is on the hot path: one dict store and one histogram observation. Totals of an instance only grow
+    Only `on_batch` is on the hot path: one dict store and one histogram observation. Totals of an instance only grow
     within one incarnation; the counters add the differences, so a replacement's totals go on top of the dead one's.
     """
 
@@ -66,14 +66,14 @@ class ClusterValues:
         metrics.gauge(catalog.BUILD_INFO, version=version("pengserve")).set(1)
         metrics.on_refresh(self.publish)
 
-    def on_step(self, key: InstanceKey, stats: InstanceStats, seconds: float) -> None:
-        """A token batch arrived from an instance: of a step that took so long. `stats`: its load, as last told."""
+    def on_batch(self, key: InstanceKey, stats: InstanceStats) -> None:
+        """A token batch arrived from an instance with these stats."""
         self.on_heartbeat(key, stats)
         histogram = self._step_seconds.get(key.instance_id)
         if histogram is None:
             histogram = self._metrics.histogram(catalog.INSTANCE_STEP_SECONDS, instance_id=str(key.instance_id))
             self._step_seconds[key.instance_id] = histogram
-        histogram.observe(seconds)
+        histogram.observe(stats.last_step_s)
 
     def on_heartbeat(self, key: InstanceKey, stats: InstanceStats) -> None:
         """These are an instance's stats now, with no step to tell of: it is idle, or works for other ingresses."""

@@ -51,7 +51,7 @@ STEP_GRACE_S = 15.0
 
 @dataclass(frozen=True, kw_only=True)  # no slots: see `of`
 class InstanceStats:
-    """One instance's load, taken at a step boundary and sent with token batches (`replicas/load_news.py`)."""
+    """One instance's load, taken at a step boundary and sent with every token batch."""
 
     step: int = 0
     num_running: int = 0

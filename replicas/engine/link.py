@@ -15,9 +15,9 @@ from pengserve.replicas.channel.frames import Frame, FrameKind, encode, read
 from pengserve.replicas.channel.server import HEARTBEAT_S, SILENT_BEATS, credentials
 from pengserve.replicas.channel.tcp import notice_silence, send_at_once
 from pengserve.replicas.engine.vllm_seam import EngineCoreRequest
-from pengserve.replicas.engine.wire import AddRequest, Codec, Moved, Paused, Reorder, StepBatch, Stepped, Trial, Welcome
+from pengserve.replicas.engine.wire import AddRequest, Codec, Moved, Paused, Reorder, StepBatch, Trial, Welcome
 
-__all__ = ["InstanceLink", "Moved", "Paused", "StepBatch", "Stepped", "Trial"]
+__all__ = ["InstanceLink", "Moved", "Paused", "StepBatch", "Trial"]
 
 
 class InstanceLink:
@@ -31,8 +31,7 @@ class InstanceLink:
         self.was_closed_there = False  # by the instance or its end; else the instance may live
         self.key: InstanceKey = welcome.key
         self.capacity: KvCapacity = welcome.capacity
-        self.stats = InstanceStats()  # as last told
-        self.step = 0  # the newest
+        self.stats = InstanceStats()
 
     @classmethod
     async def connect(
@@ -112,11 +111,9 @@ class InstanceLink:
                     yield msgspec.msgpack.decode(frame.parts[0], type=Paused)
                     continue
                 batch = self._codec.decode_batch(frame.parts)
-                self.step = batch.stats.step
-                if isinstance(batch.stats, InstanceStats):
-                    self.stats = batch.stats
-                    if batch.stats.hang:
-                        raise LinkLostError(batch.stats.hang)
+                self.stats = batch.stats
+                if batch.stats.hang:
+                    raise LinkLostError(batch.stats.hang)
                 yield batch
         except (LinkLostError, msgspec.MsgspecError, IndexError) as error:
             self.was_closed_there = not self._lost

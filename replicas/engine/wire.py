@@ -80,18 +80,11 @@ class Paused(msgspec.Struct, array_like=True):
     swapped_bytes: int = 0  # of its KV, copied between device and host meanwhile
 
 
-class Stepped(msgspec.Struct, array_like=True):
-    """What a BATCH says of the instance's load where that was told a moment ago."""
-
-    step: int
-    seconds: float  # that the step took
-
-
 class StepBatch(msgspec.Struct):
     """All that one engine step made for one ingress, and the load after it."""
 
     outputs: EngineCoreOutputs
-    stats: InstanceStats | Stepped
+    stats: InstanceStats
 
 
 class Codec:
@@ -102,7 +95,7 @@ class Codec:
         self._plain = msgspec.msgpack.Encoder()
         self._add_decoder = MsgpackDecoder(AddRequest)
         self._outputs_decoder = MsgpackDecoder(EngineCoreOutputs)
-        self._stats_decoder = msgspec.msgpack.Decoder(InstanceStats | Stepped)
+        self._stats_decoder = msgspec.msgpack.Decoder(InstanceStats)
 
     def encode_add(self, add: AddRequest) -> Sequence[Buffer]:
         """Parts of an ADD frame."""
@@ -112,7 +105,7 @@ class Codec:
         """Inverse of `encode_add`. Raises msgspec.MsgspecError on what is no request."""
         return self._add_decoder.decode(parts)
 
-    def encode_stats(self, stats: InstanceStats | Stepped) -> bytes:
+    def encode_stats(self, stats: InstanceStats) -> bytes:
         """First part of a BATCH frame; the same for every client of a step."""
         return self._plain.encode(stats)
 

@@ -4,7 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 from pengserve.replicas.step_loop import StepLoop
 
 WAIT_S = 60.0
@@ -49,6 +49,9 @@ class CountingLane:
             time.sleep(0.001)
         self.idle_ended = True
 
+    def stats(self, last_step_s: float = 0.0) -> InstanceStats:
+        return InstanceStats(step=self.steps, last_step_s=last_step_s)
+
     def close(self) -> None:
         assert self.may_close.wait(WAIT_S)
         self.closed.set()
@@ -59,20 +62,18 @@ class Harness:
         self.lane = CountingLane()
         self.ready, self.idle = threading.Event(), threading.Event()
         self.seen: list[int] = []
-        self.rests: list[int] = []  # steps so far, each time that there was no next one
         self.errors: list[BaseException] = []
         self.loop = StepLoop(
             build=lambda: self.lane,
             on_ready=lambda _: self.ready.set(),
             on_step=self.on_step,
             on_failed=self.on_failed,
-            on_rest=lambda: self.rests.append(self.lane.steps),
         )
         self.loop.start()
         assert self.ready.wait(WAIT_S)
 
-    def on_step(self, outputs: Mapping[int, object], seconds: float) -> None:
-        self.seen.append(self.lane.steps)
+    def on_step(self, outputs: Mapping[int, object], stats: InstanceStats) -> None:
+        self.seen.append(stats.step)
         if not self.lane.left:
             self.idle.set()
 
@@ -97,15 +98,6 @@ def test_all_work_is_stepped_and_nothing_more() -> None:
     assert harness.loop.stop(WAIT_S)
     assert harness.seen == [1, 2, 3, 4, 5]
     assert harness.lane.closed.is_set()
-
-
-def test_the_loop_rests_after_its_last_step() -> None:
-    harness = Harness()
-    harness.work(3)
-    assert harness.idle.wait(WAIT_S)
-    assert harness.lane.idle_begun.wait(WAIT_S)
-    assert harness.loop.stop(WAIT_S)
-    assert set(harness.rests) <= {0, 3} and harness.rests[-1] == 3
 
 
 def test_commands_run_in_order_in_one_thread() -> None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pengserve.planners.types.snapshot import InstanceStats
 from pengserve.replicas.trial_gate import PROVEN_STEPS, PROVEN_TOKENS, TRIAL_S, WAIT_S, TrialGate
 
 
@@ -43,7 +44,8 @@ class Engine:
                 for name in self.running
             ]
             self.running.pop(finished, None)
-            self.gate.stepped(outputs, self.num_waiting, self.num_prompt_tokens)
+            stats = InstanceStats(num_waiting=self.num_waiting, total_prompt_tokens=self.num_prompt_tokens)
+            self.gate.stepped(outputs, stats)
 
     def forget(self, name: str) -> None:
         self.running.pop(name, None)

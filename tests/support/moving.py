@@ -60,7 +60,6 @@ class FakeLink:
 
     def __init__(self, instance: "FakeInstance", stats: InstanceStats) -> None:
         self.instance, self.key, self.capacity, self.stats = instance, instance.key, CAPACITY, stats
-        self.step = stats.step
         self.to_ingress: deque[Any] = deque()
         self.to_instance: deque[Callable[[], object]] = deque()
         self.is_broken = False  # at the instance's end; the ingress learns of it by LOST
@@ -155,7 +154,7 @@ class FakeInstance:
             outputs.append(EngineCoreOutput(request_id=wire_id, new_token_ids=[token], finish_reason=reason))
         if self.link is not None and outputs:
             self.link.to_ingress.append(outputs)
-        self.gate.stepped(outputs, 0, 0)
+        self.gate.stepped(outputs, InstanceStats())
 
     def carry(self, to: "FakeInstance", wire_ids: Sequence[str]) -> None:
         """`to` goes on with these copies. An instance takes them only while their client is connected to it."""

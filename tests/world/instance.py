@@ -159,7 +159,7 @@ class ScriptedInstance:
             outputs.setdefault(copy.client, []).append(output)
         for client, batch in outputs.items():
             self._send(client, batch)
-        self.gate.stepped(chain.from_iterable(outputs.values()), self._num_waiting, 0)
+        self.gate.stepped(chain.from_iterable(outputs.values()), InstanceStats(num_waiting=self._num_waiting))
 
     # Its ingresses ----------------------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ class Dispatcher:
         num_hits = min(record.num_tokens, hit_tokens)  # they take memory as all others do, and no computing
         record.first_after = (link.stats.shape, self._ahead_tokens(link, record) + record.num_tokens - num_hits)
         unseen = self._unseen.setdefault(link.key, _Unseen())
-        unseen.entries.append((link.step, self._clock(), record.num_tokens, num_hits))
+        unseen.entries.append((link.stats.step, self._clock(), record.num_tokens, num_hits))
         unseen.num_tokens += record.num_tokens
         unseen.num_hits += num_hits
         self._prefixes.sent(record, link.key, kv_tokens(link.stats, link.capacity))
@@ -122,7 +122,7 @@ class Dispatcher:
 
     def _candidate(self, link: InstanceLink, now_s: float, num_priority: int) -> Candidate:
         unseen = self._unseen.setdefault(link.key, _Unseen())
-        unseen.prune(link.step, now_s)
+        unseen.prune(link.stats.step, now_s)
         self._prefixes.follow(link.key, link.stats.shape)
         return Candidate.of(
             link.key,

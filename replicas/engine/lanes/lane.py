@@ -357,20 +357,6 @@ class Lane(ABC):
 
     # Figures ---------------------------------------------------------------------------------------------------------
 
-    @property
-    def num_read(self) -> int:
-        """Tokens of prompts that were computed here."""
-        return self._prompted
-
-    @property
-    def num_finished(self) -> int:
-        """Requests that ended here."""
-        return self._finished
-
-    def num_waiting(self) -> int:
-        """Requests that wait for their first step, or for a slot."""
-        return self.scheduler.counts()[1]
-
     def num_free(self) -> int:
         """Blocks that are free now, cached prefixes among them."""
         return self.scheduler.num_free()

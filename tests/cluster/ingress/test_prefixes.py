@@ -121,7 +121,7 @@ def sent_to(cluster: Cluster, prompt: list[int], number: int, options: RequestOp
 def computed(links: list[FakeLink]) -> None:
     """What was sent so far shows in the stats, and has left no queue."""
     for link in links:
-        link.step += STEPS_UNTIL_SEEN
+        link.stats = replace(link.stats, step=link.stats.step + STEPS_UNTIL_SEEN)
 
 
 def test_a_prompt_goes_where_its_prefix_is_and_elsewhere_when_the_queue_there_is_longer() -> None:

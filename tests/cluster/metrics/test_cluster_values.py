@@ -48,7 +48,7 @@ def sample(metrics: Metrics, name: str, **labels: str) -> float | None:
 def test_stats_of_a_batch_become_gauges_and_step_times(metrics: Metrics) -> None:
     values = ClusterValues(metrics)
     values.on_link_up(key(0), CAPACITY)
-    values.on_step(key(0), InstanceStats(num_running=3, kv_blocks_used=4, queued_tokens=65), 0.02)
+    values.on_batch(key(0), InstanceStats(num_running=3, kv_blocks_used=4, queued_tokens=65, last_step_s=0.02))
     assert sample(metrics, "pengserve_instance_requests_running", instance_id="0") == 3
     assert sample(metrics, "pengserve_virtual_kv_load", instance_id="0") == (4 + 3) / 10
     assert sample(metrics, "pengserve_instance_step_seconds_count", instance_id="0") == 1
@@ -81,7 +81,7 @@ def test_memory_is_that_of_the_shape_that_runs(metrics: Metrics) -> None:
 def test_a_heartbeat_tells_the_load_and_is_no_step(metrics: Metrics) -> None:
     values = ClusterValues(metrics)
     values.on_link_up(key(0), CAPACITY)
-    values.on_step(key(0), InstanceStats(num_running=3), 0.0)
+    values.on_batch(key(0), InstanceStats(num_running=3))
     values.on_heartbeat(key(0), InstanceStats(num_running=0))
     assert sample(metrics, "pengserve_instance_requests_running", instance_id="0") == 0
     assert sample(metrics, "pengserve_instance_step_seconds_count", instance_id="0") == 1
@@ -98,7 +98,7 @@ def test_a_counter_is_the_sum_over_all_lives_of_a_slot(lives: list[list[int]], s
         total = 0
         for grown in growth:
             total += grown
-            values.on_step(key(0, incarnation), InstanceStats(total_generated_tokens=total), 0.0)
+            values.on_batch(key(0, incarnation), InstanceStats(total_generated_tokens=total))
             if scrape:
                 metrics.exposition()
         values.on_link_down(key(0, incarnation), lost=True)
@@ -110,7 +110,7 @@ def test_a_counter_is_the_sum_over_all_lives_of_a_slot(lives: list[list[int]], s
 def test_the_bubble_share_can_be_told_from_the_counters_of_a_stage(metrics: Metrics) -> None:
     values = ClusterValues(metrics)
     values.on_link_up(key(1), CAPACITY)
-    values.on_step(key(1), InstanceStats(shape="pp2", total_stage_busy_s=1.5, total_stage_idle_s=0.5), 0.0)
+    values.on_batch(key(1), InstanceStats(shape="pp2", total_stage_busy_s=1.5, total_stage_idle_s=0.5))
     name = "pengserve_instance_stage_{}_seconds_total"
     found = [sample(metrics, name.format(what), instance_id="1") for what in ("idle", "busy")]
     assert found == [0.5, 1.5]
@@ -120,7 +120,7 @@ def test_the_bubble_share_can_be_told_from_the_counters_of_a_stage(metrics: Metr
 def test_an_instance_that_is_gone_is_down_and_empty(metrics: Metrics, lost: bool) -> None:
     values = ClusterValues(metrics)
     values.on_link_up(key(0), CAPACITY)
-    values.on_step(key(0), InstanceStats(num_running=3, num_waiting=2, kv_blocks_used=4), 0.0)
+    values.on_batch(key(0), InstanceStats(num_running=3, num_waiting=2, kv_blocks_used=4))
     values.on_link_down(key(0), lost=lost)
     for name in ("up", "requests_running", "queue_length", "kv_blocks_used"):
         assert sample(metrics, f"pengserve_instance_{name}", instance_id="0") == 0
@@ -159,7 +159,7 @@ def test_blocks_are_those_of_the_shape_that_runs(metrics: Metrics) -> None:
     stats = InstanceStats(
         shape="tp2", kv_blocks_used=4, queued_tokens=65, block_size=64, kv_blocks_total=20, num_paused=3
     )
-    values.on_step(key(0), stats, 0.0)
+    values.on_batch(key(0), stats)
     assert sample(metrics, "pengserve_virtual_kv_load", instance_id="0") == (4 + 2) / 20
     assert sample(metrics, "pengserve_instance_kv_blocks", instance_id="0") == 20
     assert sample(metrics, "pengserve_instance_requests_paused", instance_id="0") == 3
@@ -188,7 +188,7 @@ async def test_a_thousand_instances_that_die_often_have_a_thousand_series_of_eac
         for instance in snapshot.instances:
             one = replace(instance, key=key(instance.instance_id, life))
             values.on_link_up(one.key, CAPACITY)
-            values.on_step(one.key, replace(one.stats, total_evicted_bytes=5, total_staged_bytes=5), 0.0)
+            values.on_batch(one.key, replace(one.stats, total_evicted_bytes=5, total_staged_bytes=5))
             values.on_link_down(one.key, lost=True)
         values.on_snapshot(snapshot)
     series = Counter[str]()
