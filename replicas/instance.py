@@ -339,7 +339,7 @@ class Instance:
 
     def _shape_changed(self) -> None:
         assert self._lanes is not None
-        self._stats, self._news.num_untold = self._lanes.stats(), 0
+        self._stats = self._lanes.stats()
         # A former follower makes no steps until an ingress sends it requests. The beat tells them that it takes some.
         self._server.beat()
         self._loop.submit(self._gate.requests_moved)
