@@ -27,7 +27,7 @@ from pengserve.planners.placement.spread import (
 MOST_EXHAUSTIVE = 1 << 16  # numbers of all placements together up to which all of them are looked at
 MOST_NUMBERS = 1 << 14  # of one round
 MOST_ROUNDS = 4
-FEW_ROUNDS = 1  # of a search after another one
+FEW_ROUNDS = 1  # of a first look, or of a search after another one
 MOST_PRICED = 3  # changes of a round
 
 
@@ -73,18 +73,13 @@ class Search:
             self._state.try_uniform()
             self._is_over = False
 
-    def best(self, rounds: int) -> Found | None:
+    def best(self, rounds: int = MOST_ROUNDS) -> Found | None:
         """The best placement after so many more rounds at most; None where none fits. It is never worse than one spread
         for all requests.
         """
         if not self._is_over:
             self._is_over = not self._state.descend(rounds)
         return self._state.best
-
-
-def search(problem: Problem, near: Found | None = None, rounds: int = MOST_ROUNDS) -> Found | None:
-    """As `Search`, with all rounds at once."""
-    return Search(problem, near).best(rounds)
 
 
 def most_resident(problem: Problem) -> Found | None:

@@ -119,8 +119,11 @@ class SwappedRequests(ParkedRequests):
         """As of any lane. What the host has of them is kept as prefixes."""
         ids = list(request_ids)
         super().forget(ids)
-        for copy in filter(None, [self._copies.pop(request_id, None) for request_id in ids]):
-            self._free_rows.give(self.prefixes.adopt(copy.request, copy.rows, copy.num_tokens))
+        for request_id in ids:
+            self._times_away.pop(request_id, None)
+            self._num_swapped.pop(request_id, None)
+            if (copy := self._copies.pop(request_id, None)) is not None:
+                self._free_rows.give(self.prefixes.adopt(copy.request, copy.rows, copy.num_tokens))
 
     # Orders -----------------------------------------------------------------------------------------------------------
 
@@ -439,10 +442,8 @@ class SwappedRequests(ParkedRequests):
 
     def _forget_ended(self) -> None:
         """Of requests that have ended in a microbatch."""
-        ended = [request_id for request_id in self._copies if not self._scheduler.knows(request_id)]
-        self.forget([*ended, *(request_id for request_id in self._ordered if not self._scheduler.knows(request_id))])
-        self._times_away = {i: count for i, count in self._times_away.items() if self._scheduler.knows(i)}
-        self._num_swapped = {i: count for i, count in self._num_swapped.items() if self._scheduler.knows(i)}
+        noted = dict.fromkeys((*self._copies, *self._ordered, *self._times_away, *self._num_swapped))
+        self.forget(request_id for request_id in noted if not self._scheduler.knows(request_id))
 
     def _count_swapped(self, request: Request, num_blocks: int) -> None:
         self._num_swapped[request.request_id] = self._num_swapped.get(request.request_id, 0) + num_blocks

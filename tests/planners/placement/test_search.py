@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pengserve.planners.placement.search import Problem, most_resident, search
+from pengserve.planners.placement.search import Problem, Search, most_resident
 from pengserve.planners.placement.spread import Spread
 from tests.planners.placement.reference import all_spreads, best_cost_s, cost_s, uniform_costs_s
 
@@ -31,7 +31,7 @@ def problems(draw: st.DrawFn, most_requests: int, most_layers: int) -> Problem:
 
 @given(problems(most_requests=3, most_layers=5))
 def test_small_cases_are_solved_as_by_brute_force(problem: Problem) -> None:
-    found, best_s = search(problem), best_cost_s(problem)
+    found, best_s = Search(problem).best(), best_cost_s(problem)
     kept_s = cost_s(problem, problem.now)  # with a distance that the search would not choose by itself
     if found is None:
         assert best_s == INFINITE
@@ -43,13 +43,13 @@ def test_small_cases_are_solved_as_by_brute_force(problem: Problem) -> None:
 
 @given(problems(most_requests=12, most_layers=40))
 def test_it_is_never_worse_than_one_spread_for_all(problem: Problem) -> None:
-    found, uniform_s = search(problem), min(uniform_costs_s(problem))
+    found, uniform_s = Search(problem).best(), min(uniform_costs_s(problem))
     assert (found.cost_s if found is not None else INFINITE) <= uniform_s * (1 + 1e-4) + 1e-6
 
 
 @given(problems(most_requests=12, most_layers=40))
 def test_what_it_finds_fits_and_costs_what_it_says(problem: Problem) -> None:
-    found = search(problem)
+    found = Search(problem).best()
     if found is not None:
         assert abs(cost_s(problem, found.spreads) - found.cost_s) <= 1e-4 * found.cost_s + 1e-6
 
@@ -64,4 +64,4 @@ def test_where_anything_fits_there_is_a_placement_at_once(problem: Problem) -> N
 
 @given(problems(most_requests=6, most_layers=20))
 def test_the_same_problem_has_the_same_answer(problem: Problem) -> None:
-    assert search(problem) == search(problem)
+    assert Search(problem).best() == Search(problem).best()
