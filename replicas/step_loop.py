@@ -107,9 +107,12 @@ class StepLoop(Generic[Lane]):
             try:
                 self._on_ready(lane)
                 while not self._stopping:
-                    if not self._drain_commands(lane, wait=not lane.has_work()) and not lane.has_work():
+                    has_work = lane.has_work()
+                    if self._drain_commands(lane, wait=not has_work):
+                        has_work = lane.has_work()
+                    elif not has_work:
                         lane.use_idle_time(self._is_called)
-                    if lane.has_work():
+                    if has_work:
                         self._step(lane, lane.step)
             except Exception as error:
                 self._tell(error)  # before what may take long, or for ever: its requests have to go on elsewhere

@@ -222,7 +222,7 @@ class Lanes:
 
     def _residencies(self) -> list[ParkedRequests]:
         """Of the lane that runs, and of `dp`, where requests may wait for it."""
-        lanes = dict.fromkeys((self.current, self.dp))
+        lanes = (self.dp,) if self.running is None else dict.fromkeys((self.current, self.dp))
         return [lane.residency for lane in lanes if lane.residency is not None]
 
     # Steps ------------------------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class Lanes:
             outputs = self.stepper.step()
         except HostTierError:
             outputs = NO_OUTPUTS
-        if self.dp.tiers is not None and self.dp.tiers.failure:
+        if self.dp.residency is not None and self.dp.tiers is not None and self.dp.tiers.failure:
             self._end_tiers()
         return outputs
 
@@ -269,9 +269,14 @@ class Lanes:
     def stats(self, last_step_s: float = 0.0) -> InstanceStats:
         """Load of the lane that runs; totals of all lanes."""
         clock, running = self.registry.clock, self.running
-        totals = {"total_stage_busy_s": clock.busy_s, "total_stage_idle_s": clock.idle_s}
-        totals |= {"total_migrated": self.num_migrated, "total_migrated_bytes": self.migrated_bytes}
-        totals |= {"total_prefix_predicted": self.num_predicted, "total_sent_back": self.num_sent_back()}
+        totals = {
+            "total_stage_busy_s": clock.busy_s,
+            "total_stage_idle_s": clock.idle_s,
+            "total_migrated": self.num_migrated,
+            "total_migrated_bytes": self.migrated_bytes,
+            "total_prefix_predicted": self.num_predicted,
+            "total_sent_back": self.num_sent_back(),
+        }
         if running is None:
             return self.dp.stats(last_step_s, self._idle_totals, **totals)
         return self.current.stats(
@@ -304,7 +309,7 @@ class Lanes:
         idle = self.registry.totals_but(self.current)
         if self.current is not self.dp:
             idle += Counter(self.dp.totals())
-        self._idle_totals = dict(idle)
+        self._idle_totals = {name: total for name, total in idle.items() if total}
 
     def close(self) -> None:
         """Frees everything."""

@@ -385,27 +385,28 @@ class Lane(ABC):
         """
         running, waiting = self.scheduler.counts()
         num_parked, num_arriving = self._num_parked(), self.num_arriving
-        totals = self.totals()
+        fields: dict[str, Any] = self.totals()
         for name, value in idle.items():
-            totals[name] += value
-        fields: dict[str, Any] = {
-            "num_running": running,
-            "num_waiting": waiting + num_parked + num_arriving,
-            "num_holding": len(self.scheduler.holding) + num_arriving,
-            "kv_blocks_used": self.num_used(),
-            "queued_tokens": self._queued_tokens(waiting),
-            "prefilling_tokens": self.scheduler.prefilling_tokens(),
-            "last_step_s": last_step_s,
-            "shape": self.shape,
-            "block_size": self.capacity.block_size,
-            "kv_blocks_total": self.capacity.num_blocks,
-            "max_model_len": self.capacity.max_model_len,
-            "longest_tokens": self.longest_tokens(),
-        }
-        fields |= totals
+            fields[name] += value
+        capacity = self.capacity
+        fields.update(
+            num_running=running,
+            num_waiting=waiting + num_parked + num_arriving,
+            num_holding=len(self.scheduler.holding) + num_arriving,
+            kv_blocks_used=self.num_used(),
+            queued_tokens=self._queued_tokens(waiting),
+            prefilling_tokens=self.scheduler.prefilling_tokens(),
+            last_step_s=last_step_s,
+            shape=self.shape,
+            block_size=capacity.block_size,
+            kv_blocks_total=capacity.num_blocks,
+            max_model_len=capacity.max_model_len,
+            longest_tokens=self.longest_tokens(),
+        )
         if self.residency is not None:
             fields |= self.residency.figures()
-        return InstanceStats.of(fields | shown)
+        fields |= shown
+        return InstanceStats.of(fields)
 
     def totals(self) -> dict[str, int]:
         """Counts that only grow, by their names in `InstanceStats`."""

@@ -177,27 +177,33 @@ def test_products_over_plain_weights_are_those_of_the_faster_library(
 def test_weights_that_cannot_be_packed_are_told_of_once(
     world: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from pengserve.replicas.engine.lanes.shared_model import gemm, pack_linears
+    from pengserve.replicas.engine.lanes.shared_model import pack_linears
 
     odd = build(checkpoint("Llama", tmp_path, intermediate_size=208), world)  # 416 outputs: oneDNN pads them
     with caplog.at_level(logging.WARNING):
         pack_linears(odd)
-    if odd.model.layers[0].self_attn.qkv_proj.cpu_linear is gemm:
+    if not is_packed(odd.model.layers[0].self_attn.qkv_proj):
         pytest.skip("this CPU's packed weights have another size")
-    assert [m.cpu_linear is gemm for m in (odd.model.layers[1].mlp.gate_up_proj, odd.lm_head)] == [True, False]
+    assert [is_packed(module) for module in (odd.model.layers[1].mlp.gate_up_proj, odd.lm_head)] == [False, True]
     (told,) = of_ours(caplog)
     assert told.startswith("2 weights, such as model.layers.0.mlp.gate_up_proj (416 x 128),")
 
 
 def test_nothing_is_told_where_all_are_packed(world: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from pengserve.replicas.engine.lanes.shared_model import gemm, pack_linears
+    from pengserve.replicas.engine.lanes.shared_model import pack_linears
 
     model = build(checkpoint("Llama", tmp_path), world)
     with caplog.at_level(logging.WARNING):
         pack_linears(model)
-    if model.lm_head.cpu_linear is gemm:
+    if not is_packed(model.lm_head):
         pytest.skip("this CPU's packed weights have another size")
     assert of_ours(caplog) == []
+
+
+def is_packed(module: Any) -> bool:
+    from pengserve.replicas.memory.packed_weights import PackedLinear
+
+    return isinstance(module.cpu_linear, PackedLinear)
 
 
 def of_ours(caplog: pytest.LogCaptureFixture) -> list[str]:
