@@ -109,12 +109,20 @@ def bench(arguments: list[str]) -> int:
     parser.add_argument("--systems", nargs="*", default=list(systems), choices=systems)
     parser.add_argument("--works", nargs="*", default=names, choices=names)
     parser.add_argument("--rounds", type=int, default=1, help="of all systems in turn; tables show medians")
+    parser.add_argument(
+        "--slower",
+        type=float,
+        default=1.0,
+        metavar="TIMES",
+        help="requests come so many times slower, for as many times as long: where a step of the demo model takes TIMES "
+        "times 2.6 ms, two places serve as large a share of the load",
+    )
     options = parser.parse_args(arguments)
     console = Console(stderr=True)
     plan = BenchPlan(
         model=options.model.resolve(),
         systems=tuple(options.systems),
-        cases=tuple(case for case in CASES if case.name in options.works),
+        cases=tuple(case.slowed(options.slower) for case in CASES if case.name in options.works),
         num_rounds=options.rounds,
     )
     if not has_model(plan.model, console):

@@ -70,6 +70,17 @@ class Case:
     engine: Mapping[str, Any] = field(default_factory=dict)  # what differs from the plan's
     link_bytes_per_s: float = 0.0  # between device and host, emulated
 
+    def slowed(self, times: float) -> "Case":
+        """The same load for a machine whose steps take so many times as long."""
+        work = replace(
+            self.work,
+            duration_s=self.work.duration_s * times,
+            sessions_per_s=self.work.sessions_per_s / times,
+            think_s=self.work.think_s * times,
+            update_s=self.work.update_s * times,
+        )
+        return replace(self, work=work, link_bytes_per_s=self.link_bytes_per_s / times)
+
 
 CASES = (
     Case(name="calm", work=replace(FLOOD, flood=1.0)),

@@ -76,6 +76,15 @@ def test_one_tenant_floods_for_a_while() -> None:
     assert len({turn.tenant for turn in turns}) == 4
 
 
+def test_a_slower_machine_gets_the_same_requests_later() -> None:
+    measure = pytest.importorskip("benchmarks.fair.measure", reason="vLLM is not installed")
+    churn = next(case for case in measure.CASES if case.name == "churn")
+    usual, slowed = make(churn.work), make(churn.slowed(2.0).work)
+    assert [turn.input_length for turn in slowed.turns] == [turn.input_length for turn in usual.turns]
+    assert [turn.at_s for turn in slowed.turns] == pytest.approx([2.0 * turn.at_s for turn in usual.turns], abs=1e-2)
+    assert len(slowed.updates) == len(usual.updates)
+
+
 @pytest.mark.parametrize("pattern", ["random", "markov"])
 def test_priorities_change_and_turns_have_the_newest(pattern: str) -> None:
     found = make(Plan(duration_s=120.0, pattern=pattern))  # type: ignore[arg-type]
