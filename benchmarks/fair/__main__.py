@@ -114,7 +114,7 @@ def bench(arguments: list[str]) -> int:
         type=float,
         default=1.0,
         metavar="TIMES",
-        help="requests come so many times slower, for as many times as long: where a step of the demo model takes TIMES "
+        help="requests come so many times slower, for as many times as long: where a demo step takes TIMES "
         "times 2.6 ms, two places serve as large a share of the load",
     )
     options = parser.parse_args(arguments)
