@@ -28,6 +28,7 @@ from pengserve.planners.judge.tails import behind, late_share, share_above, tail
 
 WAIT_WEIGHT = 16.0  # request-seconds of a second without a first token
 TAIL_MISS = 0.2  # of what a miss costs: for each request, where the 99th percentile of TTFT is at its limit
+MOST_BEYOND = 3.0  # limits: a later tail counts as this one, for what is late counts as missed besides
 SLICES = 12  # of the horizon; the later ones are longer
 GROWTH = 1.15  # of a slice over the one before
 ATTEMPTS, NEAR = 3, 0.1  # to find how many steps fit into a slice; a share of them by which they may be wrong
@@ -127,7 +128,8 @@ def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
         standing_s = np.maximum(0.0, to_read - read) / steps.rate  # this queue counts by itself
         last_s = new * tail_of(rows, steps, mean, alone_s, chance, longest_s, standing_s)
         tail_s += last_s
-        near += last_s / rows.ttft_limit_s * np.maximum(0.0, 1.0 - standing_s / rows.ttft_limit_s)
+        beyond = np.minimum(MOST_BEYOND * new, last_s / rows.ttft_limit_s)
+        near += beyond * np.maximum(0.0, 1.0 - standing_s / rows.ttft_limit_s)
         queue_s = np.minimum(horizon_s, np.maximum(0.0, waiting - new) * length / np.maximum(new, 1e-9))
         late += new * late_share(rows, alone_s, queue_s, chance, longest_s)
         slow_share = share_above(live / taken, rows.tpot_limit_s, TPOT_SPREAD)

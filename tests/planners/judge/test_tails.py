@@ -1,5 +1,7 @@
 """The 99th percentile of TTFT: of long prompts, of those that wait by chance, and of those that come together."""
 
+import pytest
+
 from pengserve.planners.judge.fluid import predict
 from tests.planners.judge.test_fluid import TP2, row
 
@@ -33,3 +35,12 @@ def test_those_that_come_together_are_read_sooner_by_two_alone_than_by_both_as_o
     assert together_s < alone_s
     alone_s, together_s = tails(8.0)
     assert alone_s < together_s
+
+
+def test_a_tail_far_beyond_its_limit_counts_as_three_limits() -> None:
+    """What is late counts as missed besides; else a queue's tail would outweigh the throughput that would end it."""
+    costs = [
+        float(predict(row(rate=0.01, spread=0.0, ttft_limit_s=limit_s, miss_s=100.0), HORIZON_S).cost_s[0])
+        for limit_s in (1e-2, 1e-3)
+    ]
+    assert costs[0] == pytest.approx(costs[1], rel=0.02)
