@@ -71,7 +71,13 @@ class Case:
     link_bytes_per_s: float = 0.0  # between device and host, emulated
 
     def slowed(self, times: float) -> "Case":
-        """The same load for a machine whose steps take so many times as long."""
+        """The same load for a machine whose steps take so many times as long.
+
+        Raises:
+            ValueError: `times` is not above 0.
+        """
+        if not times > 0:
+            raise ValueError(f"--slower must be above 0, got {times:g}")
         work = replace(
             self.work,
             duration_s=self.work.duration_s * times,

@@ -239,7 +239,7 @@ class Lanes:
             outputs = self.stepper.step()
         except HostTierError:
             outputs = NO_OUTPUTS
-        if self.dp.residency is not None and self.dp.tiers is not None and self.dp.tiers.failure:
+        if (tiers := self.dp.tiers) is not None and tiers.failure:
             self._end_tiers()
         return outputs
 

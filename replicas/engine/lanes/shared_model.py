@@ -56,6 +56,7 @@ def plain_weights() -> Iterator[None]:
     """While this is entered, models are loaded without vLLM's packing of CPU weights, so that lanes can view them."""
 
     def keep(self: object, layer: nn.Module) -> None:
+        # `gemm` hands small weights on to torch: asked once here, and not with each product.
         layer.cpu_linear = gemm if layer.weight.nbytes >= _ONEDNN_MIN_BYTES else nn.functional.linear
 
     before = [method.process_weights_after_loading for method in _PLAIN_METHODS]
