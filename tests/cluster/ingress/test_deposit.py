@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
-import itertools
 
 from vllm.outputs import CompletionOutput
 
@@ -150,15 +149,15 @@ def test_an_error_lets_what_came_before_go_first() -> None:
 async def test_a_real_loop_hands_tokens_on_in_time() -> None:
     interval_s = 0.03
     collector = DepositCollector(RequestOutputKind.DELTA, "r", interval_s)
+    started_s = monotonic()
     for token in range(5):
         collector.put(output(0, [token]))
-    times = []
-    for token in range(5):
-        found = await collector.get()
-        assert list(found.outputs[0].token_ids) == [token]
-        times.append(monotonic())
-    assert all(b - a >= interval_s * 0.8 for a, b in itertools.pairwise(times))
-    assert times[-1] - times[0] >= 4 * interval_s, "never early"
+    seen: list[int] = []
+    while len(seen) < 5:
+        seen += (await collector.get()).outputs[0].token_ids
+        # How far apart two of them come is the machine's affair: after one that woke late the next comes sooner.
+        assert monotonic() - started_s >= (len(seen) - 1) * interval_s - 1e-6, "never early"
+    assert seen == [0, 1, 2, 3, 4]
     for token in range(5, 8):
         collector.put(output(0, [token]))
     asyncio.get_running_loop().call_later(0.01, collector.put, output(0, [8], finish="length", is_last=True))
