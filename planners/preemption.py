@@ -12,8 +12,8 @@ Of equally urgent ones the one whose tenant is furthest ahead of its share gives
 with the least KV to move. No request goes to and fro: one that came back keeps its place until it has made
 `QUANTUM_TOKENS` tokens, so that it is parked at most once in so many.
 
-No request starves: one that is parked becomes more urgent by a band in each `AGE_S`. So it makes at least
-`QUANTUM_TOKENS` tokens in each `(n + 1) * AGE_S`, where the most urgent request that runs is n bands above it, and in
+No request starves: one that is parked becomes more urgent by a band in each `AGE_S`, seen at the next look. So it makes
+at least `QUANTUM_TOKENS` tokens in each `(n + 1) * AGE_S + LOOK_S`, where the most urgent request that runs is n bands above it, and in
 the time that such requests of the same age before it take: turns that age gives have half of the places and half of the
 device at most (`plan_turns`), and the rest is the most urgent requests'. So one that is more urgent than those that run
 waits for a step, or for `QUANTUM_TOKENS` steps where all of them came back a moment ago, and not for all that are
@@ -25,11 +25,12 @@ from dataclasses import dataclass
 
 QUANTUM_TOKENS = 8
 AGE_S = 1.0  # a user who reads bears a pause of a second
+LOOK_S = 0.25  # between two looks at ages
 
 
 def aged_band(priority: int, parked_s: float) -> int:
     """The band of a request that has been parked for so long."""
-    return priority - int(parked_s / AGE_S)
+    return priority - int(max(0.0, parked_s) / AGE_S)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fair import files
+from benchmarks.fair.hosts.call_times import PATH
+from benchmarks.fair.hosts.call_times import make as make_times
+from benchmarks.fair.moved import Moved, Server, moved
 from benchmarks.fair.scoring import Limits, Score, score
 from benchmarks.fair.urgency import Waits, waits
 from benchmarks.fair.workload import Plan as Work
@@ -32,7 +35,7 @@ from pengserve.planners.types.tenants import FairnessConfig
 ROOT = Path(__file__).parents[2]
 VLLM, OURS = ("vllm-fcfs", "vllm-priority"), ("pengserve", "pengserve-park")
 SYSTEMS = (*VLLM, *OURS)
-SWITCHING = ("pengserve-swap",)  # with copies that a step waits for (`hosts/`)
+SWITCHING = ("pengserve-swap", "pengserve-overlap", "pengserve-runs")  # parking without some of its parts (`hosts/`)
 VOCABULARY = 1000  # token ids below this are plain in the demo model
 
 
@@ -130,6 +133,7 @@ class Run:
     everyone: Score
     urgent: Waits  # under churn: what requests waited while they were of the two most urgent levels
     guest_tokens: int = 0  # of guests' answers in the time of the flood
+    moved: Moved | None = None  # with a host tier
     load: float = 0.0  # processes that wanted a core, on average over the last minute
     stolen: float = 0.0  # share of the cores' time that went to other machines
 
@@ -142,9 +146,9 @@ def measure(plan: Plan, on_run: Callable[[Run], None]) -> None:
             files.write(directory / case.name, case.work)
         for _ in range(plan.num_rounds):
             for system, cases in _servers(plan):
-                with _serving(plan, system, cases[0], directory) as url:
+                with _serving(plan, system, cases[0], directory) as server:
                     for case in cases:
-                        on_run(_run(plan, system, case.name, url, directory))
+                        on_run(_run(plan, system, case.name, server, directory))
 
 
 def _servers(plan: Plan) -> Iterator[tuple[str, list[Case]]]:
@@ -162,18 +166,20 @@ def _servers(plan: Plan) -> Iterator[tuple[str, list[Case]]]:
                 yield system, cases
 
 
-def _run(plan: Plan, system: str, name: str, url: str, directory: Path) -> Run:
+def _run(plan: Plan, system: str, name: str, server: Server, directory: Path) -> Run:
     path = directory / f"{system}-{name}.jsonl"
     is_ours = system.startswith("pengserve")
-    command = [sys.executable, "-m", "benchmarks.fair", "play", str(directory / name), "--url", url]
+    command = [sys.executable, "-m", "benchmarks.fair", "play", str(directory / name), "--url", server.url]
     command += ["--model", SERVED_NAME, "--vocabulary", str(VOCABULARY), "--outcomes", str(path)]
     command += [] if is_ours else ["--no-tenants", "--no-updates"]
     command += ["--no-priorities"] if system == "vllm-fcfs" else []
-    stolen = Stolen()
+    stolen, before = Stolen(), moved(server)
     subprocess.run(command, check=True, timeout=600, cwd=ROOT)
     _, found = files.read(directory / name)
     run = judged(plan, system, name, files.rows(path), found)
-    return replace(run, load=os.getloadavg()[0], stolen=stolen.share())
+    after = moved(server)
+    figures = after.since(before) if before is not None and after is not None else None
+    return replace(run, moved=figures, load=os.getloadavg()[0], stolen=stolen.share())
 
 
 def judged(plan: Plan, system: str, name: str, outcomes: list[dict[str, Any]], found: Workload) -> Run:
@@ -195,23 +201,24 @@ def judged(plan: Plan, system: str, name: str, outcomes: list[dict[str, Any]], f
 
 
 @contextmanager
-def _serving(plan: Plan, system: str, case: Case, directory: Path) -> Iterator[str]:
+def _serving(plan: Plan, system: str, case: Case, directory: Path) -> Iterator[Server]:
     engine = {**plan.engine, **case.engine}
     if system in VLLM:
         servers = VllmServers(directory, in_engine_process=True)
         engine["scheduling_policy"] = system.removeprefix("vllm-")
         try:
             [url] = servers.start(ServerPlan(model=plan.model, num_instances=1, engine=engine))
-            yield url
+            yield Server(url)
         finally:
             servers.stop()
         return
-    with _pengserve(plan, system, case, engine | {"scheduling_policy": "priority"}) as url:
-        yield url
+    times = directory / f"{system}-times" if system != "pengserve" else None
+    with _pengserve(plan, system, case, engine | {"scheduling_policy": "priority"}, times) as url:
+        yield Server(url, times)
 
 
 @contextmanager
-def _pengserve(plan: Plan, system: str, case: Case, engine: Mapping[str, Any]) -> Iterator[str]:
+def _pengserve(plan: Plan, system: str, case: Case, engine: Mapping[str, Any], times: Path | None) -> Iterator[str]:
     # Imported late: a vLLM that is imported here reads its environment.
     from tests.support.ingress import FixedRoutes, serving, wait_ready
     from tests.support.processes import CHANNEL_TOKEN, InstanceProcess
@@ -224,9 +231,12 @@ def _pengserve(plan: Plan, system: str, case: Case, engine: Mapping[str, Any]) -
         host_bytes=0 if system == "pengserve" else plan.host_bytes,
         link_bytes_per_s=case.link_bytes_per_s,
     )
-    hosts = "benchmarks.fair.hosts." + system.removeprefix("pengserve-")
-    module = hosts if system in SWITCHING else "pengserve.replicas.host"
-    process = InstanceProcess(config=instance, instance_id=0, module=module)
+    module = "pengserve.replicas.host"
+    if times is not None:
+        make_times(times)
+        module = "benchmarks.fair.hosts." + system.removeprefix("pengserve-")
+    with _environment(PATH, str(times or "")):
+        process = InstanceProcess(config=instance, instance_id=0, module=module)
     try:
         process.wait_ready()
         config = IngressConfig(
@@ -242,6 +252,16 @@ def _pengserve(plan: Plan, system: str, case: Case, engine: Mapping[str, Any]) -
             yield url
     finally:
         process.stop()
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    """Of processes that begin within it."""
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
 
 
 def record(plan: Plan, runs: list[Run]) -> dict[str, Any]:

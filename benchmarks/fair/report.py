@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import TypeVar
 
 from benchmarks.fair.measure import Case, Plan, Run
+from benchmarks.fair.moved import Moved
 from benchmarks.fair.scoring import Score
 from benchmarks.fair.urgency import Waits
 from benchmarks.fair.workload import Plan as Work
@@ -16,6 +17,15 @@ Figures = TypeVar("Figures", Score, Waits)
 _TIMES = ("TTFT P50, s", "P99", "TBT P99, s", "P99.9")
 HEADING = ("system", "requests", *_TIMES, "attainment", "tokens/s", "kept tokens/s", "paused, s")
 WAITS = ("system", "waited while urgent", "P90, s", "P99, s", "longest, s", "of all requests, s")
+MOVED = (
+    "system",
+    "to the host, MiB",
+    "to the device, MiB",
+    "left without a copy, MiB",
+    "a copy, KiB",
+    "calls, of steps",
+    "waits",
+)
 BUSY = {
     "calm": "Guests, in the time in which the other work has its flood",
     "flood": "Guests, once the flood has settled",
@@ -53,10 +63,35 @@ def _of_case(case: Case, runs: Sequence[Run]) -> list[str]:
         rows = [waits_row(system, _median([run.urgent for run in runs if run.system == system])) for system in systems]
         lines += ["What requests waited for their first token while they were of the two most urgent levels:", ""]
         lines += [*table(WAITS, rows), ""]
+    lines += _switching(systems, runs)
     everyone = [(system, _median([run.everyone for run in runs if run.system == system])) for system in systems]
     lines += ["All requests:", "", *table(HEADING, [row(*each) for each in everyone]), ""]
     shares = [(system, f"{found.jain:.3f}", str(found.failed)) for system, found in everyone]
     return [*lines, *table(("system", "Jain's index", "failed"), shares), ""]
+
+
+def _switching(systems: Sequence[str], runs: Sequence[Run]) -> list[str]:
+    rows = []
+    for system in systems:
+        found = [run.moved for run in runs if run.system == system and run.moved is not None]
+        if found and any(moved.out_bytes for moved in found):
+            rows.append((system, *(statistics.median_low(column) for column in zip(*map(_moved, found), strict=True))))
+    shown = [
+        (name, *(f"{value:.1f}" for value in values[:-2]), *(f"{v:.1%}" for v in values[-2:])) for name, *values in rows
+    ]
+    return ["What moved between device and host:", "", *table(MOVED, shown), ""] if shown else []
+
+
+def _moved(found: Moved) -> tuple[float, ...]:
+    times = found.times
+    copied = found.out_bytes + found.in_bytes
+    sizes = (
+        found.out_bytes / MIB,
+        found.in_bytes / MIB,
+        found.reused_bytes / MIB,
+        copied / max(1, times.copies) / 1024,
+    )
+    return (*sizes, times.manager_s / max(1e-9, times.steps_s), times.waits_s / max(1e-9, times.steps_s))
 
 
 def _told(case: Case) -> str:

@@ -26,7 +26,7 @@ class Cells(NamedTuple):
     """KV of some blocks in layers `[layers[0], layers[1])`."""
 
     layers: LayerRange
-    blocks: Sequence[int]
+    blocks: Sequence[int] | np.ndarray
 
     @property
     def num_cells(self) -> int:
@@ -90,10 +90,10 @@ class CellLedger:
         """
         if not self.num_in_flight or not cells.num_cells:
             return []
-        (first, stop), ids = cells.layers, np.unique(cells.blocks)
+        (first, stop), ids = cells.layers, np.asarray(cells.blocks)
         ids = ids[ids < self._copies.shape[2]]
         found = self._copies[0 if with_reads else 1 :, first:stop, ids].any(axis=(0, 1))
-        in_flight: list[int] = ids[found].tolist()
+        in_flight: list[int] = np.unique(ids[found]).tolist() if found.any() else []
         return in_flight
 
     def require_still(self, layer: int, num_blocks: int) -> None:
@@ -117,17 +117,16 @@ class CellLedger:
         return self.conflicts(Cells((0, self._copies.shape[1]), block_ids)) if self.num_in_flight else []
 
     def _count(self, cells: Cells, change: int, writes: bool) -> None:
-        (first, stop), (ids, times) = cells.layers, np.unique(cells.blocks, return_counts=True)
-        # `[block, layer]`, of these alone: a GPU has millions of cells.
-        counts = self._copies[int(writes), first:stop, ids] + change * times[:, None]
-        self._copies[int(writes), first:stop, ids] = counts
+        (first, stop), ids = cells.layers, np.asarray(cells.blocks)
+        counts = self._copies[int(writes), first:stop]
+        np.add.at(counts.T, ids, change)  # a block may be named twice
         self.num_in_flight += change * cells.num_cells
-        if change < 0 and (counts < 0).any():
+        if change < 0 and (counts[:, ids] < 0).any():
             raise ValueError(f"no copy {'writes' if writes else 'reads'} all of {cells}")
 
     def _make_room(self, cells: Cells) -> None:
         _, num_layers, num_blocks = self._copies.shape
         more_layers = max(0, cells.layers[1] - num_layers)
-        more_blocks = max(0, max(cells.blocks) + 1 - num_blocks)
+        more_blocks = max(0, int(np.max(cells.blocks)) + 1 - num_blocks)
         if more_layers or more_blocks:
             self._copies = np.pad(self._copies, ((0, 0), (0, more_layers), (0, more_blocks)))

@@ -107,8 +107,8 @@ class Traffic:
 
 
 def _device(copy: Copy) -> Cells:
-    return Cells((0, 1), copy.cells.tolist())
+    return Cells((0, 1), copy.cells)
 
 
 def _host(copy: Copy) -> Cells:
-    return Cells((copy.layer, copy.layer + 1), copy.rows.tolist())
+    return Cells((copy.layer, copy.layer + 1), copy.rows)

@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from pengserve.planners.preemption import aged_band
+from pengserve.planners.preemption import LOOK_S, aged_band
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import Request
 
@@ -171,4 +171,8 @@ class ParkedRequests(ABC):
         since = self._since.get(request.request_id)
         if since is None or not self._scheduler.goes_by_priority:
             return request.priority
-        return aged_band(request.priority, self._clock() - since.at_s)
+        return aged_band(request.priority, self.aged_s() - since.at_s)
+
+    def aged_s(self) -> float:
+        """When ages were looked at last: all at once, so that who has a place changes for them no oftener."""
+        return self._clock() // LOOK_S * LOOK_S

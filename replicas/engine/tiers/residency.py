@@ -70,7 +70,8 @@ class ResidentRequests(ParkedRequests):
         self._stepped: frozenset[str] = frozenset()  # as the planner of placements says, which leaves room to grow
         self._paused: frozenset[str] = frozenset()  # not stepped, as it says
         self.layers = PlacedLayers(scheduler, tiers)  # of requests, those that are kept on the host
-        self._settled: tuple[object, ...] | None = None  # the state for which the newest choice stands
+        self._settled: tuple[object, ...] | None = None  # the state for which the newest choice stands,
+        self._num_new = 0  # ... and the requests without KV that it lets begin
         self._prompts: list[Request] = []  # whose blocks are written behind after this step
         self.has_chosen = False  # for the newest step
         self._turns = Turns(scheduler, lambda request: self._blocks(request.num_computed_tokens))
@@ -146,29 +147,30 @@ class ResidentRequests(ParkedRequests):
         return self._settled is None or self._state() != self._settled or self._is_changing()
 
     def _state(self) -> tuple[object, ...]:
-        """What decides who is stepped, while none begins, needs a block or comes back: how many there are."""
+        """What decides who is stepped, while none that runs needs a block or has a prompt, and none comes back."""
         scheduler = self._scheduler
         counts = (len(scheduler.running) + len(scheduler.holding), len(self._parked), len(self._ordered))
-        if not scheduler.goes_by_priority:
-            return counts
-        num_turns = sum(map(self._turns.is_under_way, scheduler.running))
-        age = sum(request.priority - self._by_age(request) for request in self._parked.values())
         first = scheduler.waiting.peek_request().request_id if scheduler.waiting else ""
-        return (*counts, len(scheduler.waiting), first, num_turns, age)
+        num_slots = scheduler.new_slots if scheduler.takes_new else 0
+        state = (*counts, first, num_slots, self._supply.num_available())
+        if not scheduler.goes_by_priority:
+            return state
+        num_turns = sum(map(self._turns.is_under_way, scheduler.running))
+        return (*state, len(scheduler.waiting), num_turns, self.aged_s())
 
     def _is_changing(self) -> bool:
-        """Whether requests that wait could begin, or one that runs has a prompt or needs a block in the next step."""
+        """Whether requests that wait begin, or one that runs has a prompt or needs a block in the next step."""
         scheduler, size = self._scheduler, self._block_size
-        if scheduler.holding or not scheduler.running:
-            return True
-        if scheduler.waiting and (scheduler.new_slots or not scheduler.goes_by_priority):
+        if scheduler.holding or not scheduler.running or (scheduler.waiting and self._num_new):
             return True
         return any(r.num_computed_tokens % size == 0 or is_prefilling(r) for r in scheduler.running)
 
     def choosing(self) -> contextlib.AbstractContextManager[None]:
-        """As `step`, where there is something to choose."""
+        """As `step`, where there is something to choose; else the newest choice stands, if there was one."""
         self.has_chosen = self.has_to_choose()
-        return self.step() if self.has_chosen else contextlib.nullcontext()
+        if self.has_chosen:
+            return self.step()
+        return self._scheduler.limited(num_new=0) if self._parked else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -187,7 +189,7 @@ class ResidentRequests(ParkedRequests):
         self._free_blocks_for(stepped)
         self._bring_back([request for request in stepped if request.request_id in self._parked])
         is_coming = any(request.request_id in self._parked for request in stepped)
-        self._settled = None if is_coming else self._state()
+        self._settled, self._num_new = None if is_coming else self._state(), plan.num_new
         self._prompts += filter(is_prefilling, stepped)
         with self._scheduler.limited(num_new=plan.num_new, max_tokens=plan.max_tokens):
             yield

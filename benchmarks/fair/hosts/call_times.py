@@ -1,0 +1,156 @@
+"""What switching takes of the steps' time: counted in the instance, read by the benchmark while it serves.
+
+steps         time of all steps, of what vLLM computes in them and what else there is
+manager       ... of calls that decide who gives way and say where KV is: FastSwitch's call overhead (figure 9)
+waits         ... in which a step waited for a copy: not the manager's
+copies        calls that moved KV between device and host
+"""
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pengserve.replicas.engine.tiers.residency import ResidentRequests
+from pengserve.replicas.engine.tiers.shown_table import ShownTable
+from pengserve.replicas.engine.tiers.tier_runner import TierRunner
+from pengserve.replicas.kv import copies
+from pengserve.replicas.kv.copies import CopyEngine
+from pengserve.replicas.kv.tiered import TieredKv
+from pengserve.replicas.step_loop import StepLoop
+
+PATH = "PENGSERVE_BENCH_TIMES"  # variable of the environment: the file
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Totals since the instance began, or of a part of its time."""
+
+    steps_s: float = 0.0
+    manager_s: float = 0.0
+    waits_s: float = 0.0
+    copies: float = 0.0
+
+    def since(self, before: "Times") -> "Times":
+        """What has come since."""
+        return Times(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})
+
+
+_STEPS, _MANAGER, _WAITS, _COPIES = range(len(fields(Times)))
+
+
+def make(path: Path) -> None:
+    """Makes the file that an instance counts in."""
+    np.zeros(len(fields(Times))).tofile(path)
+
+
+def read(path: Path) -> Times:
+    """What an instance has counted so far."""
+    return Times(**dict(zip((f.name for f in fields(Times)), np.fromfile(path).tolist(), strict=True)))
+
+
+class _Counter:
+    """Of the step thread, but for the copies. Within it is the manager's time, without what waits there."""
+
+    def __init__(self, path: str) -> None:
+        self.totals = np.memmap(path, dtype=np.float64, mode="r+")
+        self._depth, self._started_s = 0, 0.0
+        self._waited_s = 0.0  # within the outermost call
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            self._waited_s, self._started_s = 0.0, time.perf_counter()
+
+    def __exit__(self, *exc: object) -> None:
+        self._depth -= 1
+        if not self._depth:
+            self.totals[_MANAGER] += time.perf_counter() - self._started_s - self._waited_s
+
+    def managing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call of the manager."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return call(*args, **kwargs)
+
+        return counted
+
+    def choosing(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call that gives what is around vLLM's scheduling: going in and coming out is the manager's time."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return _Around(self, call(*args, **kwargs))
+
+        return counted
+
+    def waiting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call that waits for a copy."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            started_s = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                took_s = time.perf_counter() - started_s
+                self._waited_s += took_s
+                self.totals[_WAITS] += took_s
+
+        return counted
+
+    def stepping(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call that makes a step."""
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            started_s = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.totals[_STEPS] += time.perf_counter() - started_s
+
+        return counted
+
+    def moving(self, call: Callable[..., int]) -> Callable[..., int]:
+        """A call that moves blocks, and says in how many copies; of the copies' thread."""
+
+        def counted(*args: Any, **kwargs: Any) -> int:
+            num_copies = call(*args, **kwargs)
+            self.totals[_COPIES] += num_copies
+            return num_copies
+
+        return counted
+
+
+class _Around:
+    """A context whose own work is the manager's."""
+
+    def __init__(self, counter: _Counter, inner: AbstractContextManager[None]) -> None:
+        self._counter, self._inner = counter, inner
+
+    def __enter__(self) -> None:
+        with self._counter:
+            self._inner.__enter__()
+
+    def __exit__(self, *exc: Any) -> bool | None:
+        with self._counter:
+            return self._inner.__exit__(*exc)
+
+
+def count() -> None:
+    """Counts from now on, if the environment says where."""
+    if not (path := os.environ.get(PATH)):
+        return
+    counter = _Counter(path)
+    StepLoop._step = counter.stepping(StepLoop._step)  # type: ignore[method-assign]
+    CopyEngine.wait = counter.waiting(CopyEngine.wait)  # type: ignore[method-assign]
+    ResidentRequests.choosing = counter.choosing(ResidentRequests.choosing)  # type: ignore[method-assign]
+    for kind, name in ((ShownTable, "expect"), (ShownTable, "commit"), (TierRunner, "_map"), (TieredKv, "end_step")):
+        setattr(kind, name, counter.managing(getattr(kind, name)))
+    copies._move_by_runs = counter.moving(copies._move_by_runs)
+    copies._move_by_rows = counter.moving(copies._move_by_rows)
