@@ -12,18 +12,19 @@ Of equally urgent ones the one whose tenant is furthest ahead of its share gives
 with the least KV to move. No request goes to and fro: one that came back keeps its place until it has made
 `QUANTUM_TOKENS` tokens, so that it is parked at most once in so many.
 
-No request starves: one that is parked becomes more urgent by a band in each `AGE_S`, seen at the next look. So it makes
-at least `QUANTUM_TOKENS` tokens in each `(n + 1) * AGE_S + LOOK_S`, where the most urgent request that runs is n bands above it, and in
-the time that such requests of the same age before it take: turns that age gives have half of the places and half of the
-device at most (`plan_turns`), and the rest is the most urgent requests'. So one that is more urgent than those that run
-waits for a step, or for `QUANTUM_TOKENS` steps where all of them came back a moment ago, and not for all that are
-parked.
+No request starves: one that is parked becomes more urgent by a band in each `AGE_S`, which is looked at once in
+`LOOK_S`. So it makes at least `QUANTUM_TOKENS` tokens in each `(n + 1) * AGE_S + LOOK_S`, where the most urgent request
+that runs is n bands above it, and in the time that such requests of the same age before it take: turns that age gives
+have half of the places and half of the device at most (`plan_turns`), and the rest is the most urgent requests'. So one
+that is more urgent than those that run waits for a step, or for `QUANTUM_TOKENS` steps where all of them came back a
+moment ago, and not for all that are parked.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-QUANTUM_TOKENS = 8
+QUANTUM_TOKENS = 16
 AGE_S = 1.0  # a user who reads bears a pause of a second
 LOOK_S = 0.25  # between two looks at ages
 
@@ -33,8 +34,7 @@ def aged_band(priority: int, parked_s: float) -> int:
     return priority - int(max(0.0, parked_s) / AGE_S)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A request that could be in the batch."""
 
     request_id: str
@@ -87,8 +87,7 @@ def plan_places(candidates: Sequence[Candidate], num_places: int) -> Places:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Aged:
+class Aged(NamedTuple):
     """A parked request that is more urgent by its age, or one that came back a moment ago."""
 
     request_id: str

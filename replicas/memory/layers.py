@@ -12,6 +12,7 @@ counts include vLLM's null block 0.
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from pengserve.planners.layer_sizes import LayerRange, LayerSizes
@@ -86,12 +87,12 @@ class LayerMemory:
         flat = self._kv[layer].tensor(torch.uint8)[: self.max_blocks * self.sizes.block_bytes]
         return flat.view(self.max_blocks, self.sizes.block_bytes)
 
-    def read_kv(self, layer: int, block_ids: Sequence[int]) -> torch.Tensor:
+    def read_kv(self, layer: int, block_ids: Sequence[int] | np.ndarray) -> torch.Tensor:
         """A copy of the KV of these blocks: uint8 `[n, block_bytes]`."""
         kv = self.kv(layer)
         return kv.index_select(0, torch.tensor(block_ids, dtype=torch.int64, device=kv.device))
 
-    def write_kv(self, layer: int, block_ids: Sequence[int], data: torch.Tensor) -> None:
+    def write_kv(self, layer: int, block_ids: Sequence[int] | np.ndarray, data: torch.Tensor) -> None:
         """Writes `data`, uint8 `[n, block_bytes]` on any device, as the KV of these blocks."""
         kv = self.kv(layer)
         ids = torch.tensor(block_ids, dtype=torch.int64, device=kv.device)

@@ -71,7 +71,8 @@ class ResidentRequests(ParkedRequests):
         self._paused: frozenset[str] = frozenset()  # not stepped, as it says
         self.layers = PlacedLayers(scheduler, tiers)  # of requests, those that are kept on the host
         self._settled: tuple[object, ...] | None = None  # the state for which the newest choice stands,
-        self._num_new = 0  # ... and the requests without KV that it lets begin
+        self._num_new = 0  # ... the requests without KV that it lets begin,
+        self._num_available = 0  # ... and the blocks that were left after the newest step
         self._prompts: list[Request] = []  # whose blocks are written behind after this step
         self.has_chosen = False  # for the newest step
         self._turns = Turns(scheduler, lambda request: self._blocks(request.num_computed_tokens))
@@ -144,18 +145,19 @@ class ResidentRequests(ParkedRequests):
             self.layers.renew()
         if not self._parked:
             return bool(self._paused) or self._is_short() or self._is_outranked()
-        return self._settled is None or self._state() != self._settled or self._is_changing()
+        if self._settled is None or self._supply.num_available() != self._num_available:
+            return True
+        return self._state() != self._settled or self._is_changing()
 
     def _state(self) -> tuple[object, ...]:
         """What decides who is stepped, while none that runs needs a block or has a prompt, and none comes back."""
         scheduler = self._scheduler
         counts = (len(scheduler.running) + len(scheduler.holding), len(self._parked), len(self._ordered))
         first = scheduler.waiting.peek_request().request_id if scheduler.waiting else ""
-        num_slots = scheduler.new_slots if scheduler.takes_new else 0
-        state = (*counts, first, num_slots, self._supply.num_available())
+        state = (*counts, first, scheduler.takes_new and scheduler.new_slots > 0)
         if not scheduler.goes_by_priority:
             return state
-        num_turns = sum(map(self._turns.is_under_way, scheduler.running))
+        num_turns = sum(map(self._turns.is_under_way, (*scheduler.running, *scheduler.holding)))
         return (*state, len(scheduler.waiting), num_turns, self.aged_s())
 
     def _is_changing(self) -> bool:
@@ -193,6 +195,7 @@ class ResidentRequests(ParkedRequests):
         self._prompts += filter(is_prefilling, stepped)
         with self._scheduler.limited(num_new=plan.num_new, max_tokens=plan.max_tokens):
             yield
+        self._num_available = self._supply.num_available()
         self._write_behind()
 
     def _is_short(self) -> bool:
@@ -218,14 +221,14 @@ class ResidentRequests(ParkedRequests):
         """Parks those whose place in the batch a more urgent request takes."""
         scheduler = self._scheduler
         here = [r for r in (*scheduler.running, *scheduler.holding) if r.request_id not in self._paused]
-        parked = self._waiting_for_room()
-        self._turns.choose({r.request_id: (r, self._by_age(r)) for r in parked}, here, self._num_whole)
+        parked = [(r, self._by_age(r)) for r in self._waiting_for_room()]
+        self._turns.choose(parked, here, self._num_whole)
         waiting = self._with_room() if scheduler.takes_new else []
-        found = [self._candidate(r, is_running=True) for r in here]
-        found += [self._candidate(r, is_parked=True) for r in parked]
-        found += [self._candidate(r) for r in waiting]
+        found = [self._candidate(r, r.priority, is_running=True) for r in here]
+        found += [self._candidate(r, band, is_parked=True) for r, band in parked]
+        found += [self._candidate(r, r.priority) for r in waiting]
         places = plan_places(found, scheduler.max_running)
-        self._without_place = {r.request_id for r in parked} - places.placed
+        self._without_place = {r.request_id for r, _ in parked} - places.placed
         self._without_place |= set(places.victims)
         self.tiers.count_displaced(len(places.victims))
         self._begins = waiting[: places.num_new]
@@ -240,10 +243,12 @@ class ResidentRequests(ParkedRequests):
             found.append(request)
         return found
 
-    def _candidate(self, request: Request, *, is_running: bool = False, is_parked: bool = False) -> Candidate:
+    def _candidate(
+        self, request: Request, aged: int, *, is_running: bool = False, is_parked: bool = False
+    ) -> Candidate:
         return Candidate(
             request_id=request.request_id,
-            band=self._band(request),
+            band=self._turns.band(request, aged),
             tag=request.arrival_time,
             num_blocks=self._blocks(request.num_computed_tokens),
             is_running=is_running,

@@ -1,6 +1,6 @@
 """Turns of requests that were parked for long: which of them are as urgent as their age makes them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from pengserve.planners.preemption import QUANTUM_TOKENS, Aged, plan_turns
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
@@ -26,15 +26,15 @@ class Turns:
         since = self._came_back.get(request.request_id)
         return since is not None and request.num_tokens < since[0] + QUANTUM_TOKENS
 
-    def choose(self, parked: Mapping[str, tuple[Request, int]], here: Sequence[Request], num_blocks: int) -> None:
+    def choose(self, parked: Sequence[tuple[Request, int]], here: Sequence[Request], num_blocks: int) -> None:
         """Gives turns for the next step.
 
         Args:
-            parked: by id, requests and the bands that their age gives them.
+            parked: requests, and the bands that their age gives them.
             here: requests that run.
             num_blocks: of the device.
         """
-        aged = [self._aged(r, band) for r, band in parked.values() if band < r.priority]
+        aged = [self._aged(r, band) for r, band in parked if band < r.priority]
         under_way = [self._aged(r, r.priority) for r in here if self.is_under_way(r)] if aged else []
         self._chosen = plan_turns(aged, under_way, self._scheduler.max_running, num_blocks)
 

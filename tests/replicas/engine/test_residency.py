@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("vllm")
 from pengserve.planners.preemption import QUANTUM_TOKENS
+from pengserve.replicas.engine.scheduling.scheduler_handle import is_prefilling
 from pengserve.replicas.engine.tiers.lane_tiers import LaneTiers
 from pengserve.replicas.engine.tiers.residency import ResidentRequests
 from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput
@@ -57,12 +58,9 @@ class Engine:
         """As `DpLane.step`, every 50 ms."""
         self.num_steps += 1
         self.now_s += 0.05
-        if not self.residency.has_to_choose():
+        with self.residency.choosing():
             self._step()
-            return
-        self.num_choices += 1
-        with self.residency.step():
-            self._step()
+        self.num_choices += self.residency.has_chosen
 
     def _step(self) -> None:
         output = self.handle.schedule()
@@ -243,7 +241,25 @@ def test_a_request_that_comes_back_to_a_full_device_has_its_turn_there() -> None
             break
     assert calm.num_output_tokens == 60 and calm.num_preemptions == 0
     pauses = [pause for pause in engine.residency.take_pauses() if pause.request is calm]
-    assert 1 < len(pauses) <= 60 // QUANTUM_TOKENS, "a turn is as many tokens"
+    assert 1 < len(pauses) <= 1 + 60 // QUANTUM_TOKENS, "a turn is as many tokens; one pause is before the first"
+    engine.world.close()
+
+
+def test_while_requests_wait_for_memory_others_are_stepped_without_a_new_choice() -> None:
+    """Places are free, so that one could begin with any step if there were room."""
+    engine = Engine(600, by_priority=True)
+    for index in range(12):
+        request = scheduled_request(str(index), 60, max_tokens=60)
+        request.priority = index // 4
+        engine.handle.add(request)
+    num_still = 0  # steps in which requests wait for memory, and none that runs has a prompt or begins a block
+    while engine.handle.has_unfinished or engine.residency.has_work():
+        waits = bool(engine.handle.waiting and engine.handle.new_slots and engine.handle.running)
+        begins = [r.num_computed_tokens % BLOCK_SIZE == 0 or is_prefilling(r) for r in engine.handle.running]
+        engine.step()
+        num_still += waits and not any(begins)
+    assert num_still > 0.3 * engine.num_steps
+    assert engine.num_choices < 0.6 * engine.num_steps
     engine.world.close()
 
 

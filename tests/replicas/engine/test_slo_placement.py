@@ -101,11 +101,8 @@ class PlacedEngine(Engine):
 
     def _choose(self) -> None:
         self.now_s += STEP_S
-        if not self.residency.has_to_choose():
+        with self.residency.choosing():
             self._step()
-        else:
-            with self.residency.step():
-                self._step()
         self.pauses_s += [pause.seconds for pause in self.residency.take_pauses()]
 
     def _forward(self, ids: list[str], num_tokens: dict[str, int]) -> None:
