@@ -27,6 +27,7 @@ CASES, CALIBRATED = FOLDER / "cases.yaml", FOLDER / "calibrated.yaml"
 OURS = "pengserve"
 SEED = 1  # of arrivals that are drawn: what the policies were tuned on
 MOST_SPAN_S = 300.0  # of a trace that is stretched
+LEAD_S = 5.0  # for which the cluster stands before the first request comes
 WIDEST, MOST_STAGES = (2, 4), 4  # of the groups that PengServe may form
 SLO_SCALE = 5.0  # KunServe's for chat; limits are so many times the mean that dp has at half load
 
@@ -137,8 +138,12 @@ def arrivals_of(case: Case, folder: Path) -> tuple[Arrival, ...]:
     arrivals = clipped(case.machine, case.trace, folder, case.seed)
     factor = case.scale * rate_of(case.machine, case.trace) / (len(arrivals) / span_of(case.trace, folder, case.seed))
     if factor < 1 and any(arrival.prefix_ids for arrival in arrivals):
-        return stretched(arrivals, 1 / factor, MOST_SPAN_S)
-    return upscale(arrivals, factor, case.seed)
+        return _later(stretched(arrivals, 1 / factor, MOST_SPAN_S))
+    return _later(upscale(arrivals, factor, case.seed))
+
+
+def _later(arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
+    return tuple(replace(arrival, at_s=round(arrival.at_s + LEAD_S, 6)) for arrival in arrivals)
 
 
 def stretched(arrivals: Sequence[Arrival], times: float, most_s: float) -> tuple[Arrival, ...]:

@@ -111,11 +111,12 @@ def text(found: Sequence[Measured], picture: str) -> str:
         f" {drawn} {facts_line()}", "",
         f"![Ratios of goodput and of P99 TTFT]({picture})", "",
         "A case is `machine/trace/scale`; `benchmarks/regret/cases.yaml` lists machines and windows. Scale 1 is what"
-        " vLLM dp serves, measured by `calibrate.py`. Goodput counts requests within 5 times the mean TTFT and TPOT"
-        " that dp has at scale 0.5; where less than 2 % of the requests are in time, 2 % count. The best static layout"
-        " has the highest goodput of dp, tp2, tp4, pp2 and pp4; of those within 0.5 % it is the one with the lowest P99"
-        " TTFT. All other columns are PengServe's over that layout's: goodput is better above 1, latencies are better"
-        " below. The columns of single levers are ratios of goodput.", "",
+        " vLLM dp serves, measured by `calibrate.py`. Each cluster has stood for 5 s when the first request comes."
+        " Goodput counts requests within 5 times the mean TTFT and TPOT that dp has at scale 0.5; where less than 2 %"
+        " of the requests are in time, 2 % count. The best static layout has the highest goodput of dp, tp2, tp4, pp2"
+        " and pp4; of those within 0.5 % it is the one with the lowest P99 TTFT. All other columns are PengServe's over"
+        " that layout's: goodput is better above 1, latencies are better below. The columns of single levers are ratios"
+        " of goodput.", "",
         f"The law: goodput at least {LEAST_GOODPUT:g}; P99 TTFT at most {MOST_TTFT:g} where at least {STABLE:.0%} of"
         " the best static layout's requests are within the limits.", "",
         *(f"- {sentence}" for sentence in summary(found)), "",

@@ -86,6 +86,13 @@ class JudgeHistory:
         """Whether it has only just begun to watch requests that come: in a moment it can predict."""
         return not self.watched.is_known and bool(instances.stat("total_requests").any())
 
+    def awaits_first(self, snapshot: ClusterSnapshot, instances: ReadyInstances) -> bool:
+        """Whether instances are alone and have a price, and no request has come: to merge them now would be a guess."""
+        if self.watched.is_known or instances.stat("total_requests").any():
+            return False
+        is_priced = self.watched.costs(instances).of(GroupKind.DP) is not None
+        return is_priced and all(group.kind is GroupKind.DP for group in snapshot.layout.groups)
+
     def slow_degrees(self, instances: ReadyInstances, degrees: Collection[int]) -> frozenset[int]:
         """Tensor-parallel groups of these degrees have tokens later than an instance alone, as far as is known."""
         if not self.knows(instances):

@@ -51,6 +51,25 @@ def test_at_low_load_instances_merge_because_each_token_comes_sooner() -> None:
     assert decision.is_judged and decision.chosen.gain_s > 0 and decision.chosen.prediction is not None
 
 
+def test_before_the_first_request_instances_that_have_a_price_stay_alone() -> None:
+    """Thresholds take them for quiet. Nothing is known of what will come, and a burst would meet a group."""
+    plan, decision = decided(served(4, rate=0.0, running=0))
+    assert plan is None and not decision.options
+    by_rules = SelectorHistory()
+    for seen in served(4, rate=0.0, running=0):
+        plan, by_rules, _ = select(seen, MERGE, DROP, by_rules, judge_config=JudgeConfig(is_on=False))
+    assert what(plan) == "merge tp4@(0,1,2,3)"
+
+
+def test_a_group_that_stands_before_the_first_request_comes_to_its_end() -> None:
+    history = SelectorHistory()
+    for seen in served(2, "pp2@(0,1)", rate=0.0, running=0, seconds=60):
+        plan, history, _ = select(seen, MERGE, DROP, history)
+        if plan is not None:
+            break
+    assert what(plan) == "restore pp2@(0,1)"
+
+
 @pytest.mark.parametrize("layout", ["tp2@(0,1) tp2@(2,3)", "tp2@(0,1)"])
 def test_groups_that_are_wanted_wider_merge_in_one_switch_and_that_is_what_it_costs(layout: str) -> None:
     looks = list(served(4, layout, rate=0.3, running=1))
