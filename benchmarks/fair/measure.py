@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.fair import files
-from benchmarks.fair.hosts.call_times import PATH
-from benchmarks.fair.hosts.call_times import make as make_times
+from benchmarks.fair.hosts.times import PATH
+from benchmarks.fair.hosts.times import make as make_times
 from benchmarks.fair.moved import Moved, Server, moved
 from benchmarks.fair.scoring import Limits, Score, score
 from benchmarks.fair.urgency import Waits, waits

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from benchmarks.fair.hosts.call_times import Times, read
+from benchmarks.fair.hosts.times import Times, read
 
 TIER_BYTES = "pengserve_instance_tier_bytes"
 

@@ -4,11 +4,14 @@ import itertools
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.fair import files
+from benchmarks.fair.hosts import times
 from benchmarks.fair.scoring import Limits, covered_s, jain, percentile, satisfaction, score
 from benchmarks.fair.urgency import waits
 from benchmarks.fair.workload import Plan, Turn, Update, Workload, make
@@ -121,6 +124,29 @@ def test_only_the_time_in_which_a_request_was_urgent_counts() -> None:
 def test_a_plan_that_cannot_be_says_which_field(name: str, value: object) -> None:
     with pytest.raises(ValueError, match=name):
         Plan(**{name: value})  # type: ignore[arg-type]
+
+
+def test_what_an_instance_has_counted_is_read_while_it_counts(tmp_path: Path) -> None:
+    times.make(tmp_path / "times")
+    totals = np.memmap(tmp_path / "times", dtype=np.float64, mode="r+")
+    before = times.read(tmp_path / "times")
+    totals[:] = (4.0, 1.0, 0.5, 7.0)
+    expected = times.Times(steps_s=4.0, manager_s=1.0, waits_s=0.5, copies=7.0)
+    assert times.read(tmp_path / "times").since(before) == expected
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_block_by_block_the_same_is_copied(to_host: bool) -> None:
+    parts = pytest.importorskip("benchmarks.fair.hosts.parts", reason="vLLM is not installed")
+    cells, rows = np.array([3, 4, 5, 1]), np.array([2, 3, 6, 0])
+    copied = []
+    for move in (parts.move_by_blocks, parts.copies._move_by_runs):
+        device, host = torch.arange(32).reshape(8, 4), -torch.arange(32).reshape(8, 4)
+        before = device.tolist(), host.tolist()
+        num_copies = move(device, host, cells, rows, to_host=to_host)
+        copied.append((device.tolist(), host.tolist()))
+        assert 0 < num_copies <= len(cells)
+    assert copied[0] == copied[1] != before
 
 
 @given(st.lists(st.floats(0.1, 10), min_size=1, max_size=9))

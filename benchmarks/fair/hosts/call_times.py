@@ -1,21 +1,15 @@
-"""What switching takes of the steps' time: counted in the instance, read by the benchmark while it serves.
-
-steps         time of all steps, of what vLLM computes in them and what else there is
-manager       ... of calls that decide who gives way and say where KV is: FastSwitch's call overhead (figure 9)
-waits         ... in which a step waited for a copy: not the manager's
-copies        calls that moved KV between device and host
-"""
+"""Counts in an instance what switching takes of its steps' time."""
 
 import os
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
-from pathlib import Path
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
+from benchmarks.fair.hosts.times import PATH, Times
 from pengserve.replicas.engine.tiers.residency import ResidentRequests
 from pengserve.replicas.engine.tiers.shown_table import ShownTable
 from pengserve.replicas.engine.tiers.tier_runner import TierRunner
@@ -24,34 +18,7 @@ from pengserve.replicas.kv.copies import CopyEngine
 from pengserve.replicas.kv.tiered import TieredKv
 from pengserve.replicas.step_loop import StepLoop
 
-PATH = "PENGSERVE_BENCH_TIMES"  # variable of the environment: the file
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Times:
-    """Totals since the instance began, or of a part of its time."""
-
-    steps_s: float = 0.0
-    manager_s: float = 0.0
-    waits_s: float = 0.0
-    copies: float = 0.0
-
-    def since(self, before: "Times") -> "Times":
-        """What has come since."""
-        return Times(**{f.name: getattr(self, f.name) - getattr(before, f.name) for f in fields(self)})
-
-
 _STEPS, _MANAGER, _WAITS, _COPIES = range(len(fields(Times)))
-
-
-def make(path: Path) -> None:
-    """Makes the file that an instance counts in."""
-    np.zeros(len(fields(Times))).tofile(path)
-
-
-def read(path: Path) -> Times:
-    """What an instance has counted so far."""
-    return Times(**dict(zip((f.name for f in fields(Times)), np.fromfile(path).tolist(), strict=True)))
 
 
 class _Counter:
