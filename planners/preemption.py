@@ -31,7 +31,7 @@ LOOK_S = 0.25  # between two looks at ages
 
 def aged_band(priority: int, parked_s: float) -> int:
     """The band of a request that has been parked for so long."""
-    return priority - int(max(0.0, parked_s) / AGE_S)
+    return priority - int(parked_s / AGE_S)
 
 
 class Candidate(NamedTuple):

@@ -79,8 +79,7 @@ def select(
     instances = ready_instances(snapshot.instances)
     judged = history.judge.seen(snapshot, instances, judge_config)
     history = replace(history, judge=judged)
-    can_judge = judged.knows(instances) or judged.will_know(instances) or judged.awaits_first(snapshot, instances)
-    if judge_config.is_on and can_judge:
+    if judge_config.is_on and (judged.knows(instances) or judged.will_know(snapshot, instances)):
         memory = Memory(load=history.load, demand=history.demand, judge=judged)
         plan, memory, decision = decide_by_gain(snapshot, instances, configs, memory)
         history = replace(history, load=memory.load, demand=memory.demand, judge=memory.judge)

@@ -138,12 +138,10 @@ def arrivals_of(case: Case, folder: Path) -> tuple[Arrival, ...]:
     arrivals = clipped(case.machine, case.trace, folder, case.seed)
     factor = case.scale * rate_of(case.machine, case.trace) / (len(arrivals) / span_of(case.trace, folder, case.seed))
     if factor < 1 and any(arrival.prefix_ids for arrival in arrivals):
-        return _later(stretched(arrivals, 1 / factor, MOST_SPAN_S))
-    return _later(upscale(arrivals, factor, case.seed))
-
-
-def _later(arrivals: Sequence[Arrival]) -> tuple[Arrival, ...]:
-    return tuple(replace(arrival, at_s=round(arrival.at_s + LEAD_S, 6)) for arrival in arrivals)
+        found = stretched(arrivals, 1 / factor, MOST_SPAN_S)
+    else:
+        found = upscale(arrivals, factor, case.seed)
+    return tuple(replace(arrival, at_s=round(arrival.at_s + LEAD_S, 6)) for arrival in found)
 
 
 def stretched(arrivals: Sequence[Arrival], times: float, most_s: float) -> tuple[Arrival, ...]:

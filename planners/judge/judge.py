@@ -80,18 +80,20 @@ class JudgeHistory:
 
     def knows(self, instances: ReadyInstances) -> bool:
         """Whether it can predict: requests have come, and steps of an instance that is alone have a price."""
-        return self.watched.is_known and self.watched.costs(instances).of(GroupKind.DP) is not None
+        return self.watched.is_known and self._has_price(instances)
 
-    def will_know(self, instances: ReadyInstances) -> bool:
-        """Whether it has only just begun to watch requests that come: in a moment it can predict."""
-        return not self.watched.is_known and bool(instances.stat("total_requests").any())
-
-    def awaits_first(self, snapshot: ClusterSnapshot, instances: ReadyInstances) -> bool:
-        """Whether instances are alone and have a price, and no request has come: to merge them now would be a guess."""
-        if self.watched.is_known or instances.stat("total_requests").any():
+    def will_know(self, snapshot: ClusterSnapshot, instances: ReadyInstances) -> bool:
+        """Whether it can predict in a moment: it has only just begun to watch requests that come, or waits for the
+        first one, with instances that are alone and have a price. To merge these now would be a guess.
+        """
+        if self.watched.is_known:
             return False
-        is_priced = self.watched.costs(instances).of(GroupKind.DP) is not None
-        return is_priced and all(group.kind is GroupKind.DP for group in snapshot.layout.groups)
+        if instances.stat("total_requests").any():
+            return True
+        return self._has_price(instances) and all(group.kind is GroupKind.DP for group in snapshot.layout.groups)
+
+    def _has_price(self, instances: ReadyInstances) -> bool:
+        return self.watched.costs(instances).of(GroupKind.DP) is not None
 
     def slow_degrees(self, instances: ReadyInstances, degrees: Collection[int]) -> frozenset[int]:
         """Tensor-parallel groups of these degrees have tokens later than an instance alone, as far as is known."""

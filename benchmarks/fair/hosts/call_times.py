@@ -27,17 +27,18 @@ class _Counter:
     def __init__(self, path: str) -> None:
         self.totals = np.memmap(path, dtype=np.float64, mode="r+")
         self._depth, self._started_s = 0, 0.0
-        self._waited_s = 0.0  # within the outermost call
+        self._waited_s = 0.0  # in all, when the outermost call began
 
     def __enter__(self) -> None:
         self._depth += 1
         if self._depth == 1:
-            self._waited_s, self._started_s = 0.0, time.perf_counter()
+            self._waited_s, self._started_s = self.totals[_WAITS], time.perf_counter()
 
     def __exit__(self, *exc: object) -> None:
         self._depth -= 1
         if not self._depth:
-            self.totals[_MANAGER] += time.perf_counter() - self._started_s - self._waited_s
+            waited_s = self.totals[_WAITS] - self._waited_s
+            self.totals[_MANAGER] += time.perf_counter() - self._started_s - waited_s
 
     def managing(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """A call of the manager."""
@@ -57,29 +58,15 @@ class _Counter:
 
         return counted
 
-    def waiting(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A call that waits for a copy."""
+    def timed(self, total: int, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A call whose time is part of this total."""
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             started_s = time.perf_counter()
             try:
                 return call(*args, **kwargs)
             finally:
-                took_s = time.perf_counter() - started_s
-                self._waited_s += took_s
-                self.totals[_WAITS] += took_s
-
-        return counted
-
-    def stepping(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A call that makes a step."""
-
-        def counted(*args: Any, **kwargs: Any) -> Any:
-            started_s = time.perf_counter()
-            try:
-                return call(*args, **kwargs)
-            finally:
-                self.totals[_STEPS] += time.perf_counter() - started_s
+                self.totals[total] += time.perf_counter() - started_s
 
         return counted
 
@@ -114,8 +101,8 @@ def count() -> None:
     if not (path := os.environ.get(PATH)):
         return
     counter = _Counter(path)
-    StepLoop._step = counter.stepping(StepLoop._step)  # type: ignore[method-assign]
-    CopyEngine.wait = counter.waiting(CopyEngine.wait)  # type: ignore[method-assign]
+    StepLoop._step = counter.timed(_STEPS, StepLoop._step)  # type: ignore[method-assign]
+    CopyEngine.wait = counter.timed(_WAITS, CopyEngine.wait)  # type: ignore[method-assign]
     ResidentRequests.choosing = counter.choosing(ResidentRequests.choosing)  # type: ignore[method-assign]
     for kind, name in ((ShownTable, "expect"), (ShownTable, "commit"), (TierRunner, "_map"), (TieredKv, "end_step")):
         setattr(kind, name, counter.managing(getattr(kind, name)))

@@ -72,7 +72,7 @@ class ResidentRequests(ParkedRequests):
         self.layers = PlacedLayers(scheduler, tiers)  # of requests, those that are kept on the host
         self._settled: tuple[object, ...] | None = None  # the state for which the newest choice stands,
         self._num_new = 0  # ... the requests without KV that it lets begin,
-        self._num_available = 0  # ... and the blocks that were left after the newest step
+        self._num_available = 0  # ... and the blocks that were left after its step
         self._prompts: list[Request] = []  # whose blocks are written behind after this step
         self.has_chosen = False  # for the newest step
         self._turns = Turns(scheduler, lambda request: self._blocks(request.num_computed_tokens))
