@@ -19,8 +19,9 @@ from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind, Layout, parse_groups
 from pengserve.planners.types.orders import Migrate
-from pengserve.planners.types.plans import LayoutTarget, SwitchPlan, SwitchStrategy
+from pengserve.planners.types.plans import LayoutTarget, SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, LayoutPolicy
+from pengserve.planners.types.strategy import SwitchStrategy
 
 logger = logging.getLogger(__name__)
 

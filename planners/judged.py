@@ -15,8 +15,9 @@ from pengserve.planners.steps import make_plan, next_step
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot
+from pengserve.planners.types.strategy import SwitchStrategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,8 +28,9 @@ from pengserve.planners.steps import can_merge, can_split, make_plan, next_step,
 from pengserve.planners.types.config import MergeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot
+from pengserve.planners.types.strategy import SwitchStrategy
 
 YOUNG_S = 1.0  # a new group is not split: what it was made for is still on its way
 ON_THE_WAY_S = 2.0  # ... of a group for a long request: that waited at an ingress, and must show up

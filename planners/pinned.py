@@ -7,8 +7,9 @@ from pengserve.planners.load import ClusterView
 from pengserve.planners.stages import nests
 from pengserve.planners.steps import can_merge, can_split, make_plan, parts_of
 from pengserve.planners.types.layout import Group, GroupKind, alone
-from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot
+from pengserve.planners.types.strategy import SwitchStrategy
 
 
 def plan_pinned(

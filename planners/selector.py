@@ -38,8 +38,9 @@ from pengserve.planners.restore import RestoreHistory, RestorePlan, plan_restore
 from pengserve.planners.steps import make_plan
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot
+from pengserve.planners.types.strategy import SwitchStrategy
 
 JUDGE = JudgeConfig()
 SHOWN_DROPS = 4  # options of one look; a thousand instances may call for hundreds

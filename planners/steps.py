@@ -8,8 +8,9 @@ from pengserve.planners.load import ClusterView, fits_alone, lane_capacity
 from pengserve.planners.stages import nests
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind, alone
-from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot
+from pengserve.planners.types.strategy import SwitchStrategy
 
 
 def parts_of(group_of: Mapping[InstanceId, Group], group: Group) -> tuple[Group, ...]:

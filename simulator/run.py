@@ -14,8 +14,9 @@ from pengserve.planners.types.errors import ConfigError, EngineError, PengServeE
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.ids import NO_VERSION, InstanceId
 from pengserve.planners.types.layout import Group
-from pengserve.planners.types.plans import LayoutTarget, SwitchStrategy
+from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import Demand, InstanceState
+from pengserve.planners.types.strategy import SwitchStrategy
 from pengserve.simulator.build import arrivals_of, machine_of, setup_of
 from pengserve.simulator.clock import run_virtual
 from pengserve.simulator.config import SimulationConfig

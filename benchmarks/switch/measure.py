@@ -16,7 +16,7 @@ from benchmarks.harness import MIB, degrees, engine_flags, text
 from benchmarks.ingress import settled_ingress
 from benchmarks.sse import Answer
 from pengserve.planners.types.events import Event, EventKind
-from pengserve.planners.types.plans import SwitchStrategy
+from pengserve.planners.types.strategy import SwitchStrategy
 from tests.support.elastic import ElasticCluster, elastic_cluster
 from tests.support.ingress import MODEL_NAME
 

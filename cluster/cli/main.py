@@ -13,7 +13,7 @@ import typer
 
 from pengserve.cluster.cli.commands import Commands
 from pengserve.planners.types.errors import PengServeError
-from pengserve.planners.types.plans import SwitchStrategy as Strategy
+from pengserve.planners.types.strategy import SwitchStrategy as Strategy
 
 app = typer.Typer(
     name="pengserve",

@@ -13,8 +13,8 @@ from pengserve.client.slo import Slo, async_openai_client, openai_client
 from pengserve.planners.types.drains import DrainOperation
 from pengserve.planners.types.errors import PengServeError
 from pengserve.planners.types.events import Event
-from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, LayoutView, RoutingTable
+from pengserve.planners.types.strategy import SwitchStrategy
 from pengserve.planners.types.tenants import TenantUse
 
 if TYPE_CHECKING:

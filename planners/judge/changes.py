@@ -15,7 +15,7 @@ from pengserve.planners.steps import next_step
 from pengserve.planners.types.config import DropConfig, MergeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind, alone
-from pengserve.planners.types.plans import SwitchStrategy
+from pengserve.planners.types.strategy import SwitchStrategy
 
 MOST = 5  # of each kind and degree, after a cheap filter: a thousand instances could do hundreds of things
 

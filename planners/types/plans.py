@@ -1,10 +1,10 @@
 """What planners decide. A plan is a frozen value with an id, the epoch it was made for, and an inverse."""
 
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind, alone
+from pengserve.planners.types.strategy import SwitchStrategy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,18 +15,6 @@ class ReplacePlan:
     epoch: Epoch
     slots: tuple[InstanceId, ...]
     why: str
-
-
-class SwitchStrategy(StrEnum):
-    """What becomes of the requests that run while a switch happens (Flying Serving section 5.2; `carry` is ours).
-
-    On a merge they are in `dp` lanes, on a split in the `tp` lane.
-    """
-
-    SEQUENTIAL = "sequential"  # they finish first; new ones wait for the new shape
-    SOFT = "soft"  # as sequential, but idle members run the waiting ones in dp meanwhile, and recompute them in tp
-    HARD = "hard"  # a merge pauses them in their dp lanes, KV in place; a split hands them on as carry does
-    CARRY = "carry"  # their KV is re-sharded by head, and they go on in the new shape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

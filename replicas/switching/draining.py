@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan
+from pengserve.planners.types.strategy import SwitchStrategy
 from pengserve.replicas.engine.lanes.lane import Lane
 
 

@@ -16,7 +16,7 @@ from pengserve.cluster.settings import (
 from pengserve.cluster.shape_settings import Strategy
 from pengserve.planners.types.config import DropConfig, InstanceConfig, MergeConfig, MicrobatchPolicy
 from pengserve.planners.types.errors import ConfigError
-from pengserve.planners.types.plans import SwitchStrategy
+from pengserve.planners.types.strategy import SwitchStrategy
 
 SECRET = "s3cret-of-the-test"
 

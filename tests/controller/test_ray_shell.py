@@ -18,8 +18,9 @@ from pengserve.planners.types.errors import EngineError, PlanError, SupersededEr
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.ids import NO_VERSION
 from pengserve.planners.types.layout import parse_groups
-from pengserve.planners.types.plans import LayoutTarget, SwitchStrategy
+from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState, RoutingTable
+from pengserve.planners.types.strategy import SwitchStrategy
 
 pytestmark = pytest.mark.slow
 

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from pengserve.planners.types.events import EventKind
-from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState
+from pengserve.planners.types.strategy import SwitchStrategy
 from tests.gpu.device import DEVICE, IS_CUDA
 from tests.gpu.figures import note_figure
 from tests.support.disturbed import Disturbed

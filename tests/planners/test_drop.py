@@ -14,8 +14,8 @@ from pengserve.planners.steps import make_plan
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, LaneInfo
+from pengserve.planners.types.strategy import SwitchStrategy
 from tests.planners.clusters import BLOCK_SIZE, NUM_BLOCKS, WEIGHT_BLOCKS, pipeline_capacity, snapshot, stats
 from tests.support.effort import examples
 from tests.support.speed import least_cpu_s, slowness

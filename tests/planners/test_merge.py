@@ -12,8 +12,8 @@ from pengserve.planners.groups import complete, expand
 from pengserve.planners.merge import LoadHistory
 from pengserve.planners.pinned import plan_pinned
 from pengserve.planners.types.layout import GroupKind
-from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, LayoutPolicy, SwitchRecord
+from pengserve.planners.types.strategy import SwitchStrategy
 from tests.planners.clusters import DP_TOKENS, T0_S, plan_switch, snapshot, stats
 from tests.planners.merges import CONFIG, looks, plan, snapshots, what
 from tests.support.speed import slowness

@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 
 from pengserve.planners.merge import LoadHistory, Reason, StandingGroup, propose
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand
+from pengserve.planners.types.strategy import SwitchStrategy
 from tests.planners.clusters import DP_TOKENS, T0_S, VirtualCluster, plan_switch, snapshot, stats
 from tests.planners.merges import CONFIG, DWELL_S, plan, running_group, snapshots, what
 

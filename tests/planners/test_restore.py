@@ -13,8 +13,8 @@ from pengserve.planners.steps import halves_of, make_plan
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, alone
-from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand
+from pengserve.planners.types.strategy import SwitchStrategy
 from tests.planners.clusters import BLOCK_BYTES, BLOCK_SIZE, DP_TOKENS, NUM_BLOCKS, T0_S, WEIGHT_BLOCKS, snapshot, stats
 
 CONFIG = DropConfig(max_stages=4)

@@ -16,8 +16,9 @@ from pengserve.planners.selector import AT_REST, Action, Decision, SelectorHisto
 from pengserve.planners.types.config import DropConfig, MergeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind, alone, parse_groups
-from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, LayoutPolicy, SwitchRecord
+from pengserve.planners.types.strategy import SwitchStrategy
 from tests.planners.clusters import (
     BLOCK_SIZE,
     DP_TOKENS,

@@ -6,7 +6,8 @@ from pengserve.planners.taking_part import require_joining, require_leaving
 from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group
-from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan
+from pengserve.planners.types.strategy import SwitchStrategy
 
 KEYS = tuple(InstanceKey(instance_id=InstanceId(i), incarnation=1) for i in range(4))
 

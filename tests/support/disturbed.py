@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from pengserve.planners.types.orders import Migrate
-from pengserve.planners.types.plans import SwitchStrategy
+from pengserve.planners.types.strategy import SwitchStrategy
 from tests.support.elastic import ElasticCluster
 from tests.support.streams import make_prompts
 from tests.support.traffic import TimedStream, Traffic

@@ -31,8 +31,9 @@ from pengserve.planners.types.config import (
 from pengserve.planners.types.events import Event, EventKind
 from pengserve.planners.types.ids import InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Group
-from pengserve.planners.types.plans import LayoutTarget, SwitchStrategy
+from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState, RoutingTable
+from pengserve.planners.types.strategy import SwitchStrategy
 from tests.support.ingress import MODEL_NAME, serving, wait_ready
 from tests.support.parking_host import VARIABLE as PARKS
 from tests.support.processes import CHANNEL_TOKEN, ENGINE, OFFLINE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pengserve.planners.types.plans import SwitchStrategy
+from pengserve.planners.types.strategy import SwitchStrategy
 from tests.support import ahead_host
 from tests.support.disturbed import Disturbed
 from tests.support.elastic import ElasticCluster, started

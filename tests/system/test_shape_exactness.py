@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pengserve.cluster.ingress.config import OpenAIConfig
 from pengserve.planners.types.events import EventKind
-from pengserve.planners.types.plans import SwitchStrategy
+from pengserve.planners.types.strategy import SwitchStrategy
 from tests.support.disturbed import ENDS_WITHIN_S, Disturbed
 from tests.support.elastic import elastic_cluster
 from tests.support.guided import Answer, GuidedRequest, GuidedTraffic, guided_requests

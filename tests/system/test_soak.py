@@ -25,8 +25,8 @@ from pengserve.planners.types.config import DropConfig, MergeConfig
 from pengserve.planners.types.errors import PengServeError
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.orders import Migrate
-from pengserve.planners.types.plans import SwitchStrategy
 from pengserve.planners.types.snapshot import InstanceState
+from pengserve.planners.types.strategy import SwitchStrategy
 from pengserve.planners.types.tenants import FairnessConfig
 from tests.support.disturbed import requests as mixed_requests
 from tests.support.elastic import ElasticCluster, elastic_cluster

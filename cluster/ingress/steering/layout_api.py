@@ -13,8 +13,9 @@ from pengserve.cluster.ingress.steering.asking import CONTROLLER_TIMEOUT_S, aski
 from pengserve.planners.groups import complete, expand, groups_for, pipelines_for
 from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.layout import Group, GroupKind, degree_of, parse_groups
-from pengserve.planners.types.plans import LayoutTarget, SwitchStrategy
+from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import ClusterSnapshot, LayoutView
+from pengserve.planners.types.strategy import SwitchStrategy
 
 AUTO = "auto"
 WIDEST = (GroupKind.TP.value, GroupKind.PP.value)

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
+from pengserve.planners.types.strategy import SwitchStrategy
 from pengserve.planners.waves import split_wave
 from pengserve.replicas.engine.lanes.handoff import revive
 from pengserve.replicas.engine.movers.reshard import Resharder, Traveller

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from pengserve.planners.types.plans import SwitchStrategy
+from pengserve.planners.types.strategy import SwitchStrategy
 from pengserve.simulator.engine.instance import SimInstance
 from pengserve.simulator.engine.switches.switch import SimSwitch
 from pengserve.simulator.requests import LiveRequest

@@ -3,7 +3,8 @@
 import asyncio
 
 from pengserve.planners.taking_part import require_leaving
-from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
+from pengserve.planners.types.strategy import SwitchStrategy
 from pengserve.planners.types.units import blocks_for
 from pengserve.planners.waves import split_wave
 from pengserve.simulator.engine.group import SimGroup, SimTraveller, end_group

@@ -1,6 +1,5 @@
 """`pengserve --help` is quick, because it imports nothing heavy."""
 
-import os
 import statistics
 import subprocess
 import sys
@@ -11,6 +10,8 @@ import pytest
 HEAVY = ("torch", "ray", "vllm", "transformers", "openai", "httpx", "numpy", "msgspec", "pydantic", "fastapi")
 COMMAND = [sys.executable, "-m", "pengserve.cluster.cli.main"]
 HELP_BOUND_S = 0.5
+HELP_BOUND_STARTS = 15
+"""On a machine that is slower or shared: so many times what an interpreter takes that imports nothing."""
 
 
 def test_help_imports_no_heavy_module():
@@ -37,23 +38,17 @@ def test_base_install_modules_import_without_engine_packages():
 
 
 def test_help_is_under_half_a_second():
-    def median_s() -> float:
-        times = []
-        for _ in range(3):
-            started_s = time.perf_counter()
-            subprocess.run([*COMMAND, "--help"], capture_output=True, timeout=60, check=True)
-            times.append(time.perf_counter() - started_s)
-        return statistics.median(times)
+    def elapsed_s(command: list[str]) -> float:
+        started_s = time.perf_counter()
+        subprocess.run(command, capture_output=True, timeout=60, check=True)
+        return time.perf_counter() - started_s
 
-    # A busy machine says nothing about the command, so three medians may try, and an overloaded one skips.
-    medians_s = []
-    while len(medians_s) < 3:
-        medians_s.append(median_s())
-        if medians_s[-1] < HELP_BOUND_S:
-            return
-    if os.getloadavg()[0] > (os.cpu_count() or 1):
-        pytest.skip(f"the machine is overloaded: {medians_s}")
-    pytest.fail(f"medians of `pengserve --help`: {medians_s} s")
+    helps_s, starts_s = [], []
+    for _ in range(9):
+        helps_s.append(elapsed_s([*COMMAND, "--help"]))
+        starts_s.append(elapsed_s([sys.executable, "-c", "pass"]))
+    bound_s = max(HELP_BOUND_S, HELP_BOUND_STARTS * statistics.median(starts_s))
+    assert statistics.median(helps_s) < bound_s, (helps_s, starts_s)
 
 
 @pytest.mark.parametrize(

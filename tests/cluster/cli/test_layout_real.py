@@ -10,7 +10,7 @@ from rich.console import Console
 from pengserve.client import PengServe, PengServeAPIError
 from pengserve.cluster.cli.main import main
 from pengserve.cluster.cli.views import top_view
-from pengserve.planners.types.plans import SwitchStrategy
+from pengserve.planners.types.strategy import SwitchStrategy
 from tests.support.elastic import elastic_cluster
 from tests.support.models import tiny_model
 

@@ -9,7 +9,7 @@ from pengserve.planners.types.codec import from_data
 from pengserve.planners.types.errors import EngineError, PlanError
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.layout import Layout, parse_groups
-from pengserve.planners.types.plans import LayoutTarget, SwitchStrategy
+from pengserve.planners.types.plans import LayoutTarget
 from pengserve.planners.types.snapshot import (
     ClusterSnapshot,
     DeviceInfo,
@@ -20,6 +20,7 @@ from pengserve.planners.types.snapshot import (
     LayoutPolicy,
     LayoutView,
 )
+from pengserve.planners.types.strategy import SwitchStrategy
 
 pytestmark = pytest.mark.slow  # the error handlers import vLLM
 

@@ -18,7 +18,8 @@ from pengserve.planners.stages import stage_layers
 from pengserve.planners.types.errors import EngineError, StepError
 from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
+from pengserve.planners.types.strategy import SwitchStrategy
 from pengserve.replicas.engine.groups.group_run import STEP
 from pengserve.replicas.engine.groups.leases import Leases
 from pengserve.replicas.engine.instance_lanes import Lanes

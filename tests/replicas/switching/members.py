@@ -9,7 +9,8 @@ from typing import Any
 from pengserve.planners.types.directory import GroupSpec, PeerAddress, PeerDirectory
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan
+from pengserve.planners.types.strategy import SwitchStrategy
 from pengserve.replicas.comm.peers import PeerNetwork
 from pengserve.replicas.kv.ledger import CellLedger
 from pengserve.replicas.kv.transfers import Transfers

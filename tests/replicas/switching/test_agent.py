@@ -9,7 +9,8 @@ import pytest
 
 from pengserve.planners.types.errors import EngineError, LinkLostError, StepError
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.plans import SwitchPlan, SwitchReport, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan, SwitchReport
+from pengserve.planners.types.strategy import SwitchStrategy
 from pengserve.replicas.channel.frames import Buffer
 from pengserve.replicas.switching.member import SWITCH
 from tests.replicas.switching.members import KEYS, FakeMember, directory, plan

@@ -9,7 +9,7 @@ pytest.importorskip("vllm")
 
 from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.layout import Group
-from pengserve.planners.types.plans import SwitchStrategy
+from pengserve.planners.types.strategy import SwitchStrategy
 from pengserve.replicas.engine.lanes import lane as lane_module
 from tests.replicas.migration.sum_lanes import BLOCK
 from tests.replicas.switching.change_world import NUM_BLOCKS, ChangeWorld

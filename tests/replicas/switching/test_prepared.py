@@ -7,7 +7,8 @@ import pytest
 
 pytest.importorskip("vllm")
 from pengserve.planners.types.errors import FenceError, StepError
-from pengserve.planners.types.plans import SwitchPlan, SwitchStrategy
+from pengserve.planners.types.plans import SwitchPlan
+from pengserve.planners.types.strategy import SwitchStrategy
 from pengserve.replicas.switching import prepared as module
 from pengserve.replicas.switching.changes.table import CHANGES, change_of
 from pengserve.replicas.switching.draining import Draining
