@@ -14,7 +14,8 @@ Requests are ordered by `(band, tag)`, the least first. The band is twice the re
 bounds, and one more where its tenant is ahead of its share (`planners/leads.py`): of equally urgent requests those of
 tenants within their shares come first, also before those that run.
 
-Two rules keep bands from starving others. Both lift a request above all bands, where the oldest begins first:
+Two rules keep bands from starving others. Both lift a request above all bands, where the one begins first
+that was lifted first:
 
     a class with a guaranteed share that was served less lately has its next requests lifted, one for each place
     once in `age_s`, the request of a class that has waited longest is lifted, if it has waited `age_s`
@@ -34,6 +35,7 @@ from dataclasses import dataclass, field
 from pengserve.planners.leads import Leads
 from pengserve.planners.types.contract import BUILT_IN_CLASSES, ServiceClass
 
+MUCH = 1.5  # times as much as another was served lately
 LIFTED = -(1 << 40)  # above every band: a priority has 31 bits
 OVERFLOW = "*"  # the tenant whose counter all share that find no place; no tenant's name has a star
 
@@ -48,7 +50,7 @@ class Order:
     """What waiting requests are compared by: the least begins first."""
 
     band: int
-    tag: float  # virtual seconds; of a lifted request the time at which it came
+    tag: float  # virtual seconds; of a lifted request the time at which it was lifted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +125,8 @@ class FairShares:
         self._tenants: dict[str, _Tenant] = {}  # the least recently active first
         self._overflow = _Tenant(OVERFLOW, 1.0)
         self._open: dict[str, _Tenant] = {}  # those with requests
+        self._served: dict[str, _Tenant] = {}  # those of which requests have begun
+        self._num_slots = 0  # requests that may run at once; 0: not known
         self._leads = Leads()
         self._classes = {name: _Class(spec) for name, spec in config.classes.items()}
         self._requests: dict[str, _Request] = {}
@@ -152,10 +156,13 @@ class FairShares:
             estimate_s: what it will probably cost, in the cost model's seconds; above 0.
         """
         owner = self._tenant(tenant)
-        if not owner.num_open:
+        was_away = not owner.num_open
+        if was_away:
             self._activate(owner)
         self._open[owner.name] = owner
         changed = self._see(owner, now_s)
+        if was_away:  # what it was when it left says nothing of now
+            owner.is_ahead = self._leads.is_ahead(owner.name, owner.grain, now_s)
         found = self._classes.get(service_class) or self._classes["default"]
         share = 1.0 / (owner.weight * found.spec.weight)
         self._number += 1
@@ -164,6 +171,7 @@ class FairShares:
         found.waiting[request_id] = request
         is_last = not owner.waiting or owner.waiting[-1].place < request.place
         owner.waiting.append(request)
+        changed |= self._tell_greatest(request, now_s)
         if is_last:
             request.order = Order(told_band(priority, owner.is_ahead), owner.counter + owner.pending)
             owner.pending += estimate_s * share
@@ -181,6 +189,7 @@ class FairShares:
             self._note_stale(tenant)
         self._leave_queue(request)
         tenant.running[request_id] = request
+        self._served[tenant.name] = tenant
         tenant.started_at = tenant.counter
         request.reserved_s, tenant.grain = request.estimate_s, request.estimate_s * request.share
         self._charge(request, request.estimate_s, now_s)
@@ -211,7 +220,8 @@ class FairShares:
         elif request.reserved_s > request.charged_s:
             self._charge(request, request.charged_s - request.reserved_s, now_s)
             self._note_stale(tenant)
-        tenant.running.pop(request_id, None)
+        if tenant.running.pop(request_id, None) is not None and not tenant.running:
+            del self._served[tenant.name]
         if not tenant.num_open:
             self._open.pop(tenant.name, None)
             self._stale.pop(tenant.name, None)
@@ -237,13 +247,15 @@ class FairShares:
         request = self._requests.get(request_id)
         return request.order if request is not None else None
 
-    def tend(self, now_s: float, num_places: int = 1, *, is_short: bool = True) -> dict[str, Order]:
+    def tend(self, now_s: float, num_places: int = 1, *, is_short: bool = True, num_slots: int = 0) -> dict[str, Order]:
         """Lifts what is due and renews tags; the orders that have changed.
 
         Args:
             num_places: requests of a class that may be lifted for its share at a time: one for each instance.
             is_short: whether requests wait for a place: else none takes anything from another.
+            num_slots: requests that all instances together step at once; 0: not known.
         """
+        self._num_slots = num_slots
         self._leads.is_short = is_short
         changed = self._look(now_s)
         for tenant in self._stale.values():
@@ -258,11 +270,11 @@ class FairShares:
         for found in waiting:
             is_short = len(waiting) > 1 and found.served_s < found.spec.guaranteed_share * total_s
             while is_short and found.num_lifted < min(num_places, len(found.waiting)):
-                changed |= self._lift(min(_unlifted(found), key=lambda each: each.order))
+                changed |= self._lift(min(_unlifted(found), key=lambda each: each.order), now_s)
             oldest = min(_unlifted(found), key=lambda each: (each.since_s, each.number), default=None)
             if oldest is not None and now_s - max(oldest.since_s, found.aged_s) >= self._config.age_s:
                 found.aged_s = now_s
-                changed |= self._lift(oldest)
+                changed |= self._lift(oldest, now_s)
         return changed
 
     # What ingresses share -------------------------------------------------------------------------------------------
@@ -374,12 +386,33 @@ class FairShares:
             is_ahead = self._leads.is_ahead(tenant.name, tenant.grain, now_s)
             if is_ahead is tenant.is_ahead:
                 continue
-            tenant.is_ahead = is_ahead
-            changed |= self._tag(tenant)
-            for request in tenant.running.values():
-                request.order = Order(told_band(request.priority, is_ahead), request.order.tag)
-                changed[request.request_id] = request.order
+            changed |= self._tell_apart(tenant, is_ahead)
         return changed
+
+    def _tell_apart(self, tenant: _Tenant, is_ahead: bool) -> dict[str, Order]:
+        tenant.is_ahead = is_ahead
+        changed = self._tag(tenant)
+        for request in tenant.running.values():
+            request.order = Order(told_band(request.priority, is_ahead), request.order.tag)
+            changed[request.request_id] = request.order
+        return changed
+
+    def _tell_greatest(self, request: _Request, now_s: float) -> dict[str, Order]:
+        """A request comes while no place is free, and no tenant that has one is ahead: the one that was served most
+        lately is, if that is much more than what the request's own tenant was and asks for. The orders that changed.
+
+        Leads take seconds to tell, and none counts what a flood took before places ran out.
+        """
+        owner, leads = request.tenant, self._leads
+        is_full = leads.is_short or 0 < self._num_slots < len(self._requests)
+        others = [tenant for tenant in self._served.values() if tenant is not owner] if is_full else []
+        if owner.is_ahead or not others or any(tenant.is_ahead for tenant in others):
+            return {}
+        used, _, greatest = max((leads.used(each.name, now_s), each.name, each) for each in others)
+        if used <= MUCH * (leads.used(owner.name, now_s) + request.estimate_s * request.share):
+            return {}
+        leads.put_ahead(greatest.name, greatest.grain, now_s)
+        return self._tell_apart(greatest, True)
 
     def _leave_queue(self, request: _Request) -> None:
         tenant, found = request.tenant, request.service_class
@@ -406,10 +439,11 @@ class FairShares:
         tenant.pending = tag - tenant.counter
         return changed
 
-    def _lift(self, request: _Request) -> dict[str, Order]:
+    def _lift(self, request: _Request, now_s: float) -> dict[str, Order]:
+        """By age, those of a class that is lifted for its share would pass others for as long as any is older."""
         request.is_lifted = True
         request.service_class.num_lifted += 1
-        request.order = Order(LIFTED, request.since_s)
+        request.order = Order(LIFTED, now_s)
         return {request.request_id: request.order}
 
 

@@ -11,8 +11,9 @@ tenant within its share is served as if the flood were not there, and two tenant
 shares are both ahead, and served alike.
 
 Only what is served while requests wait for a place counts: as long as there is room for all, no tenant takes anything
-from another, and leads fade. The lead is bounded, as what was long ago is neither debt nor credit: to what a tenant
-would be served in `DEBT_S`, and behind to `CREDIT_S`. A tenant that is alone has no share to be ahead of.
+from another, and leads fade. Who was served most is known all the same (`used`): where places have just run out, it
+tells a flood from its guests before leads do. The lead is bounded, as what was long ago is neither debt nor credit: to
+what a tenant would be served in `DEBT_S`, and behind to `CREDIT_S`. A tenant that is alone has no share to be ahead of.
 """
 
 import math
@@ -24,7 +25,7 @@ DEBT_S = 4.0
 CREDIT_S = 40.0
 PRESENT_S = 10.0  # since a tenant last asked for anything, or was served
 FADE_S = 5.0  # in which a lead fades to 1/e, while there is room for all
-RATE_S = 10.0  # in which the rate of service is looked at
+RATE_S = 10.0  # in which the rate of service is looked at, of all and of each
 
 
 @dataclass(slots=True)
@@ -35,6 +36,14 @@ class _Tenant:
     seen_s: float
     looked_s: float
     is_ahead: bool = False
+    used: float = 0.0  # virtual seconds, decayed, as of `used_s`
+    used_s: float = -math.inf
+
+    def use(self, virtual_s: float, now_s: float) -> float:
+        """With so many more; what it has been served lately."""
+        self.used = max(0.0, self.used * math.exp(-max(0.0, now_s - self.used_s) / RATE_S) + virtual_s)
+        self.used_s = max(self.used_s, now_s)
+        return self.used
 
 
 class Leads:
@@ -65,6 +74,7 @@ class Leads:
     def charge(self, name: str, weight: float, virtual_s: float, now_s: float) -> None:
         """A tenant was served so many virtual seconds; fewer than 0: it was charged too much before."""
         self.see(name, weight, now_s)
+        self._tenants[name].use(virtual_s, now_s)
         if not self.is_short:
             return
         fair = virtual_s * weight / self._weights
@@ -92,6 +102,17 @@ class Leads:
         bound = max(LEVEL_S * rate, grain_s / 2) if tenant.is_ahead else max(AHEAD_S * rate, grain_s)
         tenant.is_ahead = len(self) > 1 and tenant.lead > bound
         return tenant.is_ahead
+
+    def used(self, name: str, now_s: float) -> float:
+        """Virtual seconds that a tenant was served lately, also while there was room for all."""
+        tenant = self._tenants.get(name)
+        return tenant.use(0.0, now_s) if tenant is not None else 0.0
+
+    def put_ahead(self, name: str, grain_s: float, now_s: float) -> None:
+        """A tenant that is present is ahead from now on, by as little as counts."""
+        if not self.is_ahead(name, grain_s, now_s):
+            tenant = self._tenants[name]
+            tenant.lead, tenant.is_ahead = max(AHEAD_S * self._lately / RATE_S, grain_s), True
 
     def _decay(self, now_s: float) -> None:
         if self.is_short:  # else it stays what it was when it mattered

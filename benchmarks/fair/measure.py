@@ -50,7 +50,6 @@ FLOOD = Work(
     output_tokens=80.0,
     max_tokens=900,
 )
-SETTLED_S = 6.0  # after a flood begins: until requests wait, and shares have told who takes more than its own
 CHURN = Work(
     duration_s=14.0,
     sessions_per_s=1.6,
@@ -72,6 +71,7 @@ class Case:
     systems: tuple[str, ...] = SYSTEMS
     engine: Mapping[str, Any] = field(default_factory=dict)  # what differs from the plan's
     link_bytes_per_s: float = 0.0  # between device and host, emulated
+    settled_s: float = 6.0  # after a flood begins: until requests wait, and shares tell who takes more than its own
 
     def slowed(self, times: float) -> "Case":
         """The same load for a machine whose steps take so many times as long.
@@ -88,7 +88,9 @@ class Case:
             think_s=self.work.think_s * times,
             update_s=self.work.update_s * times,
         )
-        return replace(self, work=work, link_bytes_per_s=self.link_bytes_per_s / times)
+        return replace(
+            self, work=work, link_bytes_per_s=self.link_bytes_per_s / times, settled_s=self.settled_s * times
+        )
 
 
 CASES = (
@@ -184,9 +186,10 @@ def _run(plan: Plan, system: str, name: str, server: Server, directory: Path) ->
 
 def judged(plan: Plan, system: str, name: str, outcomes: list[dict[str, Any]], found: Workload) -> Run:
     """The scores of a run."""
-    work, prompts = plan.case(name).work, [turn.input_length for turn in found.turns]
+    case = plan.case(name)
+    work, prompts = case.work, [turn.input_length for turn in found.turns]
     pairs = list(zip(outcomes, prompts, strict=True))
-    from_s, until_s = work.flood_from * work.duration_s + SETTLED_S, work.flood_until * work.duration_s
+    from_s, until_s = work.flood_from * work.duration_s + case.settled_s, work.flood_until * work.duration_s
     guests = [pair for pair in pairs if pair[0]["tenant"] != tenant_name(0)]
     busy = [pair for pair in guests if from_s <= pair[0]["sent_s"] < until_s]
     tokens = sum(from_s <= at_s < until_s for outcome, _ in guests for at_s in outcome["token_s"])

@@ -145,6 +145,59 @@ def test_a_tenant_ahead_of_its_share_comes_after_equally_urgent_ones_also_where_
     assert urgent < guest, "priorities are heeded across tenants"
 
 
+def begun(*tenants: str, num_slots: int) -> FairShares:
+    """One request of each runs. While there was room for all, they cost 10, 9, 8 ... seconds in this order."""
+    shares = FairShares(CONFIG)
+    shares.tend(0.0, is_short=False, num_slots=num_slots)
+    for index, name in enumerate(tenants):
+        shares.add(f"{name} 0", name, "default", 0, 1.0, 0.0)
+        shares.charge(f"{name} 0", 10.0 - index, 1.0)
+    assert not any(order.band for order in shares.tend(1.0, is_short=False, num_slots=num_slots).values())
+    return shares
+
+
+def test_where_places_have_just_run_out_the_tenant_that_was_served_most_gives_way() -> None:
+    shares = begun("flood", "other", num_slots=2)
+    orders = shares.add("guest 0", "guest", "default", 0, 1.0, 1.1)
+    assert orders["flood 0"].band == told_band(0, is_ahead=True) and "other 0" not in orders
+    assert orders["guest 0"].band == told_band(0, is_ahead=False)
+    again = shares.add("late 0", "late", "default", 0, 1.0, 1.2)
+    assert again.keys() == {"late 0"}, "one gives way already"
+
+
+@pytest.mark.parametrize(("num_slots", "estimate_s"), [(3, 1.0), (0, 1.0), (2, 9.0)])
+def test_no_tenant_gives_way_while_there_is_room_or_to_one_that_asks_for_as_much(
+    num_slots: int, estimate_s: float
+) -> None:
+    shares = begun("flood", "other", num_slots=num_slots)
+    assert shares.add("guest 0", "guest", "default", 0, estimate_s, 1.1).keys() == {"guest 0"}
+
+
+def test_a_tenant_that_comes_back_is_not_ahead_because_it_was_when_it_left() -> None:
+    shares = FairShares(CONFIG)
+    shares.add("guest 0", "guest", "default", 0, 1.0, 0.0)
+    for index in range(20):
+        shares.add(f"flood {index:02}", "flood", "default", 0, 1.0, 0.0)
+        shares.begin(f"flood {index:02}", 0.0)
+    assert shares.tend(1.0)["flood 00"].band == told_band(0, is_ahead=True)
+    for index in range(20):
+        shares.end(f"flood {index:02}", 1.0)
+    back_s = 100.0  # what it was served is long forgotten
+    assert shares.add("flood 20", "flood", "default", 0, 1.0, back_s)["flood 20"].band == told_band(0, is_ahead=False)
+
+
+def test_what_was_lifted_first_begins_first() -> None:
+    """Not what came first: a class that is lifted for its share would pass others for as long as any is older."""
+    shares = FairShares(CONFIG)
+    for index in range(12):
+        shares.add(f"flex {index:02}", "flood", "flex", 1, 0.1, 0.0)
+    shares.add("usual", "flood", "default", 0, 5.0, 1.0)
+    for index in range(12):
+        orders = {name: order for name, order in shares.tend(11.0 + index).items() if order.band == LIFTED}
+        for order in orders.values():
+            assert order.tag == 11.0 + index
+
+
 def test_what_a_tenant_is_charged_at_another_ingress_counts_here() -> None:
     shares = FairShares(CONFIG)
     for name in ("guest", "flood"):

@@ -73,6 +73,24 @@ def test_while_there_is_room_for_all_nothing_counts_and_leads_fade() -> None:
     assert ahead(leads, "fa", now_s) == set()
 
 
+def test_who_was_served_most_is_known_though_there_was_room_for_all() -> None:
+    leads = Leads()
+    leads.is_short = False
+    now_s = serve(leads, {"f": 0.8, "a": 0.1}, 10.0)
+    assert ahead(leads, "fa", now_s) == set()
+    assert leads.used("f", now_s) > 4 * leads.used("a", now_s) and leads.used("unknown", now_s) == 0.0
+    assert leads.used("f", now_s + 50.0) < 0.1, "and forgotten"
+
+
+def test_one_that_is_put_ahead_stays_so_until_it_is_served_less() -> None:
+    leads = Leads()
+    now_s = serve(leads, {"f": 0.5, "a": 0.5}, 10.0)
+    leads.put_ahead("f", 0.5, now_s)
+    assert leads.is_ahead("f", 0.5, now_s)
+    now_s = serve(leads, {"f": 0.2, "a": 0.8}, 3.0, now_s)
+    assert not leads.is_ahead("f", 0.5, now_s)
+
+
 def test_who_is_not_seen_any_more_has_no_share() -> None:
     leads = Leads()
     now_s = serve(leads, {"f": 0.5, "a": 0.5}, 5.0)

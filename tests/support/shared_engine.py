@@ -149,7 +149,7 @@ class SharedEngine:
             if self.is_fair and self.now_s - self._tended_s >= TEND_S:
                 self._tended_s = self.now_s
                 parked = self.residency.num_parked() if self.residency is not None else 0
-                self.queue.tend(1, is_short=bool(self.handle.counts()[1] + parked))
+                self.queue.tend(1, is_short=bool(self.handle.counts()[1] + parked), num_slots=self.handle.max_running)
         return list(self.outcomes.values())
 
     def _come(self, number: int, turn: Turn) -> None:

@@ -50,7 +50,9 @@ class BeginOrder:
         """Renews the order of requests that wait on instances."""
         if self.fair is not None:
             ready = links.ready()
-            self.fair.tend(len(ready), is_short=any(link.stats.num_waiting for link in ready))
+            num_slots = sum(link.capacity.max_num_seqs for link in ready)
+            is_short = any(link.stats.num_waiting for link in ready)
+            self.fair.tend(len(ready), is_short=is_short, num_slots=num_slots)
 
     def place(self, record: RequestRecord) -> tuple[float, ...]:
         """Among requests without an instance: the more urgent first, then the less suspected."""

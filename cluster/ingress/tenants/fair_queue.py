@@ -111,12 +111,13 @@ class FairQueue:
         step = next((lane.step_cost for lane in ready.lanes if lane.shape == "dp" and lane.step_cost), NOMINAL)
         self.cost = ServiceCost(step=step, capacity_tokens=kv_tokens(ready.stats, ready.capacity))
 
-    def tend(self, num_places: int, *, is_short: bool = True) -> None:
+    def tend(self, num_places: int, *, is_short: bool = True, num_slots: int = 0) -> None:
         """Charges running requests and renews the order, at most once in `PERIOD_S`.
 
         Args:
             num_places: instances, each of which can begin a lifted request.
             is_short: whether requests wait on an instance for a place.
+            num_slots: requests that all instances together step at once; 0: not known.
         """
         now_s = self._clock()
         if 0 <= now_s - self._looked_s < PERIOD_S:
@@ -125,7 +126,7 @@ class FairQueue:
         for meter in self._meters.values():
             if len(meter.record.output_token_ids) > meter.num_tokens:
                 self._charge(meter, now_s)
-        self._tell(self.shares.tend(now_s, num_places, is_short=is_short))
+        self._tell(self.shares.tend(now_s, num_places, is_short=is_short, num_slots=num_slots))
 
     # Inside ---------------------------------------------------------------------------------------------------------
 
