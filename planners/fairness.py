@@ -18,7 +18,8 @@ Two rules keep bands from starving others. Both lift a request above all bands, 
 that was lifted first:
 
     a class with a guaranteed share that was served less lately has its next requests lifted, one for each place
-    once in `age_s`, the request of a class that has waited longest is lifted, if it has waited `age_s`
+    once in `age_s`, the request of a class that has waited longest is lifted, if it has waited `age_s`; where its
+    tenant is ahead, until it begins
 
 Bound: a request before which k requests of its class came and wait begins at most `(k + 1) * age_s` after it came,
 plus the time until the places that lifted requests wait for are free. The order does not depend on tenants there.
@@ -126,6 +127,7 @@ class FairShares:
         self._overflow = _Tenant(OVERFLOW, 1.0)
         self._open: dict[str, _Tenant] = {}  # those with requests
         self._served: dict[str, _Tenant] = {}  # those of which requests have begun
+        self._lowered: dict[str, Order] = {}  # of lifted requests that have begun, since the last `tend`
         self._num_slots = 0  # requests that may run at once; 0: not known
         self._leads = Leads()
         self._classes = {name: _Class(spec) for name, spec in config.classes.items()}
@@ -162,7 +164,7 @@ class FairShares:
         self._open[owner.name] = owner
         changed = self._see(owner, now_s)
         if was_away:  # what it was when it left says nothing of now
-            owner.is_ahead = self._leads.is_ahead(owner.name, owner.grain, now_s)
+            owner.is_ahead = self._is_ahead(owner, self._most_used(now_s), now_s)
         found = self._classes.get(service_class) or self._classes["default"]
         share = 1.0 / (owner.weight * found.spec.weight)
         self._number += 1
@@ -194,6 +196,9 @@ class FairShares:
         request.reserved_s, tenant.grain = request.estimate_s, request.estimate_s * request.share
         self._charge(request, request.estimate_s, now_s)
         heapq.heappush(self._active, (tenant.started_at, tenant.name))
+        if request.is_lifted and tenant.is_ahead:  # it has begun, which was due: a flood gets no place for good by it
+            request.order = Order(told_band(request.priority, tenant.is_ahead), tenant.counter)
+            self._lowered[request_id] = request.order
 
     def charge(self, request_id: str, cost_s: float, now_s: float) -> None:
         """A request has cost so many seconds more; beyond its estimate its tenant pays at once."""
@@ -214,6 +219,7 @@ class FairShares:
         if request is None:
             return
         tenant = request.tenant
+        self._lowered.pop(request_id, None)
         if request.is_waiting:
             self._leave_queue(request)
             self._note_stale(tenant)
@@ -257,7 +263,8 @@ class FairShares:
         """
         self._num_slots = num_slots
         self._leads.is_short = is_short
-        changed = self._look(now_s)
+        changed = self._lowered | self._look(now_s)
+        self._lowered = {}
         for tenant in self._stale.values():
             changed |= self._tag(tenant)
             tenant.is_stale = False
@@ -380,14 +387,24 @@ class FairShares:
 
     def _look(self, now_s: float) -> dict[str, Order]:
         """Tells apart who is ahead of its share; the orders that have changed."""
-        changed: dict[str, Order] = {}
+        changed, most_used = dict[str, Order](), self._most_used(now_s)
         for tenant in self._open.values():
             self._leads.see(tenant.name, tenant.weight, now_s)
-            is_ahead = self._leads.is_ahead(tenant.name, tenant.grain, now_s)
-            if is_ahead is tenant.is_ahead:
-                continue
-            changed |= self._tell_apart(tenant, is_ahead)
+            is_ahead = self._is_ahead(tenant, most_used, now_s)
+            if is_ahead is not tenant.is_ahead:
+                changed |= self._tell_apart(tenant, is_ahead)
         return changed
+
+    def _is_ahead(self, tenant: _Tenant, most_used: float, now_s: float) -> bool:
+        """A tenant whose lead says so, unless another has places that was served much more lately: a guest that asks
+        for much at once is no equal of a flood.
+        """
+        leads = self._leads
+        has_lead = leads.is_ahead(tenant.name, tenant.grain, now_s)
+        return has_lead and MUCH * leads.used(tenant.name, now_s) >= most_used
+
+    def _most_used(self, now_s: float) -> float:
+        return max((self._leads.used(name, now_s) for name in self._served), default=0.0)
 
     def _tell_apart(self, tenant: _Tenant, is_ahead: bool) -> dict[str, Order]:
         tenant.is_ahead = is_ahead

@@ -186,6 +186,41 @@ def test_a_tenant_that_comes_back_is_not_ahead_because_it_was_when_it_left() -> 
     assert shares.add("flood 20", "flood", "default", 0, 1.0, back_s)["flood 20"].band == told_band(0, is_ahead=False)
 
 
+def test_a_guest_that_asks_for_much_at_once_is_no_equal_of_a_flood() -> None:
+    """Its lead is beyond its share of three, and the flood was served far more lately."""
+    shares = FairShares(CONFIG)
+    for name, number in (("idle", 1), ("flood", 30), ("guest", 10)):
+        for index in range(number):
+            shares.add(f"{name} {index:02}", name, "default", 0, 1.0, 0.0)
+    for index in range(14):
+        shares.begin(f"flood {index:02}", 0.1 * index)
+    for index in range(9):
+        shares.begin(f"guest {index:02}", 0.1 * index)
+    shares.tend(1.4)
+    assert shares._leads.is_ahead("guest", 1.0, 1.4), "by its lead alone"
+    assert shares.order("guest 09") < shares.order("flood 20")
+    assert shares.order("guest 00").band == told_band(0, is_ahead=False)
+
+
+def test_a_flood_keeps_no_place_by_its_age() -> None:
+    """What was lifted has begun, which was due; from then on guests come before it."""
+    shares = FairShares(CONFIG)
+    shares.add("guest 0", "guest", "default", 0, 1.0, 0.0)
+    for index in range(30):
+        shares.add(f"flood {index:02}", "flood", "default", 0, 1.0, 0.0)
+    for index in range(10):
+        shares.begin(f"flood {index:02}", 0.1 * index)
+    shares.end("guest 0", 1.0)
+    for second in range(1, 10):
+        shares.tend(float(second))
+    shares.add("guest 1", "guest", "default", 0, 1.0, 9.5)
+    lifted = [name for name, order in shares.tend(10.0).items() if order.band == LIFTED]
+    assert lifted == ["flood 10"]
+    shares.begin("flood 10", 10.1)
+    assert shares.tend(10.2)["flood 10"].band == told_band(0, is_ahead=True)
+    assert shares.tend(10.3) == {}
+
+
 def test_what_was_lifted_first_begins_first() -> None:
     """Not what came first: a class that is lifted for its share would pass others for as long as any is older."""
     shares = FairShares(CONFIG)
