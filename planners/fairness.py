@@ -117,6 +117,10 @@ class _Request:
         """Among its tenant's own."""
         return self.priority, self.number
 
+    def told(self, tag: float) -> Order:
+        """Its order where it is not lifted."""
+        return Order(told_band(self.priority, self.tenant.is_ahead), tag)
+
 
 class FairShares:
     """The counters of one ingress, and the order of its requests. Deterministic; times are what the caller says."""
@@ -127,7 +131,7 @@ class FairShares:
         self._overflow = _Tenant(OVERFLOW, 1.0)
         self._open: dict[str, _Tenant] = {}  # those with requests
         self._served: dict[str, _Tenant] = {}  # those of which requests have begun
-        self._lowered: dict[str, Order] = {}  # of lifted requests that have begun, since the last `tend`
+        self._lowered: set[str] = set()  # lifted requests that have begun since the last `tend`
         self._num_slots = 0  # requests that may run at once; 0: not known
         self._leads = Leads()
         self._classes = {name: _Class(spec) for name, spec in config.classes.items()}
@@ -175,7 +179,7 @@ class FairShares:
         owner.waiting.append(request)
         changed |= self._tell_greatest(request, now_s)
         if is_last:
-            request.order = Order(told_band(priority, owner.is_ahead), owner.counter + owner.pending)
+            request.order = request.told(owner.counter + owner.pending)
             owner.pending += estimate_s * share
             return {**changed, request_id: request.order}
         owner.waiting.sort(key=lambda each: each.place)
@@ -197,8 +201,8 @@ class FairShares:
         self._charge(request, request.estimate_s, now_s)
         heapq.heappush(self._active, (tenant.started_at, tenant.name))
         if request.is_lifted and tenant.is_ahead:  # it has begun, which was due: a flood gets no place for good by it
-            request.order = Order(told_band(request.priority, tenant.is_ahead), tenant.counter)
-            self._lowered[request_id] = request.order
+            request.order = request.told(tenant.counter)
+            self._lowered.add(request_id)
 
     def charge(self, request_id: str, cost_s: float, now_s: float) -> None:
         """A request has cost so many seconds more; beyond its estimate its tenant pays at once."""
@@ -219,7 +223,7 @@ class FairShares:
         if request is None:
             return
         tenant = request.tenant
-        self._lowered.pop(request_id, None)
+        self._lowered.discard(request_id)
         if request.is_waiting:
             self._leave_queue(request)
             self._note_stale(tenant)
@@ -243,7 +247,7 @@ class FairShares:
         request.priority = priority
         tenant = request.tenant
         if not request.is_waiting:
-            request.order = Order(told_band(priority, tenant.is_ahead), request.order.tag)
+            request.order = request.told(request.order.tag)
             return {request_id: request.order}
         tenant.waiting.sort(key=lambda each: each.place)
         return self._tag(tenant)
@@ -263,8 +267,8 @@ class FairShares:
         """
         self._num_slots = num_slots
         self._leads.is_short = is_short
-        changed = self._lowered | self._look(now_s)
-        self._lowered = {}
+        changed = self._look(now_s) | {request_id: self._requests[request_id].order for request_id in self._lowered}
+        self._lowered.clear()
         for tenant in self._stale.values():
             changed |= self._tag(tenant)
             tenant.is_stale = False
@@ -410,7 +414,7 @@ class FairShares:
         tenant.is_ahead = is_ahead
         changed = self._tag(tenant)
         for request in tenant.running.values():
-            request.order = Order(told_band(request.priority, is_ahead), request.order.tag)
+            request.order = request.told(request.order.tag)
             changed[request.request_id] = request.order
         return changed
 
@@ -425,8 +429,9 @@ class FairShares:
         others = [tenant for tenant in self._served.values() if tenant is not owner] if is_full else []
         if owner.is_ahead or not others or any(tenant.is_ahead for tenant in others):
             return {}
-        used, _, greatest = max((leads.used(each.name, now_s), each.name, each) for each in others)
-        if used <= MUCH * (leads.used(owner.name, now_s) + request.estimate_s * request.share):
+        greatest = max(others, key=lambda each: (leads.used(each.name, now_s), each.name))
+        wanted = leads.used(owner.name, now_s) + request.estimate_s * request.share
+        if leads.used(greatest.name, now_s) <= MUCH * wanted:
             return {}
         leads.put_ahead(greatest.name, greatest.grain, now_s)
         return self._tell_apart(greatest, True)
@@ -448,7 +453,7 @@ class FairShares:
         """Makes the tags of a tenant's waiting requests anew; those that have changed."""
         changed, tag = {}, tenant.counter
         for request in tenant.waiting:
-            order = Order(told_band(request.priority, tenant.is_ahead), tag)
+            order = request.told(tag)
             tag += request.estimate_s * request.share
             if not request.is_lifted and order != request.order:
                 request.order = order

@@ -130,13 +130,19 @@ def test_two_ingresses_that_share_counters_treat_a_tenant_as_one() -> None:
     assert there.tend(0.0)["b"] == Order(0, 4.0)
 
 
-def test_a_tenant_ahead_of_its_share_comes_after_equally_urgent_ones_also_where_it_runs() -> None:
+def flooded() -> FairShares:
+    """Ten requests of a flood have begun, twenty wait, and so does one of a guest."""
     shares = FairShares(CONFIG)
     shares.add("guest 0", "guest", "default", 0, 1.0, 0.0)
     for index in range(30):
         shares.add(f"flood {index:02}", "flood", "default", 0, 1.0, 0.0)
     for index in range(10):
         shares.begin(f"flood {index:02}", 0.1 * index)
+    return shares
+
+
+def test_a_tenant_ahead_of_its_share_comes_after_equally_urgent_ones_also_where_it_runs() -> None:
+    shares = flooded()
     changed = shares.tend(1.0)
     assert len(changed) == 30 and {order.band for order in changed.values()} == {told_band(0, is_ahead=True)}
     [(_, guest)] = shares.add("guest 1", "guest", "default", 0, 1.0, 1.0).items()
@@ -204,12 +210,7 @@ def test_a_guest_that_asks_for_much_at_once_is_no_equal_of_a_flood() -> None:
 
 def test_a_flood_keeps_no_place_by_its_age() -> None:
     """What was lifted has begun, which was due; from then on guests come before it."""
-    shares = FairShares(CONFIG)
-    shares.add("guest 0", "guest", "default", 0, 1.0, 0.0)
-    for index in range(30):
-        shares.add(f"flood {index:02}", "flood", "default", 0, 1.0, 0.0)
-    for index in range(10):
-        shares.begin(f"flood {index:02}", 0.1 * index)
+    shares = flooded()
     shares.end("guest 0", 1.0)
     for second in range(1, 10):
         shares.tend(float(second))
@@ -219,6 +220,19 @@ def test_a_flood_keeps_no_place_by_its_age() -> None:
     shares.begin("flood 10", 10.1)
     assert shares.tend(10.2)["flood 10"].band == told_band(0, is_ahead=True)
     assert shares.tend(10.3) == {}
+
+
+def test_a_lifted_request_that_begins_and_has_another_priority_is_told_with_the_new_one() -> None:
+    shares = flooded()
+    shares.end("guest 0", 0.5)
+    for second in range(1, 10):
+        shares.tend(float(second))
+    shares.add("guest 1", "guest", "default", 0, 1.0, 9.5)
+    shares.tend(10.0)
+    assert shares.order("flood 10").band == LIFTED
+    shares.begin("flood 10", 10.1)
+    shares.prioritize("flood 10", 3)
+    assert shares.tend(10.2)["flood 10"].band == told_band(3, is_ahead=True)
 
 
 def test_what_was_lifted_first_begins_first() -> None:
