@@ -128,30 +128,22 @@ def split_wave(leaving: Iterable[tuple[int, int]], free: Sequence[int]) -> list[
     return place(leaving, free, MAX_SPLIT_TOKENS)
 
 
-def place(
-    leaving: Iterable[tuple[int, int]], free: Sequence[int], max_tokens: float = inf, *, on_hosts: Sequence[int] = ()
-) -> list[int | None]:
+def place(leaving: Iterable[tuple[int, int]], free: Sequence[int], max_tokens: float = inf) -> list[int | None]:
     """The place where each request of a group goes on: where most blocks are free. None where it does not fit there.
 
     Args:
         leaving: of each request, the tokens whose KV moves and the blocks that it needs where it goes.
         free: blocks of each place: a member, or a part that the group ends in.
         max_tokens: that move at most; the last request may go beyond.
-        on_hosts: by place, blocks that its hosts have room for: for requests that no device has room for.
     """
-    sides, num_tokens = [list(free), list(on_hosts)], 0
+    room, num_tokens = list(free), 0
     places: list[int | None] = []
     for tokens, needed in leaving:
-        found = next(((room, best) for room in sides if room and room[best := _most(room)] >= needed), None)
-        if found is None or num_tokens > max_tokens:
+        best = max(range(len(room)), key=lambda p: (room[p], -p))
+        if room[best] < needed or num_tokens > max_tokens:
             places.append(None)
             continue
-        room, best = found
         room[best] -= needed
         num_tokens += tokens
         places.append(best)
     return places
-
-
-def _most(room: Sequence[int]) -> int:
-    return max(range(len(room)), key=lambda p: (room[p], -p))

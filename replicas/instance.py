@@ -234,7 +234,7 @@ class Instance:
 
         Raises:
             FenceError: one is for another life.
-            StepError: an order needs connections to others, or a host tier, or layers that can be placed; it has none.
+            StepError: an order needs connections to others, or a host tier; it has none.
         """
         moves = [order for order in orders if isinstance(order, Migrate)]
         parks = [order for order in orders if not isinstance(order, Migrate)]
@@ -250,8 +250,6 @@ class Instance:
         if lanes is None or lanes.dp.residency is None:
             raise StepError(f"instance {self.key} has no host tier to park requests in; set memory.host_bytes")
         self._park_orders.require_own(orders)
-        if (residency := lanes.current.residency) is not None:
-            self._park_orders.require_places(orders, residency.place_refusal)
         self._loop.submit(lambda: self._park_orders.take(orders, lanes))
 
     def check(self, timeout_s: float = 10.0) -> tuple[str, ...]:

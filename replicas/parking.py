@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from pengserve.planners.types.errors import FenceError, StepError
+from pengserve.planners.types.errors import FenceError
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.orders import Park, Place, Resume
 from pengserve.replicas.taken_orders import TakenOrders
@@ -23,7 +23,7 @@ class Parks(Protocol):
 
 
 class ParkOrders:
-    """Belongs to the step thread, but for `require_own` and `require_places`."""
+    """Belongs to the step thread, but for `require_own`."""
 
     def __init__(self, key: InstanceKey) -> None:
         self._key = key
@@ -34,11 +34,6 @@ class ParkOrders:
         for order in orders:
             if order.instance != self._key:
                 raise FenceError(f"order {order.order_id} is for instance {order.instance}, this is {self._key}")
-
-    def require_places(self, orders: Sequence[Park | Resume | Place], refusal: str) -> None:
-        """Raises StepError where one places layers, and `refusal` says why none can be placed now."""
-        if refusal and any(isinstance(order, Place) for order in orders):
-            raise StepError(f"instance {self._key} cannot place layers: {refusal}; park the request instead")
 
     def take(self, orders: Sequence[Park | Resume | Place], parks: Parks) -> None:
         """Carries out the orders that are new, one after the other."""

@@ -52,7 +52,6 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import (
     KVCacheBlock,
     generate_scheduler_kv_cache_config,
-    get_block_hash,
     get_kv_cache_configs,
     get_request_block_hasher,
 )
@@ -139,7 +138,6 @@ __all__ = [
     "VocabParallelEmbedding",
     "bind_kv_cache",
     "generate_scheduler_kv_cache_config",
-    "get_block_hash",
     "get_forward_context",
     "get_hash_fn_by_name",
     "get_kv_cache_configs",

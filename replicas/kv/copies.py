@@ -16,16 +16,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
 from pengserve.planners.types.errors import EngineError, HostTierError, one_line
-from pengserve.replicas.kv.host_tier import HostTier, copy_runs
+from pengserve.replicas.kv.host_tier import HostCells, HostTier, copy_runs
 from pengserve.replicas.kv.order import Order, order_of
 from pengserve.replicas.kv.pool import DevicePool
 
@@ -65,7 +65,8 @@ class Copy:
     is_cancelled: bool = False
     failure: str = ""  # why it was cancelled, where that is not what its owner wanted
     num_moved: int = 0
-    sides: "Sides | None" = None  # other memory than the pool's and the host's rows
+    sides: "Sides | None" = None  # other memory than the engine's own pool and host,
+    places: np.ndarray | None = None  # ... and where the rows are there
 
 
 def require_moved(copies: Iterable[Copy]) -> None:
@@ -76,12 +77,11 @@ def require_moved(copies: Iterable[Copy]) -> None:
 
 
 class Sides(NamedTuple):
-    """Memory that a copy's cells and rows are places in, as `in_words` has it. Who submits such a copy waits for it: it
-    does not come as a finished one.
-    """
+    """Memory that a copy's cells and places are in, as `in_words` has it, and the copies that have ended there."""
 
     device: torch.Tensor  # [n, words of a block]
     host: torch.Tensor
+    finished: deque[Copy]
 
 
 class CopyEngine:
@@ -214,16 +214,15 @@ class CopyEngine:
     def _end(self, copy: Copy) -> None:
         with self._changed:
             self._queues[copy.priority].remove(copy)
-        if copy.sides is None:
-            self._finished.append(copy)
+        (self._finished if copy.sides is None else copy.sides.finished).append(copy)
         copy.done.set()
 
     @torch.inference_mode()
     def _move_piece(self, copy: Copy) -> None:
         started_s = time.perf_counter()
         part = slice(copy.num_moved, copy.num_moved + self._piece_blocks)
-        cells, rows = copy.cells[part], copy.rows[part]
-        device, host = copy.sides or (self._cells, self._rows[copy.layer])
+        cells, rows = copy.cells[part], (copy.rows if copy.places is None else copy.places)[part]
+        device, host = copy.sides[:2] if copy.sides is not None else (self._cells, self._rows[copy.layer])
         with self._order.copying(copy.after if not copy.num_moved else None):
             if device.is_cuda:
                 num_runs = _move_by_rows(device, host, cells, rows, to_host=copy.to_host)
@@ -247,6 +246,104 @@ class CopyEngine:
         if num_bytes >= _MEASURED_BYTES:
             speed, before = num_bytes / max(took_s, 1e-9), self.bytes_per_s[to_host]
             self.bytes_per_s[to_host] = speed if not before else before + _FOLLOW * (speed - before)
+
+
+class Copies(Protocol):
+    """What those that copy need of an engine."""
+
+    @property
+    def failure(self) -> str:
+        """A sentence, once a copy has failed."""
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `finished` has something to say."""
+
+    @property
+    def moved_bytes(self) -> Mapping[tuple[bool, Priority], int]:
+        """In all, by `to_host` and priority."""
+
+    def submit(self, copy: Copy) -> Copy:
+        """Queues a copy."""
+
+    def release(self, copies: Sequence[Copy]) -> None:
+        """Copies that were not ready may begin."""
+
+    def hurry(self, copies: list[Copy]) -> None:
+        """Copies of these become the most urgent ones."""
+
+    def cancel(self, copy: Copy) -> None:
+        """Ends a copy."""
+
+    def wait(self, copy: Copy) -> None:
+        """Waits until a copy is over."""
+
+    def finished(self) -> list[Copy]:
+        """Copies that have ended since the last call."""
+
+    def speed(self, *, to_host: bool) -> float:
+        """Bytes a second."""
+
+    def close(self) -> None:
+        """Ends all."""
+
+
+class CopiesBetween:
+    """Copies of an engine between another pool and another host: one thread and one link serve both.
+
+    To who uses it, it is an engine of its own. Belongs to the step thread.
+    """
+
+    def __init__(self, engine: Copies, pool: DevicePool, host: HostCells) -> None:
+        self._engine, self._host = engine, host
+        self._sides = Sides(in_words(pool.cells), in_words(host.cells), deque())
+
+    def submit(self, copy: Copy) -> Copy:
+        """As of the engine."""
+        copy.sides, copy.places = self._sides, self._host.at(copy.layer, copy.rows)
+        return self._engine.submit(copy)
+
+    @property
+    def has_news(self) -> bool:
+        """As of the engine, of these copies."""
+        return bool(self._sides.finished)
+
+    def finished(self) -> list[Copy]:
+        """As of the engine, of these copies."""
+        return [self._sides.finished.popleft() for _ in range(len(self._sides.finished))]
+
+    def release(self, copies: Sequence[Copy]) -> None:
+        """As of the engine."""
+        self._engine.release(copies)
+
+    def hurry(self, copies: list[Copy]) -> None:
+        """As of the engine."""
+        self._engine.hurry(copies)
+
+    def cancel(self, copy: Copy) -> None:
+        """As of the engine."""
+        self._engine.cancel(copy)
+
+    def wait(self, copy: Copy) -> None:
+        """As of the engine."""
+        self._engine.wait(copy)
+
+    def speed(self, *, to_host: bool) -> float:
+        """As of the engine."""
+        return self._engine.speed(to_host=to_host)
+
+    def close(self) -> None:
+        """The engine is another's to close."""
+
+    @property
+    def failure(self) -> str:
+        """As of the engine."""
+        return self._engine.failure
+
+    @property
+    def moved_bytes(self) -> Mapping[tuple[bool, Priority], int]:
+        """As of the engine, all of its copies counted."""
+        return self._engine.moved_bytes
 
 
 def in_words(memory: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The host's part of an instance's KV: rows, each with room for one logical block in all layers."""
 
+import copy
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -32,6 +33,15 @@ class HostRows:
     def num_free(self) -> int:
         """Rows that no block has."""
         return len(self._free)
+
+    @property
+    def most_rows(self) -> int:
+        """Rows that there can ever be: all numbers are below it."""
+        return self.num_rows
+
+    def rows(self) -> np.ndarray:
+        """All rows that there are, ascending."""
+        return np.arange(self.num_rows)
 
     def take(self, count: int) -> np.ndarray:
         """`count` free rows in as few runs as can be. Raises ValueError where there are not so many."""
@@ -97,6 +107,84 @@ class HostTier(HostRows):
     def at(self, layer: int, rows: np.ndarray) -> np.ndarray:
         """Where these rows' cells of one layer are among `cells`."""
         places: np.ndarray = layer * self.num_rows + rows
+        return places
+
+
+class LentRows(HostRows):
+    """Rows for the layers of a pipeline's stage, on rows that the host tier of `dp` lends: several on each."""
+
+    def __init__(self, host: HostTier, num_layers: int, per_row: int) -> None:
+        """
+        Args:
+            num_layers: of the stage.
+            per_row: of its rows on one of `host`'s.
+        """
+        super().__init__(0, host.block_bytes)
+        self.cells, self.per_row = host.cells, per_row
+        self._host, self._num_layers, self._most_rows = host, num_layers, host.num_rows * per_row
+        self._lender = np.full(host.num_rows, -1, dtype=np.int64)  # by group of `per_row` rows: the host's row
+
+    @property
+    def most_rows(self) -> int:
+        """As of any."""
+        return self._most_rows
+
+    def rows(self) -> np.ndarray:
+        """As of any."""
+        return self._rows_of(np.flatnonzero(self._lender != -1))
+
+    def _rows_of(self, groups: np.ndarray) -> np.ndarray:
+        found: np.ndarray = (groups[:, None] * self.per_row + np.arange(self.per_row)).ravel()
+        return found
+
+    def borrow(self) -> None:
+        """All rows that are free in `dp` are rows of the stage from now on."""
+        groups = np.flatnonzero(self._lender == -1)[: self._host.num_free]
+        if len(groups):
+            self._lender[groups] = self._host.lend(len(groups))
+            rows = self._rows_of(groups)
+            self.give(rows)
+            self.num_rows += len(rows)
+
+    def give_back(self) -> None:
+        """Rows of `dp` on which all of the stage's are free are its own again."""
+        is_free = np.zeros(self._most_rows, dtype=bool)
+        is_free[self.free_rows] = True
+        groups = np.flatnonzero(is_free.reshape(-1, self.per_row).all(axis=1) & (self._lender != -1))
+        if len(groups):
+            gone = np.isin(self.free_rows, self._rows_of(groups))
+            left = np.array(self.free_rows, dtype=np.int64)[~gone]
+            self._free = FreeChunks(0)
+            self.give(left)
+            self._host.take_back(self._lender[groups])
+            self._lender[groups] = -1
+            self.num_rows -= len(groups) * self.per_row
+
+    def give_all(self) -> None:
+        """No row holds anything any more: all are `dp`'s."""
+        lent = self._lender != -1
+        self._host.take_back(self._lender[lent])
+        self._forget()
+
+    def hand_over(self) -> "LentRows":
+        """These rows as another's, who gives them back. Here there are none from now on."""
+        other = copy.copy(self)
+        self._forget()
+        return other
+
+    def _forget(self) -> None:
+        self._lender = np.full(len(self._lender), -1, dtype=np.int64)
+        self._free, self.num_rows = FreeChunks(0), 0
+
+    def clear(self, rows: np.ndarray) -> None:
+        """Rows hold zeros from now on."""
+        for layer in range(self._num_layers):
+            self.cells[torch.from_numpy(self.at(layer, rows))] = 0
+
+    def at(self, layer: int, rows: np.ndarray) -> np.ndarray:
+        """Where these rows' cells of one of the stage's layers, counted from its first, are among `cells`."""
+        groups, parts = np.divmod(rows, self.per_row)
+        places: np.ndarray = (parts * self._num_layers + layer) * self._host.num_rows + self._lender[groups]
         return places
 
 

@@ -14,7 +14,7 @@ from enum import IntEnum
 
 import numpy as np
 
-from pengserve.replicas.kv.host_tier import HostTier
+from pengserve.replicas.kv.host_tier import HostRows
 from pengserve.replicas.kv.pool import DevicePool
 
 NO_ROW = -1
@@ -35,7 +35,7 @@ Uses = Callable[[], np.ndarray]
 class Placement:
     """The tables, the free cells, and what must agree between them. Belongs to the step thread."""
 
-    def __init__(self, pool: DevicePool, host: HostTier, num_blocks: int) -> None:
+    def __init__(self, pool: DevicePool, host: HostRows, num_blocks: int) -> None:
         """`num_blocks`: logical ones, the null block included."""
         self._pool, self._host = pool, host
         self.num_layers, self.num_blocks = pool.num_layers, num_blocks
@@ -50,6 +50,7 @@ class Placement:
         self._nulls = np.arange(pool.num_layers) * pool.num_blocks
         self.is_free[self._nulls] = False
         self.num_free = pool.num_cells - pool.num_layers
+        self.num_columns = pool.num_blocks  # indices of each layer that have memory, from the first on
         self.is_home[0] = self.is_uniform[0] = True
         self._is_strange = np.zeros(num_blocks, dtype=bool)
         self._num_strange = 0  # blocks on the device that are not at home
@@ -87,12 +88,51 @@ class Placement:
         """Indices that are free in all layers, ascending."""
         return np.flatnonzero(self.is_free.reshape(self.num_layers, -1).all(axis=0))
 
+    def resize(self, num_columns: int) -> None:
+        """So many indices of each layer have memory, from the first on: no other cell is free, or becomes so. Blocks
+        that have one of those that go are still to move.
+        """
+        before, self.num_columns = self.num_columns, num_columns
+        if num_columns < before:
+            gone = self._cells_at(np.arange(num_columns, before))
+            self.num_free -= int(np.count_nonzero(self.is_free[gone]))
+            self.is_free[gone] = False
+        else:
+            come = np.zeros(self._pool.num_cells, dtype=bool)
+            come[self._cells_at(np.arange(before, num_columns))] = True
+            come[self._held()] = come[self._nulls] = False
+            self.is_free |= come
+            self.num_free += int(come.sum())
+
+    def hold_columns(self, blocks: np.ndarray, columns: np.ndarray) -> None:
+        """Blocks without any cell have these indices in all layers, also where there is no memory yet."""
+        cells = self._cells_at(columns)
+        self.num_free -= int(np.count_nonzero(self.is_free[cells]))
+        self.is_free[cells] = False
+        self.index[:, blocks] = columns
+        self._look(blocks)
+
+    def strangers(self, num_columns: int) -> list[np.ndarray]:
+        """By layer, blocks whose cells are at indices from `num_columns` on of any layer's own."""
+        columns = self._pool.cells_of(self.index) % self._pool.num_blocks
+        return [np.flatnonzero((self.index[layer] != 0) & (columns[layer] >= num_columns)) for layer in self.layers]
+
+    @property
+    def layers(self) -> range:
+        """Of the device."""
+        return range(self.num_layers)
+
+    def _held(self) -> np.ndarray:
+        found: np.ndarray = self._pool.cells_of(self.index)[self.index != 0]
+        return found
+
     def give(self, cells: np.ndarray) -> None:
         """Frees cells that are taken. Raises ValueError where one is free already."""
         if self.is_free[cells].any():
             raise ValueError("a cell of the device would be freed twice")
-        self.is_free[cells] = True
-        self.num_free += len(cells)
+        here = cells[cells % self._pool.num_blocks < self.num_columns]
+        self.is_free[here] = True
+        self.num_free += len(here)
 
     def put(self, layer: int, blocks: np.ndarray, cells: np.ndarray) -> None:
         """Blocks of `layer` that have no cell there have these, which are taken."""
@@ -160,6 +200,11 @@ class Placement:
         self.is_uniform[blocks] = (found == found[0]).all(axis=0) & (found[0] != 0)
         self.is_home[blocks] = (found == blocks).all(axis=0)
 
+    def exists(self, blocks: np.ndarray) -> np.ndarray:
+        """Whether each block has KV in all layers, on either side."""
+        found: np.ndarray = ((self.index[:, blocks] != 0) | self.on_host[:, blocks]).all(axis=0)
+        return found
+
     def num_away(self, blocks: np.ndarray) -> int:
         """Cells of blocks that are not on the device."""
         return int((self.index[:, blocks] == 0).sum())
@@ -201,9 +246,10 @@ class Placement:
 
     def check(self, elsewhere: np.ndarray) -> tuple[str, ...]:
         """What is wrong, in sentences. `elsewhere`: cells that copies under way have taken."""
-        held = self._pool.cells_of(self.index)[self.index != 0]
-        counts = np.bincount(np.concatenate([held, elsewhere, self._nulls]), minlength=self._pool.num_cells)
+        counts = np.bincount(np.concatenate([self._held(), elsewhere, self._nulls]), minlength=self._pool.num_cells)
         counts += self.is_free
+        beyond = self._cells_at(np.arange(self.num_columns, self._pool.num_blocks))
+        counts[beyond] += counts[beyond] == 0  # without memory, a cell need not have an owner
         wrong = []
         if (counts != 1).any():
             wrong.append(f"{int((counts != 1).sum())} cells of the device have no owner, or several")
@@ -214,7 +260,7 @@ class Placement:
             wrong.append("the count of blocks that are not at home is wrong")
         others = np.array(self._host.free_rows + self._host.lent_rows, dtype=np.int64)
         rows = np.concatenate([self.row[self.row != NO_ROW], others])
-        if not np.array_equal(np.sort(rows), np.arange(self._host.num_rows)):
+        if not np.array_equal(np.sort(rows), self._host.rows()):
             wrong.append("a row of the host has no owner, or several")
         if self.on_host[:, self.row == NO_ROW].any():
             wrong.append("a block without a row is said to be on the host")

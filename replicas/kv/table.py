@@ -27,9 +27,16 @@ class CellTable:
 
     def lease(self, logical_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         """Backs `logical_ids` with `block_ids`, in order, in all layers."""
+        self._make_room(max(logical_ids, default=0))
         if len(logical_ids) != len(block_ids) or self._rows[:, list(logical_ids)].any():
             raise ValueError(f"logical blocks {logical_ids} cannot take {block_ids}")
         self._rows[:, list(logical_ids)] = block_ids
+
+    def _make_room(self, logical_id: int) -> None:
+        """Members with more memory of the host have more blocks: the leader's ids may go beyond this member's."""
+        missing = logical_id + 1 - self._rows.shape[1]
+        if missing > 0:
+            self._rows = np.pad(self._rows, ((0, 0), (0, missing)))
 
     def place(self, layer: int, num_layers: int, logical_ids: Sequence[int], block_ids: Sequence[int]) -> None:
         """Backs `logical_ids`, which are leased, with other blocks in this one layer of `num_layers`."""

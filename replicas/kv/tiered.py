@@ -21,7 +21,7 @@ import numpy as np
 
 from pengserve.planners.types.errors import EngineError
 from pengserve.replicas.kv.copies import Copy, Priority, require_moved
-from pengserve.replicas.kv.host_tier import HostTier
+from pengserve.replicas.kv.host_tier import HostTier, LentRows
 from pengserve.replicas.kv.placement import NO_ROW
 from pengserve.replicas.kv.staging import turns
 from pengserve.replicas.kv.tiered_blocks import TieredBlocks
@@ -40,8 +40,8 @@ class StepTables:
 
     @property
     def is_layered(self) -> bool:
-        """Whether layers have tables of their own."""
-        return len(self.index) > 1
+        """Whether layers have tables of their own, or wait for copies: a stage may have one layer alone."""
+        return len(self.index) > 1 or bool(self.waits)
 
 
 class TieredKv(TieredBlocks):
@@ -49,7 +49,7 @@ class TieredKv(TieredBlocks):
 
     _current: StepTables | None = None  # of the step under way, where layers wait
 
-    def _have(self, host: HostTier, num_blocks: int) -> None:
+    def _have(self, host: HostTier | LentRows, num_blocks: int) -> None:
         super()._have(host, num_blocks)
         self._current = None
 

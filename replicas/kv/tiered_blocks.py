@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from pengserve.replicas.kv.copies import CopyEngine, Priority
-from pengserve.replicas.kv.host_tier import HostTier
-from pengserve.replicas.kv.placement import Placement, Uses
+from pengserve.replicas.kv.copies import Copies, CopyEngine, Priority
+from pengserve.replicas.kv.host_tier import HostTier, LentRows
+from pengserve.replicas.kv.placement import Placement, Use, Uses
 from pengserve.replicas.kv.pool import DevicePool
 from pengserve.replicas.kv.room import Room, TierCounts
 from pengserve.replicas.kv.traffic import Traffic
@@ -27,28 +27,33 @@ class TieredBlocks:
     def __init__(
         self,
         pool: DevicePool,
-        host: HostTier,
+        host: HostTier | LentRows,
         *,
         num_blocks: int,
         block_size: int,
         link_bytes_per_s: float = 0.0,
-        engine: CopyEngine | None = None,
+        engine: Copies | None = None,
+        counts: TierCounts | None = None,
     ) -> None:
         """
         Args:
             num_blocks: logical ones, the null block included.
             block_size: tokens of a block.
             engine: what copies; one over a link of `link_bytes_per_s` where there is none.
+            counts: to be counted on.
         """
         self.pool, self.block_size = pool, block_size
-        self.engine = engine or CopyEngine(pool, host, link_bytes_per_s)
-        self.counts = TierCounts()
+        if engine is None:
+            assert isinstance(host, HostTier)
+            engine = CopyEngine(pool, host, link_bytes_per_s)
+        self.engine = engine
+        self.counts = counts or TierCounts()
         self.step = 0
         self._have(host, num_blocks)
         self._taken = np.zeros(num_blocks, dtype=np.int64)  # by block: what `take_copied` has given
         self._on_claim: Callable[[np.ndarray], None] = lambda blocks: None
 
-    def _have(self, host: HostTier, num_blocks: int) -> None:
+    def _have(self, host: HostTier | LentRows, num_blocks: int) -> None:
         """All cells and rows are free."""
         self.host = host
         self.placement = Placement(self.pool, host, num_blocks)
@@ -123,6 +128,11 @@ class TieredBlocks:
             return False
         self.room.bring(still, Priority.BRING)
         return True
+
+    def bring_held(self, blocks: np.ndarray) -> None:
+        """As `bring`, of those that have KV still and that a request has: others had them a moment ago."""
+        is_held = self.placement.exists(blocks) & (self.room.uses()[blocks] == Use.HELD)
+        self.bring(blocks[is_held], blocks)
 
     def is_moving(self, blocks: np.ndarray) -> bool:
         """Whether a copy of these blocks is under way."""
@@ -207,9 +217,17 @@ class TieredBlocks:
     def give_up(self) -> None:
         """There is no host from now on, and no block holds anything. Blocks beyond the device's may not be used."""
         self.close()
+        self._begin_anew(HostTier(self.pool.num_layers, 0, self.pool.block_bytes))
+
+    def clear(self) -> None:
+        """No block holds anything, also where copies are under way."""
+        self.traffic.cancel(self.traffic.copies())
+        self._begin_anew(self.host)
+
+    def _begin_anew(self, host: HostTier | LentRows) -> None:
         self.engine.finished()  # what has ended since the last look was of the tables that go now
         version = self.placement.version
-        self._have(HostTier(self.pool.num_layers, 0, self.pool.block_bytes), self.placement.num_blocks)
+        self._have(host, self.placement.num_blocks)
         self.placement.version = version + 1  # nothing that was shown of it is right
 
     def close(self) -> None:

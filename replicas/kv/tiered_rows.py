@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from pengserve.replicas.kv.host_tier import HostCells
-from pengserve.replicas.kv.ledger import NULL_BLOCK, Cells
+from pengserve.replicas.kv.ledger import Cells
 from pengserve.replicas.kv.placement import NO_ROW
 from pengserve.replicas.kv.rows import CellRows, Rows
 from pengserve.replicas.kv.tiers import KvTier
@@ -28,11 +28,6 @@ class BlockPlace(NamedTuple):
 def on_device(blocks: Iterable[int]) -> list[BlockPlace]:
     """Places of these blocks of the device's memory."""
     return [BlockPlace(block) for block in blocks]
-
-
-def on_host(rows: Iterable[int]) -> list[BlockPlace]:
-    """Places of these rows of the host."""
-    return [BlockPlace(NULL_BLOCK, row) for row in rows]
 
 
 class PlacedRows(Rows):

@@ -20,22 +20,22 @@ class TieredKvView(KvView):
     """
 
     def __init__(
-        self, device: Sequence[torch.Tensor], host: Sequence[torch.Tensor], layout: BlockLayout, tiers: TieredKv
+        self, device: Sequence[torch.Tensor], host: torch.Tensor, layout: BlockLayout, tiers: TieredKv
     ) -> None:
         """
         Args:
             device: per layer `[cells, elements of a block]`, as that layer's indices name the cells.
-            host: per layer `[rows, elements of a block]`.
+            host: the host's cells, `[cells, elements of a block]`.
         """
         super().__init__(device, layout)
         self._device, self._tiers, self._first = KvView(device, layout), tiers, 0
-        self._host = KvView(host, BlockLayout(layout.place.to(host[0].device)))
+        self._cells, self._host = host, KvView([host], BlockLayout(layout.place.to(host.device)))
 
     def part(self, first: int, stop: int) -> KvView:
         """The view of layers `[first, stop)` of these alone."""
         if (first, stop) == (0, self.num_layers):
             return self
-        part = TieredKvView(self._device._layers[first:stop], self._host._layers[first:stop], self.layout, self._tiers)
+        part = TieredKvView(self._device._layers[first:stop], self._cells, self.layout, self._tiers)
         part._first = self._first + first
         return part
 
@@ -93,8 +93,9 @@ class TieredKvView(KvView):
             if len(away):
                 if not placement.on_host[self._first + layer, blocks[away]].all():
                     raise EngineError(f"KV of layer {self._first + layer} is neither on the device nor on the host")
-                host = self._host.part(layer, layer + 1)
-                visit(layer, host, away, _at(tiles, placement.row[blocks], host.device, away))
+                places = np.zeros(len(blocks), dtype=np.int64)
+                places[away] = self._tiers.host.at(self._first + layer, placement.row[blocks[away]])
+                visit(layer, self._host, away, _at(tiles, places, self._host.device, away))
 
 
 def _is_uniform(index: np.ndarray) -> bool:

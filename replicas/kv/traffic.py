@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from pengserve.replicas.kv.copies import Copy, CopyEngine, require_moved
-from pengserve.replicas.kv.host_tier import HostTier
+from pengserve.replicas.kv.copies import Copies, Copy, require_moved
+from pengserve.replicas.kv.host_tier import HostRows
 from pengserve.replicas.kv.ledger import CellLedger, Cells
 from pengserve.replicas.kv.pool import DevicePool
 
@@ -21,13 +21,24 @@ Then = Callable[[Copy], None]
 class Traffic:
     """Belongs to the step thread."""
 
-    def __init__(self, engine: CopyEngine, pool: DevicePool, host: HostTier, num_blocks: int) -> None:
+    def __init__(self, engine: Copies, pool: DevicePool, host: HostRows, num_blocks: int) -> None:
         """`num_blocks`: logical ones."""
         self.engine = engine
-        self.cells, self.rows = CellLedger(pool.num_cells, "device"), CellLedger(host.num_rows, "host")
+        self.cells, self.rows = CellLedger(pool.num_cells, "device"), CellLedger(host.most_rows, "host")
         self.in_flight = np.zeros(num_blocks, dtype=np.int32)  # copies of each logical block
         self.copied = np.zeros(num_blocks, dtype=np.int64)  # layers of it that were copied so far, either way
         self._under_way: dict[Copy, Then] = {}
+        self._num_expected = 0
+
+    def expect(self, blocks: np.ndarray) -> None:
+        """KV comes to blocks from elsewhere: nothing else touches them until it `arrived`."""
+        self.in_flight[blocks] += 1
+        self._num_expected += len(blocks)
+
+    def arrived(self, blocks: np.ndarray) -> None:
+        """Inverse of `expect`."""
+        self.in_flight[blocks] -= 1
+        self._num_expected -= len(blocks)
 
     def submit(self, copy: Copy, then: Then, *, follows: bool = False) -> Copy:
         """Begins a copy. Raises ValueError where another one is in the way: a programmer's mistake.
@@ -101,7 +112,7 @@ class Traffic:
         expected = sum(len(copy.cells) for copy in self._under_way)
         found = (self.cells.num_in_flight, self.rows.num_in_flight, int(self.in_flight.sum()))
         wrong = [*self.cells.check(), *self.rows.check()]
-        if found != (expected, expected, expected):
+        if found != (expected, expected, expected + self._num_expected):
             wrong.append(f"copies have {expected} cells in flight, the ledgers and blocks say {found}")
         return tuple(wrong)
 

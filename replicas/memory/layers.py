@@ -18,7 +18,8 @@ import torch
 from pengserve.planners.layer_sizes import LayerRange, LayerSizes
 from pengserve.planners.types.errors import ConfigError, UnsupportedShapeError
 from pengserve.planners.types.units import format_bytes
-from pengserve.replicas.memory.arena.arena import Arena, Region
+from pengserve.replicas.memory.arena.arena import Arena
+from pengserve.replicas.memory.side_by_side import SideBySide
 
 
 class LayerMemory:
@@ -51,8 +52,8 @@ class LayerMemory:
         self._kv = [arena.reserve(kv_bytes, f"kv {i}") for i in layers]
         self.before_shrink: Callable[[int, int], None] = lambda layer, num_blocks: None  # may refuse; see `resize_kv`
         self._blocks = [0] * sizes.num_layers
-        self._mirror: Region | None = None
-        self._is_mirrored = False  # whether the mirror shows what is behind the layers now
+        self._mirror: SideBySide | None = None  # of `dp`
+        self._seen: dict[tuple[LayerRange, int], SideBySide] = {}
         if not is_gradual:
             self.fill_up()
 
@@ -154,7 +155,6 @@ class LayerMemory:
         if num_blocks < self._blocks[layer]:
             self.before_shrink(layer, num_blocks)
         before, after = self.sizes.kv_chunks(self._blocks[layer]), self.sizes.kv_chunks(num_blocks)
-        self._is_mirrored = self._is_mirrored and before == after
         if after > before:
             self._arena.map(self._kv[layer], before, after)
         elif after < before:
@@ -171,13 +171,9 @@ class LayerMemory:
         Raises:
             UnsupportedShapeError: between two layers there would be bytes of no block.
         """
-        sizes = self.sizes
-        if sizes.chunk_bytes % sizes.block_bytes:
-            raise UnsupportedShapeError(f"chunks of {sizes.chunk_bytes} bytes are no whole blocks")
-        num_chunks = 2 * sizes.num_layers * sizes.kv_chunks(self.base_blocks)
-        self._mirror = self._arena.mirror(num_chunks, "KV of all layers")
+        self._mirror = self.seen_side_by_side(self.sizes.all_layers, self.base_blocks)
         self.mirror()
-        return self._mirror.tensor(torch.uint8)
+        return self._mirror.memory
 
     def mirror(self) -> None:
         """Makes `side_by_side` show the memory of the layers as it is now. Everything `is_whole`.
@@ -185,12 +181,23 @@ class LayerMemory:
         Raises:
             StepError: the system refused.
         """
-        if self._mirror is None or self._is_mirrored:
-            return
-        count = self.sizes.kv_chunks(self.base_blocks)
-        for place in range(2 * self.sizes.num_layers):
-            self._arena.show(self._mirror, place * count, self._kv[place % self.sizes.num_layers], count)
-        self._is_mirrored = True
+        if self._mirror is not None:
+            self._mirror.show()
+
+    def seen_side_by_side(self, layers: LayerRange, num_blocks: int) -> SideBySide:
+        """The KV of these layers, up to so many blocks of each, as `SideBySide.show` shows it.
+
+        Raises:
+            UnsupportedShapeError: between two layers there would be bytes of no block.
+        """
+        sizes = self.sizes
+        if sizes.chunk_bytes % sizes.block_bytes:
+            raise UnsupportedShapeError(f"chunks of {sizes.chunk_bytes} bytes are no whole blocks")
+        if (layers, num_blocks) not in self._seen:  # addresses are never given back
+            regions = [self._kv[layer] for layer in range(*layers)]
+            chunks = sizes.kv_chunks(num_blocks)
+            self._seen[layers, num_blocks] = SideBySide(self._arena, regions, chunks, f"KV of layers {layers}")
+        return self._seen[layers, num_blocks]
 
     def check_chunks(self) -> tuple[str, ...]:
         """Laws that hold at any time, as sentences where one is broken: each chunk is owned once."""

@@ -8,8 +8,10 @@
                                                the others of the part, after its last step)
            <------------------------  *Met     stopped; what this member brings
     *Wave, ------------------------>           one round of the move (zero or more): KV of these requests moves; before
-    Place                                      a restore's, those that lead the parts give the requests blocks there
+    Gather,                                    a restore's it stands still, where there is a host tier, and those that
+    Place                                      lead the parts give the requests blocks there
            <------------------------  *Done,   what has become of the round here
+                                      Gathered,
                                       Placed
     Commit ------------------------>           the new shape holds from the next step on
 
@@ -102,7 +104,7 @@ class DropMet(PeerWord):
     """A member stands still, and brings these requests."""
 
     travellers: list[Traveller]
-    num_rows: int  # stage rows of the pipeline that its host has room for, beside what these have there
+    host_rows: int  # of its host tier; 0: it has none
 
 
 class DropWave(PeerWord):
@@ -115,24 +117,33 @@ class DropWave(PeerWord):
 class DropDone(PeerWord):
     """Memory has changed hands."""
 
-    num_backed: int  # blocks of `order` that have memory here
-    num_own_rows: int  # stage rows that the host has room for now,
-    num_rows: int  # and when KV has been exchanged
+    num_backed: int  # blocks of `order` that have room here
+    num_columns: int  # blocks of the device that nothing has
 
 
 class RestoreMet(PeerWord):
     """A member stands still."""
 
-    num_rows: int  # stage rows that its host has room for in the narrower pipeline that it goes to; 0: in none
-    num_host_rows: int  # rows of its host that are free, or the ending pipeline's
+    host_rows: int  # of its host tier; 0: it has none
+
+
+class Gather(PeerWord):
+    """Let the KV of these requests stand still, and let go of all other."""
+
+    blocks: list[int]  # the lane's
+
+
+class Gathered(PeerWord):
+    """It stands still."""
+
+    num_free: int  # rows of the host tier
 
 
 class Place(PeerWord):
     """Give these requests blocks where they go on."""
 
     travellers: list[Traveller]
-    num_rows: list[int]  # of each member, in rank order: see `RestoreMet`
-    num_own_rows: list[int]  # of them, those that hold nothing of what travels
+    host_rows: list[int]  # of each member's host tier, in rank order
 
 
 class Placed(PeerWord):
@@ -152,8 +163,8 @@ class RestoreDone(PeerWord):
 
 
 Met = MergeMet | SplitMet | DropMet | RestoreMet
-Round = MergeWave | SplitWave | DropWave | Place | RestoreWave
-Answer = MergeDone | SplitDone | DropDone | Placed | RestoreDone
+Round = MergeWave | SplitWave | DropWave | Gather | Place | RestoreWave
+Answer = MergeDone | SplitDone | DropDone | Gathered | Placed | RestoreDone
 Word = Drain | Drained | Return | Meet | Met | Round | Answer | Commit | Cancel
 SomeWord = TypeVar("SomeWord", bound=PeerWord)
 

@@ -129,8 +129,6 @@ class PipelineTraffic:
 
     def undo_return(self, plan_id: str) -> None:
         """Where weights were coming back for this plan: they do not, and memory is the pipeline's again."""
-        if self._lane is not None:
-            self._lane.ends_making_room()
         movement = self._movement
         if movement is not None and movement.id == plan_id.encode() and isinstance(movement.mover, WeightsReturn):
             movement.mover.undo()

@@ -6,7 +6,7 @@ from itertools import combinations
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from pengserve.planners.waves import MAX_SPLIT_TOKENS, MAX_WAVE_TOKENS, Mover, Wave, merge_wave, place, split_wave
+from pengserve.planners.waves import MAX_SPLIT_TOKENS, MAX_WAVE_TOKENS, Mover, Wave, merge_wave, split_wave
 
 BLOCK = 16  # tokens of a block of `dp`
 
@@ -165,22 +165,3 @@ def test_a_split_takes_what_there_is_and_leaves_only_what_has_no_room(
         num_tokens += tokens
         assert room[rank] >= 0
     assert num_tokens <= 2 * MAX_SPLIT_TOKENS
-
-
-@given(
-    st.lists(st.tuples(st.just(1), st.integers(1, 40)), max_size=20),
-    st.lists(st.integers(0, 60), min_size=2, max_size=2),
-    st.lists(st.integers(0, 60), min_size=2, max_size=2),
-)
-def test_hosts_take_what_no_device_has_room_for(
-    leaving: list[tuple[int, int]], free: list[int], on_hosts: list[int]
-) -> None:
-    blocks, rows = list(free), list(on_hosts)
-    for (_, needed), found in zip(leaving, place(leaving, free, on_hosts=on_hosts), strict=True):
-        room = blocks if needed <= max(blocks) else rows
-        if found is None:
-            assert needed > max(rows)
-            continue
-        assert room[found] == max(room)
-        room[found] -= needed
-        assert room[found] >= 0

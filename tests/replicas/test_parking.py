@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from pengserve.planners.types.errors import FenceError, StepError
+from pengserve.planners.types.errors import FenceError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.orders import Park, Place, Resume
 from pengserve.replicas.parking import ParkOrders
@@ -44,13 +44,3 @@ def test_an_order_for_another_life_is_refused() -> None:
     other = Park(order_id="1", instance=InstanceKey(instance_id=InstanceId(1), incarnation=3), request_ids=("a",))
     with pytest.raises(FenceError, match="this is"):
         ParkOrders(KEY).require_own([other])
-
-
-def test_layers_are_not_placed_where_the_shape_has_no_way_to() -> None:
-    orders = ParkOrders(KEY)
-    park = Park(order_id="1", instance=KEY, request_ids=("a",))
-    place = Place(order_id="2", instance=KEY, request_id="a", layers=(1,))
-    orders.require_places([park], "in a pipeline there is no way")
-    orders.require_places([park, place], "")
-    with pytest.raises(StepError, match="cannot place layers: in a pipeline there is no way; park the request"):
-        orders.require_places([park, place], "in a pipeline there is no way")

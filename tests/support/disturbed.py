@@ -50,7 +50,9 @@ class Disturbed:
         for index, future in running:
             stream = future.result(ENDS_WITHIN_S)
             assert not stream.error, stream.error
-            assert stream.token_ids == self.expected[index].token_ids, f"request {index} {self.requests[index]}"
+            found, wanted = stream.token_ids, self.expected[index].token_ids
+            first = next((i for i, (one, other) in enumerate(zip(found, wanted, strict=False)) if one != other), None)
+            assert found == wanted, f"request {index} from its token {first} on: {found} for {wanted}"
             assert stream.finish_reason == self.expected[index].finish_reason
 
     def there_and_back(self, shape: str, strategy: str, *, pause_s: float = 0.15, num_within: int = 3) -> None:

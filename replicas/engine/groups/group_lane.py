@@ -178,11 +178,11 @@ class GroupLane(Lane):
         """
         ids = list(request_ids)
         self.abort(ids)
-        finished = self.scheduler.take_finished(i for i in ids if i not in self._ids_in_flight())
+        finished = self.scheduler.take_finished(i for i in ids if i not in self.ids_in_flight())
         self._forgotten += finished
         self._known = [resumed for resumed in self._known if resumed.req_id not in finished]
 
-    def _ids_in_flight(self) -> Set[str]:
+    def ids_in_flight(self) -> Set[str]:
         """Leader: requests that steps are about which have begun and not ended."""
         return frozenset()
 

@@ -8,12 +8,12 @@ from collections import deque
 from collections.abc import Iterable, Set
 from contextlib import AbstractContextManager
 
-from pengserve.planners.stages import Parts
+from pengserve.planners.stages import Parts, stage_of
 from pengserve.planners.types.errors import EngineError, StepError
 from pengserve.replicas.engine.groups.group_lane import GroupLane
-from pengserve.replicas.engine.groups.under_way import Microbatch, ids_of, is_brought, num_unwritten, spared_blocks
-from pengserve.replicas.engine.tiers.stage_host import StageHost
-from pengserve.replicas.engine.tiers.swapping import SwappedRequests
+from pengserve.replicas.engine.groups.under_way import Microbatch, ids_of, num_unwritten, spared_blocks
+from pengserve.replicas.engine.tiers.residency import ResidentRequests
+from pengserve.replicas.engine.tiers.stage_tiers import PipelineSizes, StageTiers
 from pengserve.replicas.engine.vllm_seam import Request
 from pengserve.replicas.memory.layers import LayerMemory
 
@@ -21,14 +21,17 @@ from pengserve.replicas.memory.layers import LayerMemory
 class PpBlocks(GroupLane):
     """What `PpLane` is beside its steps. Most of it is the leader's."""
 
-    residency: SwappedRequests | None
-    host: StageHost
+    residency: ResidentRequests | None
+    tiers: StageTiers | None
+    sizes: PipelineSizes
     _memory: LayerMemory
     _in_flight: deque[Microbatch]
     _arriving: dict[str, Request]  # requests whose KV is on its way
     _arriving_parked: set[str]  # those of them that stay parked
     _ended: list[str]  # those of them that were aborted since
     _withheld: list[int]  # blocks without memory yet, in the order in which it comes
+    _beyond: list[int]  # blocks for which a member's host has no room
+    _host_rows: int  # that each member's host has for the lane
     _is_settled: bool
     _is_exchanging: bool
 
@@ -49,51 +52,47 @@ class PpBlocks(GroupLane):
     # The host ---------------------------------------------------------------------------------------------------------
 
     def give_up_host(self) -> None:
-        """What the stage rows hold is of no use any more."""
-        self.host.give_up()
+        """What the lane has on device and host is of no use any more."""
+        if self.tiers is not None:
+            self.tiers.clear()
 
-    def rows_of(self, request: Request) -> list[int]:
-        """Leader: stage rows that have the KV of a request which has no blocks; empty where it has."""
-        return self.host.rows_of(request)
+    def share_hosts(self, host_rows: int) -> None:
+        """Leader: each member has so many rows of a host tier at least. The lane hands out as many blocks."""
+        self._host_rows = host_rows
+        count = self.capacity.num_blocks - self.sizes.num_usable(self.sizes.smallest, host_rows)
+        self._beyond = self.scheduler.withhold(count)
+
+    @property
+    def num_host_rows(self) -> int:
+        """Rows of this member's host tier; 0: it has none."""
+        return self.tiers.num_host_rows if self.tiers is not None else 0
+
+    def num_places(self, rank: int, host_rows: int) -> int:
+        """Blocks that a member has places for: on its device, and on so many rows of its host."""
+        device = self.sizes.device_blocks[stage_of(rank, len(self.sizes.stages))]
+        return device - 1 + max(0, host_rows) * self.sizes.per_row
+
+    def limit(self, num_columns: int) -> None:
+        """Leader: steps may have so many blocks of each device, vLLM's null block among them."""
+        if self.residency is not None:
+            usable = self.sizes.num_usable(num_columns, self._host_rows)
+            self.residency.limit(num_columns, max(0, usable - self._host_rows * self.sizes.per_row))
 
     # Requests whose KV comes while others run ---------------------------------------------------------------------
 
     @property
     def num_held(self) -> int:
         """Blocks that have memory."""
-        return self.capacity.num_blocks - len(self._withheld)
+        return self.capacity.num_blocks - len(self._withheld) - len(self._beyond)
 
     def expect(self, request: Request, num_computed_tokens: int, *, is_parked: bool = False) -> list[int] | None:
         """Leader: as `admit`, but the request is not scheduled before `arrived`; where it `is_parked`, not then."""
         block_ids = self._make_room(request, num_computed_tokens)
         if block_ids is not None:
-            self._await(request, is_parked)
+            self._arriving[request.request_id] = request
+            if is_parked:
+                self._arriving_parked.add(request.request_id)
         return block_ids
-
-    def expect_away(self, request: Request, num_computed_tokens: int, *, is_parked: bool = False) -> list[int] | None:
-        """Leader: as `expect`, but its KV comes to the hosts; its stage rows, or None where there is no room."""
-        rows = self.expect_parked(request, num_computed_tokens)
-        if rows is not None:
-            self._await(request, is_parked)
-        return rows
-
-    def _await(self, request: Request, is_parked: bool) -> None:
-        self._arriving[request.request_id] = request
-        if is_parked:
-            self._arriving_parked.add(request.request_id)
-
-    def expect_parked(self, request: Request, num_computed_tokens: int) -> list[int] | None:
-        """Leader: a request's KV comes to the hosts before the lane runs; its stage rows, or None without room.
-
-        The caller keeps it then (`keep_away`).
-        """
-        self.rehash(request)
-        return self.residency.expect(request, num_computed_tokens) if self.residency is not None else None
-
-    def keep_away(self, request: Request, *, is_ordered: bool) -> None:
-        """Leader: the KV of an expected request is on the hosts: it is parked, and goes on when there is room."""
-        assert self.residency is not None
-        self.residency.keep(request, is_ordered=is_ordered)
 
     def withhold_free(self) -> list[int]:
         """Leader of a drop: no free block may be handed out before it has memory on all members; their ids.
@@ -105,23 +104,13 @@ class PpBlocks(GroupLane):
         return list(self._withheld)
 
     def makes_room(self, parts: Parts) -> bool:
-        """Leader: whether `give_up_blocks` is worth a wait, for microbatches under way that have the free blocks still.
-        With a host tier requests leave the devices until it has been called.
-        """
-        count = self._num_given_up(parts)
-        if self.residency is None:
-            return self._num_spare() < count <= self.num_free()
-        self.residency.keep_free(count)
-        return self._num_spare() < count
-
-    def ends_making_room(self) -> None:
-        """The restore for which `makes_room` was asked is called off."""
-        if self.residency is not None:
-            self.residency.keep_free(0)
+        """Leader: whether `give_up_blocks` is worth a wait: microbatches under way have some free blocks still."""
+        return self._num_spare() < self._num_given_up(parts) <= self.num_free()
 
     def _num_given_up(self, parts: Parts) -> int:
-        left = self._memory.sizes.num_blocks_left(parts) - 1  # without the null block
-        return max(0, self.capacity.num_blocks - left)
+        left = self._memory.sizes.num_blocks_left(parts)
+        usable = [self.sizes.num_usable(columns, self._host_rows) for columns in (self.sizes.smallest, left)]
+        return max(0, usable[0] - usable[1])
 
     def give_up_blocks(self, parts: Parts) -> list[int]:
         """Leader: withholds as many free blocks as a restore needs, so that the weights that each member has in its
@@ -131,11 +120,11 @@ class PpBlocks(GroupLane):
             StepError: too many are in use.
         """
         count = self._num_given_up(parts)
-        self.ends_making_room()
         if count > (num_spare := self._num_spare()):
             raise StepError(f"{count} blocks must be free to bring the weights back, {num_spare} are")
         with self._sparing():
             self._withheld = self.scheduler.withhold(count)
+        self.limit(min(self.sizes.smallest, self._memory.sizes.num_blocks_left(parts)))
         return list(self._withheld)
 
     def offer(self, count: int) -> None:
@@ -146,21 +135,17 @@ class PpBlocks(GroupLane):
     def offer_all(self) -> None:
         """Leader: all blocks have memory on all members."""
         self.offer(len(self._withheld))
+        self.limit(self.sizes.smallest)
 
     def arrived(self) -> None:
         """Leader: all KV and all memory are there."""
         self.offer_all()
         for request_id, request in self._arriving.items():
-            is_parked = request_id in self._arriving_parked
-            if self.rows_of(request):
-                self.keep_away(request, is_ordered=is_parked)
-                continue
             self.scheduler.enqueue(request)
             self.settle(request)
-            if is_parked:
+            if request_id in self._arriving_parked:
                 self.keep_parked(request)
         self._arriving, self._arriving_parked = {}, set()
-        self.host.may_swap_all()
         self._is_exchanging = False
         ended, self._ended = self._ended, []
         super().abort(ended)
@@ -175,13 +160,16 @@ class PpBlocks(GroupLane):
 
     def num_requests(self) -> int:
         """Running and waiting requests, and those whose KV is on its way."""
-        num_coming = self.residency.prefixes.num_coming if self.residency is not None else 0
-        return super().num_requests() + self.num_arriving + num_coming
+        return super().num_requests() + self.num_arriving
 
     @property
     def num_arriving(self) -> int:
         """As of any lane: after a drop."""
         return len(self._arriving)
+
+    def num_arriving_blocks(self) -> int:
+        """Blocks of theirs."""
+        return sum(map(self.scheduler.num_blocks_of, self._arriving))
 
     def longest_tokens(self) -> int:
         """As of any group's lane; those whose KV is on its way go on in a moment."""
@@ -209,19 +197,19 @@ class PpBlocks(GroupLane):
         Raises:
             EngineError: a microbatch under way is about one of the same id, whose token the scheduler would take.
         """
-        if request.request_id in self._ids_in_flight():
+        if request.request_id in self.ids_in_flight():
             raise EngineError(f"request {request.request_id} is in a step still: send it under another id")
         super().add(request)
 
     def _make_room(self, request: Request, num_computed_tokens: int) -> list[int] | None:
-        if request.request_id in self._ids_in_flight():  # it left a moment ago
+        if request.request_id in self.ids_in_flight():  # it left a moment ago
             return None
         with self._sparing():
             return super()._make_room(request, num_computed_tokens)
 
     def reserve(self, request: Request, num_tokens: int, num_computed_tokens: int) -> int | None:
         """As of any lane; no microbatch under way has the blocks, nor steps one of the same id."""
-        if request.request_id in self._ids_in_flight():
+        if request.request_id in self.ids_in_flight():
             return None
         with self._sparing():
             return super().reserve(request, num_tokens, num_computed_tokens)
@@ -231,30 +219,15 @@ class PpBlocks(GroupLane):
         with self._sparing():
             return super().enlarge(request, num_tokens)
 
-    def served(self, *, must_leave: bool) -> list[Request]:
-        """As of any lane, without those whose KV is not all on the devices; where all must leave, these come back."""
-        found = super().served(must_leave=must_leave)
-        away = [request.request_id for request in found if not self.host.is_here(request)]
-        if must_leave and self.residency is not None:
-            self.residency.resume(away)
-        return [request for request in found if request.request_id not in away]
-
     def num_written(self, request: Request) -> int:
         """Without what this member's stage has still to write, for microbatches in flight."""
-        if is_brought(self._in_flight, self.block_ids(request.request_id)):
-            return 0
         num_computed = super().num_written(request)
         return num_computed - num_unwritten(self._in_flight, request.request_id, num_computed)
 
-    def num_moves(self, request: Request) -> int:
-        """As of any lane; a request also loses its blocks when its KV goes to the host."""
-        return super().num_moves(request) + (self.residency.times_away(request) if self.residency is not None else 0)
-
     def is_between_steps(self, request: Request) -> bool:
-        """Whether no microbatch in flight steps it, or brings KV to a block of it."""
-        if request.request_id in self._ids_in_flight():
-            return False
-        return not is_brought(self._in_flight, self.block_ids(request.request_id))
+        """Whether no microbatch in flight steps it."""
+        return request.request_id not in self.ids_in_flight()
 
-    def _ids_in_flight(self) -> Set[str]:
+    def ids_in_flight(self) -> Set[str]:
+        """Leader: requests that microbatches are about which have begun and not ended."""
         return ids_of(self._in_flight)

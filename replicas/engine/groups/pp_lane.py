@@ -11,11 +11,12 @@ a time, but for chunks of its prompt; stages run microbatches in the order in wh
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from pengserve.planners.cost_model import CostModel
@@ -33,7 +34,7 @@ from pengserve.replicas.engine.groups.hidden import (
 )
 from pengserve.replicas.engine.groups.pp_blocks import PpBlocks
 from pengserve.replicas.engine.groups.stage_clock import StageClock
-from pengserve.replicas.engine.groups.under_way import Microbatch
+from pengserve.replicas.engine.groups.under_way import Microbatch, spared_blocks
 from pengserve.replicas.engine.lanes.dp_lane import DpLane
 from pengserve.replicas.engine.lanes.kv_shares import KvShare, LaneKv
 from pengserve.replicas.engine.lanes.lane import FREE
@@ -47,9 +48,17 @@ from pengserve.replicas.engine.lanes.lane_build import (
 from pengserve.replicas.engine.lanes.lane_groups import ActiveGroup, LaneGroup
 from pengserve.replicas.engine.lanes.shared_model import share_layers
 from pengserve.replicas.engine.lanes.warm_up import is_compiled
-from pengserve.replicas.engine.scheduling.microbatches import FIRST_MODEL, Microbatches, chunks_of, prompt_tokens_of
-from pengserve.replicas.engine.tiers.stage_host import StageHost
-from pengserve.replicas.engine.tiers.swapping import SwappedRequests
+from pengserve.replicas.engine.scheduling.microbatches import (
+    ANY,
+    FIRST_MODEL,
+    Microbatches,
+    chunks_of,
+    prompt_tokens_of,
+)
+from pengserve.replicas.engine.tiers.lane_tiers import TELL_USES_EVERY, LaneTiers, ToldUses, blocks_begun, uses_of
+from pengserve.replicas.engine.tiers.residency import ResidentRequests
+from pengserve.replicas.engine.tiers.stage_tiers import StageTiers, pipeline_sizes
+from pengserve.replicas.engine.tiers.tier_runner import TierRunner
 from pengserve.replicas.engine.vllm_seam import (
     EngineCoreOutputs,
     GrammarOutput,
@@ -59,9 +68,25 @@ from pengserve.replicas.engine.vllm_seam import (
     layer_partition,
     set_current_vllm_config,
 )
-from pengserve.replicas.kv.stage_rows import StageRows, stage_rows_in_row
+from pengserve.replicas.kv.placement import Use
+from pengserve.replicas.kv.tiered_view import TieredKvView
 from pengserve.replicas.memory.kv_views import KvView
 from pengserve.replicas.memory.layers import LayerMemory
+
+
+class _Supply:
+    """What a pipeline has for its scheduler to hand out."""
+
+    def __init__(self, lane: PpBlocks) -> None:
+        self._lane = lane
+
+    def num_used(self) -> int:
+        """Blocks that requests hold, but for those whose KV is on its way."""
+        return self._lane.num_used() - self._lane.num_arriving_blocks()
+
+    def num_available(self) -> int:
+        """Free blocks."""
+        return self._lane.num_free()
 
 
 class PpLane(PpBlocks):
@@ -99,15 +124,26 @@ class PpLane(PpBlocks):
         sizes = memory.sizes
         ranges = stage_layers(sizes.num_layers, num_stages)
         self.stages, self.layers = ranges, ranges[self.stage]
-        num_layers = self.layers[1] - self.layers[0]
-        num_blocks = sizes.num_pipeline_blocks(ranges)
+        num_layers, block_size = self.layers[1] - self.layers[0], base.capacity.block_size
+        self.sizes = pipeline_sizes(
+            sizes,
+            ranges,
+            max_blocks=-(-base.pristine_config.model_config.max_model_len // block_size),
+            has_host=base.tiers is not None,
+        )
+        own_rows = base.tiers.host.num_rows if base.tiers is not None else 0
+        num_blocks = self.sizes.num_usable(self.sizes.smallest, own_rows)
+        if model is not None and (model.tiers is None) is not (base.tiers is None):
+            model = None  # the host tier has ended since: a runner without it is another one
         group = LaneGroup("pp", name, self.stage, num_stages, is_compiled=is_compiled(base.pristine_config))
         config = self._config(base, num_blocks) if model is None else model.config
         partition = layer_partition([stop - first for first, stop in ranges])
         with partition, active_lane(active, group, config):
             if model is None:
-                model = build_model(base, group, config, share_layers, num_layers * sizes.block_bytes, memory)
+                model = self._build(base, group, config, num_layers * sizes.block_bytes)
             scheduler = build_scheduler(base, model) if rank == 0 else None
+        self.tiers = model.tiers
+        self._host_rows, self._beyond = own_rows, []
         self._view: KvView | None = None
         self.inbox = HiddenInbox()
         self._codec_of_hidden = HiddenCodec(model.runner.model, base.worker.device)
@@ -119,6 +155,9 @@ class PpLane(PpBlocks):
         self._stage_s = 0.0  # leader: of its stage, for the newest microbatch
         self._was_empty = True  # leader: nothing was to compute since the newest microbatch
         self._arriving, self._arriving_parked, self._ended, self._withheld = {}, set(), [], []
+        self._told_uses: ToldUses | None = None  # follower, where there is a host tier
+        self._lane_tiers: LaneTiers | None = None
+        self._num_choices = 0  # leader: microbatches for which it chose, since the followers have heard of uses
         self._is_settled, self._is_exchanging = True, False
         super().__init__(
             base,
@@ -136,20 +175,46 @@ class PpLane(PpBlocks):
             ),
         )
         self._microbatches: Microbatches | None = None
-        self.host = StageHost(self.table)
-        if base.tiers is not None:
-            if self.leads:
-                self.residency = SwappedRequests(self.scheduler, base.tiers, num_layers)
-            rows = StageRows(base.tiers, memory, self.layers, stage_rows_in_row(sizes.num_layers, ranges))
-            self.host.open(rows, self.residency)
+        if self.tiers is not None:
+            self._open_tiers(self.tiers)
         if self.leads:
             self._microbatches = Microbatches(self.scheduler, num_stages, cost_model, policy, self._chunks)
             self.scheduler.watch_frees(self._note_freed)
 
     def _config(self, base: DpLane, num_blocks: int) -> VllmConfig:
-        return group_config(
-            base, pp=len(self.stages), rank=self.stage, block_size=base.capacity.block_size, num_blocks=num_blocks
+        block_size = base.capacity.block_size
+        config = group_config(base, pp=len(self.stages), rank=self.stage, block_size=block_size, num_blocks=num_blocks)
+        model = config.model_config
+        model.max_model_len = min(model.max_model_len, self.sizes.longest_blocks * block_size)
+        return config
+
+    def _build(self, base: DpLane, group: LaneGroup, config: VllmConfig, block_bytes: int) -> LaneModel:
+        if base.tiers is None:
+            return build_model(base, group, config, share_layers, block_bytes, self._memory.kv)
+        tiers = StageTiers(base.tiers, self._memory, self.sizes, self.stage, base.capacity.block_size)
+        first = self.layers[0]
+        model = build_model(
+            base, group, config, share_layers, block_bytes, lambda layer: tiers.kv.pool.layer(layer - first)
         )
+        names = list(model.runner.get_kv_cache_spec())
+        TierRunner(model.runner, tiers.kv, names, config.cache_config.block_size)
+        return replace(model, tiers=tiers)
+
+    def _open_tiers(self, tiers: StageTiers) -> None:
+        self._lane_tiers = LaneTiers(
+            tiers.kv,
+            physical=self.table.physical,
+            num_members=self.num_stages,
+            stages=self.stages,
+            stage=self.stage,
+        )
+        if self.leads:
+            self._lane_tiers.tell_others()
+            self.residency = ResidentRequests(self.scheduler, self._lane_tiers, 0, _Supply(self), progress=self)
+            self.limit(self.sizes.smallest)
+        else:
+            num_blocks = tiers.kv.placement.num_blocks
+            self._told_uses = ToldUses(lambda: np.zeros(num_blocks, dtype=np.uint8), self.table, num_blocks)
 
     def assume(self, cost_model: CostModel) -> None:
         """Takes `cost_model`, of steps of the whole model, for true until microbatches say otherwise."""
@@ -172,7 +237,7 @@ class PpLane(PpBlocks):
         """Makes this the lane that vLLM's code sees, with an empty pipeline."""
         super().enter(run)
         self._hidden = self._way_of(run)
-        self.host.enter(is_first=self.stage == 0)
+        self._watch_uses()
         self._was_empty = self._is_settled = True
         self._clock.forget()
         self._counted_s = self._clock.busy_s, self._clock.idle_s
@@ -183,6 +248,24 @@ class PpLane(PpBlocks):
                 dtype=self.config.model_config.dtype,
                 device=self.base.worker.device,
             )
+
+    def _watch_uses(self) -> None:
+        """What the lane's blocks are for decides which of them leave the device."""
+        if self.tiers is None:
+            return
+        if self._told_uses is None:
+            self._num_choices = 0
+            self.tiers.kv.watch_uses(self._uses)
+        else:
+            self._told_uses.begin()
+            self.tiers.kv.watch_uses(self._told_uses, self._told_uses.hold)
+
+    def _uses(self) -> np.ndarray:
+        """Leader: what this member's blocks are used for. Those that a microbatch under way has still are held."""
+        assert self.tiers is not None
+        uses = self.scheduler.uses()
+        uses[list(spared_blocks(self._in_flight))] = Use.HELD
+        return uses_of(np.zeros(self.tiers.kv.placement.num_blocks, dtype=np.uint8), self.table.backing(), uses)
 
     def _way_of(self, run: GroupRun) -> HiddenWay:
         """From device to device where the group's communicator does that: all members have the same kind."""
@@ -203,14 +286,16 @@ class PpLane(PpBlocks):
             self.runner.intermediate_tensors = None
         if self.leads:
             self.offer_all()
+            self.scheduler.offer(self._beyond)
+            self._beyond = []
             self.scheduler.offer(self.scheduler.withhold(self.num_free()))
         self.give_up_host()
         if self.residency is not None:
-            self.residency.clear()
+            self.residency.unsettle()
 
     def check_memory(self, memory: LayerMemory) -> Sequence[str]:
         """Laws of the memory that KV and weights share while this lane runs, as sentences where one is broken."""
-        wrong = self.host.check()
+        wrong = self.tiers.check() if self.tiers is not None else ()
         if not self._is_settled:
             return (*wrong, *memory.check_chunks())
         return (*wrong, *memory.check(self.layers, memory.sizes.num_blocks(self.layers)))
@@ -219,9 +304,14 @@ class PpLane(PpBlocks):
         """This member's layers; blocks are as large as those of `dp`."""
         share = KvShare(self.layers, (0, dp_view.layout.num_heads))
         if self._view is None:
-            kv = [self._memory.kv(layer).view(dp_view.dtype) for layer in range(*self.layers)]
-            self._view = KvView(kv, dp_view.layout)
-        return LaneKv(self._view, share, dp_view.layout.num_tokens, self.host.settled)
+            layers, dtype = range(*self.layers), dp_view.dtype
+            if self.tiers is None:
+                self._view = KvView([self._memory.kv(layer).view(dtype) for layer in layers], dp_view.layout)
+            else:
+                kv = self.tiers.kv
+                device = [kv.pool.layer(layer).view(dtype) for layer in range(len(layers))]
+                self._view = TieredKvView(device, self.tiers.rows.cells.view(dtype), dp_view.layout, kv)
+        return LaneKv(self._view, share, dp_view.layout.num_tokens, self.table.physical)
 
     # Steps ------------------------------------------------------------------------------------------------------------
 
@@ -241,7 +331,8 @@ class PpLane(PpBlocks):
         # Not when it began: vLLM has one buffer for the masks of all microbatches. Its requests' grammars stand where
         # they stood then, and this member alone samples.
         grammar = self.scheduler.grammar_bitmask(microbatch.output)
-        result = self._execute(microbatch, grammar)
+        with self._learning(microbatch.output):
+            result = self._execute(microbatch, grammar)
         assert self._microbatches is not None
         self._microbatches.came_back(microbatch.output, chunks_of(microbatch.output), self._stage_s)
         if self._slo_gate is not None and self._slo_gate.is_on:
@@ -256,6 +347,23 @@ class PpLane(PpBlocks):
             self._was_empty = True
         return outputs
 
+    @contextmanager
+    def _learning(self, output: SchedulerOutput) -> Iterator[None]:
+        """Around a microbatch's last stage: what placements are planned with follows what it took."""
+        placement, tiers = self._slo_placement, self._lane_tiers
+        if placement is None or tiers is None or not placement.is_on or prompt_tokens_of(output):
+            yield
+            return
+        stall_s, num_staged = tiers.stall_s, tiers.num_staged_steps
+        yield
+        if output.total_num_scheduled_tokens:
+            took_s, stalled_s = self._stage_s, tiers.stall_s - stall_s
+            placement.after(
+                took_s * self.max_in_flight,  # until each request has its next token
+                stalled_s * self.max_in_flight,
+                is_staged=tiers.num_staged_steps > num_staged,
+            )
+
     def _limiting(self) -> AbstractContextManager[None]:
         """Of the next microbatch, what keeps prompts back that would break another request's SLO."""
         gate = self._slo_gate
@@ -266,44 +374,61 @@ class PpLane(PpBlocks):
         output = self._schedule()
         if not self._in_flight:
             self._recompute_if_stuck(output)
-        swaps = self.residency.queue.take() if self.residency is not None else []
-        if not (output.total_num_scheduled_tokens or output.finished_req_ids or self._known or swaps):
+        if not (output.total_num_scheduled_tokens or output.finished_req_ids or self._known):
             return False
+        hints = self._lane_tiers.take_hints() if self._lane_tiers is not None else ()
         parts = self._codec.encode(
-            output, None, (), self._forgotten, self._known, is_first=self._was_empty, swaps=swaps
+            output,
+            None,
+            (),
+            self._forgotten,
+            self._known,
+            is_first=self._was_empty,
+            hints=hints,
+            uses=self._uses_to_tell(),
         )
         self.run.send_step(parts)
-        self._in_flight.append(Microbatch(output, self._was_empty, swaps, self._forgotten, self._known))
+        self._in_flight.append(Microbatch(output, self._was_empty, self._forgotten, self._known))
         self._forgotten, self._known = [], []
         if output.total_num_scheduled_tokens:
             self._was_empty = False
         return True
 
     def _schedule(self) -> SchedulerOutput:
-        """The next microbatch. With a host tier, what it has no blocks for leaves the devices with its KV."""
+        """The next microbatch; with a host tier, of what the devices can hold."""
         assert self._microbatches is not None
         in_flight = [other.output for other in self._in_flight]
-        if self.residency is not None:
-            self.host.note_come()
-            return self.residency.schedule(self._microbatches, in_flight, self.max_in_flight, self._limiting)
-        with self._limiting():
-            return self._microbatches.schedule(in_flight, self.max_in_flight)
+        if self._slo_placement is not None and self._slo_placement.is_on:
+            self._slo_placement.before()
+        may_step = self.residency.may_step if self.residency is not None else ANY
+        with self._resident(), self._limiting():
+            return self._microbatches.schedule(in_flight, self.max_in_flight, may_step)
+
+    def _uses_to_tell(self) -> bytes:
+        """After a choice, now and then: what the lane's blocks are used for."""
+        if self.residency is None or not self.residency.has_chosen:
+            return b""
+        self._num_choices += 1
+        return self.scheduler.uses().tobytes() if self._num_choices % TELL_USES_EVERY == 1 else b""
 
     def follow(self, parts: Sequence[Buffer]) -> None:
         """Follower: runs its layers over a microbatch, and hands on what comes out."""
         step = self._codec.decode(parts)
+        if self._lane_tiers is not None and self._told_uses is not None:
+            self._told_uses.hear(step.uses)
+            self._lane_tiers.hear(step.hints)
         self._learn(step.forgotten, step.known)
         self._steps += 1
-        self._execute(Microbatch(step.output, step.is_first, step.swaps))
+        self._execute(Microbatch(step.output, step.is_first))
 
     def _execute(self, microbatch: Microbatch, grammar: GrammarOutput | None = None) -> Any:
         output, num_tokens = self._placed(microbatch.output), microbatch.output.total_num_scheduled_tokens
-        self.host.run(microbatch.swaps, output)
+        if self._told_uses is not None:
+            self._told_uses.hold(blocks_begun(output))
         hidden: IntermediateTensors | None = None
         order_before: Buffer | None = None
         if num_tokens and self.stage > 0:
-            told, order_before, *parts = self.inbox.get(self.run.stamp, self.run.timeout_s)
-            self.host.hear(told)
+            order_before, *parts = self.inbox.get(self.run.stamp, self.run.timeout_s)
             hidden = self._hidden.decode(parts, num_tokens)
         if num_tokens:
             self._clock.begin(is_first=microbatch.is_first)
@@ -320,5 +445,5 @@ class PpLane(PpBlocks):
             self._hidden.require_whole()
             self._stage_s = self._clock.end()
             if not is_last:
-                self.run.send(rank_of(self.stage + 1, self.num_stages), HIDDEN, [self.host.tell(), order, *parts])
+                self.run.send(rank_of(self.stage + 1, self.num_stages), HIDDEN, [order, *parts])
         return result

@@ -18,7 +18,6 @@ from pengserve.replicas.engine.vllm_seam import (
     NewRequestData,
     SchedulerOutput,
 )
-from pengserve.replicas.kv.stage_rows import Swap
 
 
 class NewRequest(msgspec.Struct, array_like=True):
@@ -60,7 +59,6 @@ class StepMessage(msgspec.Struct, array_like=True):
     grammar_bits: bytes
     is_first: bool  # a pipeline had no work before this step
     hints: list[Hint]  # where KV is to be, where there are host tiers
-    swaps: list[Swap]  # KV that a pipeline's members copy before this step
     uses: bytes  # what the lane's blocks are used for, a `Use` each; empty: as far as known
 
 
@@ -74,7 +72,6 @@ class Step(NamedTuple):
     known: list[ResumedRequest]
     is_first: bool
     hints: list[Hint]
-    swaps: list[Swap]
     uses: bytes
 
 
@@ -95,7 +92,6 @@ class StepCodec:
         *,
         is_first: bool = False,
         hints: Sequence[Hint] = (),
-        swaps: Sequence[Swap] = (),
         uses: bytes = b"",
     ) -> Sequence[Buffer]:
         """Parts of a step message; the buffers may be reused once they are sent."""
@@ -129,7 +125,6 @@ class StepCodec:
                 grammar_bits=b"" if mask is None else mask.tobytes(),
                 is_first=is_first,
                 hints=list(hints),
-                swaps=list(swaps),
                 uses=uses,
             )
         )
@@ -173,7 +168,6 @@ class StepCodec:
             message.known,
             message.is_first,
             message.hints,
-            message.swaps,
             message.uses,
         )
         return Step(output, grammar, *rest)

@@ -30,8 +30,7 @@ from pengserve.replicas.engine.lanes.lane_build import (
 from pengserve.replicas.engine.lanes.lane_groups import ActiveGroup, LaneGroup
 from pengserve.replicas.engine.lanes.shared_model import share_weights
 from pengserve.replicas.engine.lanes.warm_up import is_compiled
-from pengserve.replicas.engine.scheduling.block_groups import blocks_of
-from pengserve.replicas.engine.tiers.lane_tiers import LaneTiers, ToldUses, uses_of
+from pengserve.replicas.engine.tiers.lane_tiers import TELL_USES_EVERY, LaneTiers, ToldUses, blocks_begun, uses_of
 from pengserve.replicas.engine.tiers.residency import ResidentRequests
 from pengserve.replicas.engine.tiers.tier_runner import TierRunner
 from pengserve.replicas.engine.vllm_seam import (
@@ -49,7 +48,6 @@ from pengserve.replicas.memory.kv_views import KvView, block_layout
 from pengserve.replicas.memory.weight_views import Shard
 
 LEASE_CHUNK = 16  # blocks; fewer, larger leases keep step messages small
-TELL_USES_EVERY = 8  # steps that choose who is stepped: so often followers hear which blocks are of no use any more
 
 
 class TpLane(GroupLane):
@@ -264,7 +262,7 @@ class TpLane(GroupLane):
         with set_current_vllm_config(self.config), torch.inference_mode():
             placed = self._placed(output)
             if self._told_uses is not None:
-                self._told_uses.hold(_blocks_begun(placed))
+                self._told_uses.hold(blocks_begun(placed))
             result = self.runner.execute_model(placed)
             result = self.runner.sample_tokens(grammar) if result is None else result
         self.group.require_whole()
@@ -288,12 +286,6 @@ class TpLane(GroupLane):
             self._lease += lease
             self.on_lease(self, lease)
             self.num_lendable -= count
-
-
-def _blocks_begun(output: SchedulerOutput) -> list[int]:
-    """Blocks that requests have from this step on."""
-    found = [block for new in output.scheduled_new_reqs for block in blocks_of(new.block_ids)]
-    return found + [block for ids in output.scheduled_cached_reqs.new_block_ids if ids for block in blocks_of(ids)]
 
 
 def kv_factor(base: DpLane, degree: int) -> int:
@@ -325,4 +317,4 @@ def kv_view(runner: Any, tiers: TieredKv | None = None) -> KvView:
     device = [kv_memory(layers[name].kv_cache) for name in names]
     if tiers is None:
         return KvView(device, layout)
-    return TieredKvView(device, [memory.view(spec.dtype) for memory in tiers.host.memory], layout, tiers)
+    return TieredKvView(device, tiers.host.cells.view(spec.dtype), layout, tiers)

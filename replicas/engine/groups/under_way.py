@@ -1,8 +1,7 @@
 """What a pipeline has begun and its leader has not run yet: the leader has the last stage.
 
-Blocks become free before that: a request is aborted or preempted whose microbatch is under way, and what leaves for the
-host is copied before the microbatch that it makes room for. New microbatches may have such blocks, as they run after
-these. What does not come in that order must spare them: KV from elsewhere, and weights.
+Blocks become free before that: a request is aborted or preempted whose microbatch is under way. New microbatches may
+have such blocks, as they run after these. What does not come in that order must spare them: KV from elsewhere, weights.
 """
 
 from collections.abc import Iterable, Sequence, Set
@@ -10,7 +9,6 @@ from dataclasses import dataclass, field
 
 from pengserve.replicas.engine.groups.step_message import ResumedRequest
 from pengserve.replicas.engine.vllm_seam import SchedulerOutput
-from pengserve.replicas.kv.stage_rows import Swap
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +17,6 @@ class Microbatch:
 
     output: SchedulerOutput
     is_first: bool  # the pipeline had no work before it
-    swaps: Sequence[Swap] = ()  # KV that is copied before it
     forgotten: Sequence[str] = ()  # leader: requests that have left before it,
     known: Sequence[ResumedRequest] = ()  # ... and those that have come half decoded
     freed: list[int] = field(default_factory=list)  # blocks that its requests have lost since it began
@@ -34,14 +31,8 @@ def spared_blocks(microbatches: Iterable[Microbatch]) -> Set[int]:
     """Blocks that the leader still reads or writes for these, though they may be free."""
     found: set[int] = set()
     for other in microbatches:
-        found.update(other.freed, *(swap.blocks for swap in other.swaps))
+        found.update(other.freed)
     return found
-
-
-def is_brought(microbatches: Iterable[Microbatch], blocks: Iterable[int]) -> bool:
-    """Whether the leader has still to begin to bring KV to one of these blocks."""
-    held = set(blocks)
-    return not all(held.isdisjoint(swap.blocks) for other in microbatches for swap in other.swaps if not swap.to_host)
 
 
 def num_unwritten(microbatches: Iterable[Microbatch], request_id: str, num_computed_tokens: int) -> int:

@@ -7,7 +7,6 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from pengserve.planners.types.placements import PlacementNote
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
 from pengserve.planners.types.step_cost import StepTotals
 from pengserve.replicas.engine.lanes.handoff import can_carry
@@ -16,12 +15,9 @@ from pengserve.replicas.engine.placement.early_offload import EarlyOffload
 from pengserve.replicas.engine.placement.placement_notes import PlacementNotes
 from pengserve.replicas.engine.placement.slo_gate import Contracts, SloGate
 from pengserve.replicas.engine.placement.slo_placement import SloPlacement
-from pengserve.replicas.engine.placement.slo_turns import SloTurns
 from pengserve.replicas.engine.scheduling.chunk_shares import ChunkShares
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle, is_prefilling
-from pengserve.replicas.engine.tiers.parked import ParkedRequests
 from pengserve.replicas.engine.tiers.residency import ResidentRequests
-from pengserve.replicas.engine.tiers.swapping import SwappedRequests
 from pengserve.replicas.engine.vllm_seam import EngineCoreEventType, EngineCoreOutputs, Request, RequestStatus
 from pengserve.replicas.engine.wire import is_copy
 from pengserve.replicas.memory.kv_views import KvView
@@ -29,10 +25,6 @@ from pengserve.replicas.memory.layers import LayerMemory
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
 FREE: AbstractContextManager[None] = nullcontext()  # around a step that may choose from all requests
-AS_A_WHOLE = (
-    "a pipeline has a request on its devices or on the host as a whole: no layer is placed by SLOs, and where KV is"
-    " short requests are paused by KV times slack"
-)
 _TOTALS = (
     *("_steps", "_resumed", "_generated", "_prompted", "_preempted", "_prefix_queries", "_prefix_hits"),
     *("_requests_come", "_request_tokens", "_sent_again", "_finished", "_finished_tokens"),
@@ -58,7 +50,7 @@ class Lane(ABC):
         self._made: dict[str, int] = {}  # tokens that a request has generated here
         self._queued: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
         self._added = 0
-        self.residency: ParkedRequests | None = None  # where KV has a host tier, and this member schedules
+        self.residency: ResidentRequests | None = None  # where KV has a host tier, and this member schedules
 
     @property
     def leads(self) -> bool:
@@ -159,19 +151,10 @@ class Lane(ABC):
         """From now on prompts begin as the SLOs of requests that decode allow. For a leader.
 
         Args:
-            places: KV is placed so, too, where there is a host tier. In a pipeline requests are paused, and a note
-                says that no layer is placed.
+            places: KV is placed so, too, where there is a host tier.
         """
         self._slo_gate = SloGate(self.scheduler, contracts)
         if not places or self.residency is None:
-            return
-        if isinstance(self.residency, SwappedRequests):
-            gate = self._slo_gate
-            self.residency.order = SloTurns(
-                self.scheduler, self.residency, contracts, notes, lambda: gate.tpot_s, shape=self.shape
-            )
-            notes.add(PlacementNote(number=0, reason="a pipeline began", why=AS_A_WHOLE, shape=self.shape, num_away=0))
-        if not isinstance(self.residency, ResidentRequests):
             return
         early = EarlyOffload(self.scheduler, self.residency, contracts, self._slo_gate.prefill_s)
         self._slo_placement = SloPlacement(self.scheduler, self.residency, contracts, notes, early, shape=self.shape)
@@ -336,10 +319,6 @@ class Lane(ABC):
     def block_ids(self, request_id: str) -> list[int]:
         """Logical blocks of a request, in the order of its tokens."""
         return self.scheduler.block_ids(request_id)
-
-    def rows_of(self, request: Request) -> list[int]:
-        """Stage rows of the host that have the KV of a request which has no blocks; see `PpLane`."""
-        return []
 
     def blocks_freed(self, request_ids: Sequence[str]) -> dict[str, tuple[int, list[int]]]:
         """What `release` would free, by request: see `SchedulerHandle.blocks_freed`."""

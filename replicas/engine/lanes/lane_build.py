@@ -31,12 +31,14 @@ from pengserve.replicas.engine.vllm_seam import (
 )
 from pengserve.replicas.engine.worker import forget_requests, replayable
 from pengserve.replicas.memory.kv_layout import kv_memory
-from pengserve.replicas.memory.layers import LayerMemory
 
 logger = logging.getLogger(__name__)
 
 Share = Callable[[nn.Module, nn.Module], None]
 """Gives a model that was built on `meta` (first) the storage of the base model (second)."""
+
+KvOf = Callable[[int], torch.Tensor]
+"""KV of a layer of the model, uint8 `[blocks, bytes of a block]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,7 @@ class LaneModel:
     config: VllmConfig
     runner: Any
     kv_config: Any
+    tiers: Any = None  # of a pipeline's stage, where its runner has them: `StageTiers`
 
     def emptied(self) -> "LaneModel | None":
         """This model, without the requests of the lane that had it, however that ended.
@@ -141,7 +144,7 @@ def build_model(
     config: VllmConfig,
     share: Share,
     block_bytes: int,
-    memory: LayerMemory | None = None,
+    kv: KvOf | None = None,
 ) -> LaneModel:
     """A runner of the base runner's class whose model and KV are views. Within `active_lane`.
 
@@ -149,20 +152,18 @@ def build_model(
 
     Args:
         block_bytes: of a block over all layers of this rank.
-        memory: where the KV is; where the base runner has its own if it is None.
+        kv: where the KV is; where the base runner has its own if it is None.
 
     Raises:
         UnsupportedShapeError: this model cannot be run so.
     """
-    model = _build_model(base, config, share, block_bytes, memory)
+    model = _build_model(base, config, share, block_bytes, kv)
     if is_compiled(config):
         warm_up(model.runner, group)
     return model
 
 
-def _build_model(
-    base: DpLane, config: VllmConfig, share: Share, block_bytes: int, memory: LayerMemory | None
-) -> LaneModel:
+def _build_model(base: DpLane, config: VllmConfig, share: Share, block_bytes: int, kv: KvOf | None) -> LaneModel:
     base_runner = base.worker.model_runner
     base_model = base_runner.get_model()
     check_supported(base_model)
@@ -184,10 +185,10 @@ def _build_model(
     kv_config = get_kv_cache_configs(config, [specs], [page * len(specs) * num_blocks])[0]
     kv_config.kv_cache_layout = config.cache_config.kv_cache_layout
     layers = base_runner.compilation_config.static_forward_context
-    if memory is None:
+    if kv is None:
         runner.memory = {name: kv_memory(layers[name].kv_cache) for name in specs}
     else:
-        runner.memory = {name: memory.kv(layer_of(name)) for name in specs}
+        runner.memory = {name: kv(layer_of(name)) for name in specs}
     runner.initialize_kv_cache(kv_config)
     return LaneModel(config, runner, kv_config)
 

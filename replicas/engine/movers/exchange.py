@@ -9,7 +9,7 @@ The members come from instances alone, which have all layers, or from narrower p
 what one member lacks of a request, another one of the request's own part has (`planners/stages.py`).
 
 KV that a request has in layers its member keeps stays in place: the member's table names the same blocks. KV that is on
-the member's host is sent from there, and copied from there into the layers that the member keeps.
+the member's host is sent from there, and copied from there into the layers that the member keeps, or to rows of these.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,10 +24,10 @@ from pengserve.replicas.engine.instance_lanes import Lanes
 from pengserve.replicas.engine.lanes.handoff import revive
 from pengserve.replicas.engine.movers.reshard import Traveller
 from pengserve.replicas.kv.channel import Channel
-from pengserve.replicas.kv.host_tier import HostCells
+from pengserve.replicas.kv.host_tier import HostCells, HostTier
 from pengserve.replicas.kv.ledger import Cells
 from pengserve.replicas.kv.standing import stand_still
-from pengserve.replicas.kv.tiered_rows import BlockPlace, on_device, on_host, rows_at
+from pengserve.replicas.kv.tiered_rows import BlockPlace, on_device, rows_at
 from pengserve.replicas.kv.transfer import Segment, Transfer, TransferPlan
 
 
@@ -43,6 +43,7 @@ class DropExchange:
         self._goal = self._layers.sizes.num_blocks(lane.layers)
         self._ranges = [lane.stages[stage_of(rank, lane.num_stages)] for rank in range(lane.num_stages)]
         self._copies: list[tuple[BlockPlace, BlockPlace]] = []  # (place, where the content is that it needs)
+        self._places: dict[int, BlockPlace] = {}  # with a host tier: of blocks of this member that have KV, or get some
         self._host: HostCells | None = None  # where KV comes from that is not on the device
         self._plan: TransferPlan | None = None
         self._transfer: Transfer | None = None
@@ -51,7 +52,7 @@ class DropExchange:
     # Begin ------------------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def begin(self, wave: Sequence[Traveller], order: Sequence[int]) -> int:
+    def begin(self, wave: Sequence[Traveller], order: Sequence[int]) -> tuple[int, int]:
         """The parts' lanes -> this one, as far as it needs no KV.
 
         Args:
@@ -59,13 +60,10 @@ class DropExchange:
             order: the lane's other blocks, in the order in which they should get memory.
 
         Returns:
-            How many of `order` have memory now.
+            How many of `order` have room now, and how many blocks of the device that is.
         """
         mine = [t for t in wave if self._parts.of(t.rank) == self._part]
-        before = self._before(mine)
-        if self._lane.host.rows is not None:
-            self._lane.host.rows.take(np.array([row for t in wave for row in t.host_rows], dtype=np.int64))
-        self._place(wave, order, before)
+        self._place(wave, order, self._before(mine))
         by_part = [
             self._physical(t for t in wave if self._parts.of(t.rank) == i) for i in range(len(self._parts.sizes))
         ]
@@ -87,8 +85,16 @@ class DropExchange:
         self._grow()
         for traveller in wave:
             self._lane.adopt(revive(traveller.handoff, 0))
-        here = self._layers.num_blocks(self._kept[0])
-        return sum(block_id < here for block_id in self._lane.table.physical(order))
+        return self._num_backed(order)
+
+    def _num_backed(self, order: Sequence[int]) -> tuple[int, int]:
+        here, tiers = self._layers.num_blocks(self._kept[0]), self._lane.tiers
+        num_here = sum(block_id < here for block_id in self._lane.table.physical(order))
+        if tiers is None:
+            return num_here, num_here
+        reserved = tiers.sizes.reserved_blocks  # with fewer blocks of the device, not every step would fit
+        room = max(0, tiers.rows.num_free - reserved) if num_here >= reserved else 0
+        return min(len(order), num_here + room), num_here
 
     def _outgoing(self, source: Sequence[BlockPlace]) -> list[Segment]:
         """Each layer that this member gives up goes to the rank that keeps it; then copies within this member."""
@@ -109,6 +115,7 @@ class DropExchange:
 
     def _incoming(self, by_part: Sequence[Sequence[BlockPlace]]) -> list[Segment]:
         """Each layer that this member keeps comes from the rank of each other part that had it there."""
+        host = self._lane.tiers.host if self._lane.tiers is not None else None
         copies = [target for target, _ in self._copies]
         targets = {self._lane.rank: copies} | {
             rank: by_part[self._parts.of(rank)]
@@ -116,7 +123,7 @@ class DropExchange:
             if self._parts.of(rank) != self._part
         }
         return [
-            Segment(rank, layer, rows_at(self._tier, self._lane.host.rows, layer, places))
+            Segment(rank, layer, rows_at(self._tier, host, layer, places))
             for rank, places in targets.items()
             for layer in self._kept
             if layer in range(*self._parts.layers(rank))
@@ -127,54 +134,76 @@ class DropExchange:
 
         Own requests keep their physical blocks. A block that two of them share becomes two: the lane's scheduler does
         not know that it is shared. What is on the host becomes a block too, and is copied. Of the other physical
-        blocks, `order` gets the lowest; KV that comes later gets the highest.
+        blocks, `order` gets the lowest; KV that comes later gets the highest. What finds none goes to the host.
 
         Args:
             before: where the blocks of own requests are now.
         """
         table = self._lane.table
         used: set[int] = set()
-        copied: list[tuple[int, BlockPlace]] = []
-        away: list[tuple[BlockPlace, BlockPlace]] = []
-        later: list[int] = []
+        origins: dict[int, BlockPlace] = {}  # by logical block, of those that are copied within this member
+        coming: list[int] = []
+        others: list[int] = []  # that hold nothing yet
         for traveller in wave:
-            logical_ids = list(traveller.logical_ids)
-            if self._parts.of(traveller.rank) == self._part:
-                count = self._count(traveller)
-                if traveller.host_rows:
-                    away += zip(on_host(traveller.host_rows), before[traveller.request_id][:count], strict=True)
-                    continue
-                in_place = zip(logical_ids[:count], before[traveller.request_id][:count], strict=True)
-                logical_ids = logical_ids[count:]
-                for logical, place in in_place:
-                    if place.is_on_host or place.block in used:
-                        copied.append((logical, place))
-                    else:
-                        used.add(place.block)
-                        table.lease([logical], [place.block])
-            later += logical_ids
-        free = (block_id for block_id in range(1, self._goal) if block_id not in used)
-        for wanted in (order, [logical for logical, _ in copied], later):
-            table.lease(wanted, [next(free) for _ in wanted])
-        self._copies = [(BlockPlace(table.physical([logical])[0]), origin) for logical, origin in copied] + away
+            count = self._count(traveller)
+            others += traveller.logical_ids[count:]
+            if self._parts.of(traveller.rank) != self._part:
+                coming += traveller.logical_ids[:count]
+                continue
+            for logical, place in zip(traveller.logical_ids[:count], before[traveller.request_id], strict=True):
+                if place.is_on_host or place.block in used:
+                    origins[logical] = place
+                else:
+                    used.add(place.block)
+                    table.lease([logical], [place.block])
+        coming = [*origins, *coming]
+        free = [block_id for block_id in range(1, self._goal) if block_id not in used]
+        num_low = max(0, len(free) - len(coming))
+        highest = free[num_low:]
+        left = iter((*free[:num_low], *range(self._goal, self._num_ids)))
+        table.lease(coming[: len(highest)], highest)
+        for wanted in (order, others, coming[len(highest) :]):
+            table.lease(wanted, [next(left) for _ in wanted])
+        self._hold(sorted(used), table.physical(coming))
+        self._copies = [(self._at(logical), origin) for logical, origin in origins.items()]
+
+    @property
+    def _num_ids(self) -> int:
+        tiers = self._lane.tiers
+        return tiers.kv.placement.num_blocks if tiers is not None else self._goal
+
+    def _hold(self, here: Sequence[int], coming: Sequence[int]) -> None:
+        """With a host tier, what is here has its places, and what comes gets some."""
+        tiers = self._lane.tiers
+        if tiers is not None:
+            blocks = np.array([*here, *coming], dtype=np.int64)
+            places = tiers.hold(blocks, np.where(blocks < self._goal, blocks, 0))
+            self._places = dict(zip(blocks.tolist(), places, strict=True))
+
+    def _at(self, logical: int) -> BlockPlace:
+        """Where a block of the lane is to be on this member."""
+        block = self._lane.table.physical([logical])[0]
+        return self._places.get(block, BlockPlace(block))
 
     def _before(self, mine: Sequence[Traveller]) -> dict[str, list[BlockPlace]]:
         """Where the KV of this part's requests is, in the lane that ran until now."""
         dp, running = self._lanes.dp, self._lanes.running
-        if running is not None:
-            if isinstance(running, PpLane) and running.host.rows is not None and self._lane.host.rows is not None:
-                self._host = self._lane.host.rows.take_over(running.host.rows)
-            return {t.request_id: on_host(t.rows) or on_device(running.table.physical(t.part_ids)) for t in mine}
-        ids = {t.request_id: dp.block_ids(t.request_id)[: self._count(t)] for t in mine}
-        if dp.tiers is None:
+        if running is None:
+            ids = {t.request_id: dp.block_ids(t.request_id)[: self._count(t)] for t in mine}
+            tiers = dp.tiers
+        else:
+            assert isinstance(running, PpLane)
+            ids = {t.request_id: running.table.physical(t.part_ids[: self._count(t)]) for t in mine}
+            tiers = running.tiers.kv if running.tiers is not None else None
+        if tiers is None:
             return {request_id: on_device(blocks) for request_id, blocks in ids.items()}
-        self._host = dp.tiers.host
-        leaving = [b for t in mine if t.host_rows for b in ids[t.request_id]]
-        found = stand_still(
-            dp.tiers,
-            np.array([b for blocks in ids.values() for b in blocks], dtype=np.int64),
-            np.array(leaving, dtype=np.int64),
-        )
+        found = stand_still(tiers, np.array([b for blocks in ids.values() for b in blocks], dtype=np.int64))
+        if isinstance(running, PpLane) and running.tiers is not None:
+            assert self._lane.tiers is not None
+            self._host = self._lane.tiers.take_over(running.tiers)
+        else:
+            assert dp.tiers is not None and isinstance(dp.tiers.host, HostTier)
+            self._host = dp.tiers.host
         return {request_id: [found[block] for block in blocks] for request_id, blocks in ids.items()}
 
     # While it goes on -------------------------------------------------------------------------------------------------
@@ -198,8 +227,8 @@ class DropExchange:
         """All has come and gone: what was on the host before is not needed any more."""
         if (tiers := self._lanes.dp.tiers) is not None:
             tiers.forget_all()
-        if self._lane.host.rows is not None:
-            self._lane.host.rows.give_before()
+        if self._lane.tiers is not None:
+            self._lane.tiers.all_came()
         self._on_done()
 
     def _sent(self, layer: int) -> None:
@@ -214,6 +243,8 @@ class DropExchange:
         have += self._layers.num_free_chunks
         blocks = min(self._goal, have // len(self._kept) * sizes.chunk_bytes // sizes.block_bytes)
         self._tier.reserve(Cells(self._lane.layers, range(blocks)))
+        if self._lane.tiers is not None:
+            self._lane.tiers.grow(blocks)
         if self._transfer is not None:
             self._transfer.settle()
 
@@ -230,7 +261,6 @@ class DropExchange:
         """Where the KV of these requests is, or is to be, on this member; of own ones, where it is read."""
         found: list[BlockPlace] = []
         for traveller in travellers:
-            found += on_host(traveller.host_rows)
-            found += on_device(self._lane.table.physical(traveller.logical_ids[: self._count(traveller)]))
+            found += map(self._at, traveller.logical_ids[: self._count(traveller)])
         origins = dict(self._copies)
         return [origins.get(place, place) for place in found]

@@ -40,8 +40,6 @@ class Traveller(msgspec.Struct, array_like=True):
     part_ids: list[int] = []  # blocks of the narrower group, or of `dp` after a restore, that it comes from or goes to
     num_own: int = 0  # merge, from `dp`: blocks there that are free once it has gone,
     shared: list[int] = []  # and those that are free once all that travel and name them have gone
-    rows: list[int] = []  # pipeline: stage rows of the host that have its KV, where it has no blocks
-    host_rows: list[int] = []  # drop: stage rows of the pipeline for its KV, where that has no blocks for it
     is_parked: bool = False  # by an order: it stays so where it comes
 
     @property

@@ -17,9 +17,9 @@ from pengserve.replicas.engine.groups.pp_lane import PpLane
 from pengserve.replicas.engine.instance_lanes import Lanes
 from pengserve.replicas.engine.movers.reshard import Traveller
 from pengserve.replicas.kv.channel import CommunicatorChannel
-from pengserve.replicas.kv.host_tier import HostCells
+from pengserve.replicas.kv.host_tier import HostCells, HostTier
 from pengserve.replicas.kv.standing import places
-from pengserve.replicas.kv.tiered_rows import BlockPlace, on_device, on_host, rows_at
+from pengserve.replicas.kv.tiered_rows import BlockPlace, on_device, rows_at
 from pengserve.replicas.kv.transfer import Segment, Transfer, TransferPlan
 
 
@@ -35,7 +35,7 @@ class LayerRestore:
         self._channel = CommunicatorChannel(communicator, lane.rank)
         self._layers, self._tier = lanes.dp.memory.layers, lanes.tier
         self._tiers = lanes.dp.tiers if narrower is None else None
-        self._rows = narrower.host.rows if narrower is not None else None
+        self._narrower = narrower.tiers if narrower is not None else None
         self._rank, size = lane.rank, lane.num_stages
         self._ranges = [range(*lane.stages[stage_of(rank, size)]) for rank in range(size)]
         self._part, self._goal = parts.of(lane.rank), range(*parts.layers(lane.rank))
@@ -45,11 +45,10 @@ class LayerRestore:
 
     @torch.inference_mode()
     def run(self, wave: Sequence[Traveller]) -> None:
-        """Moves the KV of `wave` from the pipeline's blocks to `part_ids`, which are physical there, or to `host_rows`.
+        """Moves the KV of `wave` from the pipeline's blocks to `part_ids`, which are physical there.
 
-        A traveller's rank is that of the leader of the part that it goes to.
+        A traveller's rank is that of the leader of the part that it goes to. With a host tier, all of it stands still.
         """
-        self._lane.host.settle()
         by_part: list[list[Traveller]] = [[] for _ in self._parts.sizes]
         for traveller in wave:
             by_part[self._parts.of(traveller.rank)].append(traveller)
@@ -66,16 +65,19 @@ class LayerRestore:
         for layer in self._goal:
             self._layers.resize_kv(layer, self._num_blocks)
         self._transfer.settle()
+        if self._narrower is not None:
+            self._narrower.grow(self._num_blocks)
         self.sent_bytes += plan.sent_bytes
 
     def _outgoing(self, source: Sequence[Sequence[BlockPlace]]) -> list[Segment]:
         """By layer that this member kept: KV for its own part, and for each other part's member that has the layer."""
         ranks = [rank for rank in range(len(self._ranges)) if self._parts.of(rank) != self._part]
+        host = self._lane.tiers.host if self._lane.tiers is not None else None
         return [
             Segment(
                 rank,
                 layer,
-                rows_at(self._tier, self._lane.host.rows, layer, source[self._parts.of(rank)]),
+                rows_at(self._tier, host, layer, source[self._parts.of(rank)]),
                 round=number,
             )
             for number, layer in enumerate(self._ranges[self._rank])
@@ -85,18 +87,21 @@ class LayerRestore:
 
     def _places(self, travellers: Sequence[Traveller]) -> list[BlockPlace]:
         """Where the blocks of these are to be, in order: with a host tier, some of them on the host."""
+        blocks = np.array([b for t in travellers for b in t.part_ids[: self._count(t)]], dtype=np.int64)
         if self._tiers is not None:
-            blocks = np.array([b for t in travellers for b in t.part_ids[: self._count(t)]], dtype=np.int64)
             self._tiers.claim(np.unique(blocks))
             found = places(self._tiers, np.unique(blocks))
             return [found[block] for block in blocks.tolist()]
-        if self._rows is not None:
-            self._rows.take(np.array([row for t in travellers for row in t.host_rows], dtype=np.int64))
-        return [b for t in travellers for b in on_host(t.host_rows) or on_device(t.part_ids[: self._count(t)])]
+        if self._narrower is not None:
+            return self._narrower.hold(blocks, _columns(blocks, self._num_blocks))
+        return on_device(blocks.tolist())
 
     def _incoming(self, targets: Sequence[BlockPlace]) -> list[Segment]:
         """By layer that this member has in its part: KV of the part's requests, from the rank that kept it."""
-        host: HostCells | None = self._tiers.host if self._tiers is not None else self._rows
+        host: HostCells | None = self._narrower.host if self._narrower is not None else None
+        if self._tiers is not None:
+            assert isinstance(self._tiers.host, HostTier)
+            host = self._tiers.host
         return [
             Segment(rank, layer, rows_at(self._tier, host, layer, targets), round=number)
             for rank, layers in enumerate(self._ranges)
@@ -119,9 +124,18 @@ class LayerRestore:
 
     def _sources(self, travellers: Iterable[Traveller]) -> list[BlockPlace]:
         """Where the blocks of these requests are on this member, in order."""
-        found: list[BlockPlace] = []
-        for traveller in travellers:
-            count, physical = self._count(traveller), self._lane.table.physical
-            found += on_host(traveller.rows[:count])
-            found += on_device(physical(traveller.logical_ids[:count]))
-        return found
+        table = self._lane.table
+        blocks = [b for t in travellers for b in table.physical(t.logical_ids[: self._count(t)])]
+        if self._lane.tiers is None:
+            return on_device(blocks)
+        found = places(self._lane.tiers.kv, np.unique(np.array(blocks, dtype=np.int64)))
+        return [found[block] for block in blocks]
+
+
+def _columns(blocks: np.ndarray, num_columns: int) -> np.ndarray:
+    """Indices of the device for these blocks, each its own where it has one; 0 for those that are left."""
+    found = np.where(blocks < num_columns, blocks, 0)
+    free = np.setdiff1d(np.arange(1, num_columns), found)
+    others = np.flatnonzero(found == 0)[: len(free)]
+    found[others] = free[: len(others)]
+    return found

@@ -10,6 +10,7 @@ The scheduler never hears of it: logical blocks stay, and only this member's tab
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from pengserve.planners.stages import Parts, rank_of
@@ -43,19 +44,28 @@ class WeightsReturn:
         Raises:
             StepError: these are too few.
         """
-        self._lane.host.settle()
         limit = self._layers.sizes.num_blocks_beside(self._goal, self._lane.layers)
-        moved = self._compact(set(withheld), limit)
-        sources, targets = list(moved), list(moved.values())
+        if (tiers := self._lane.tiers) is None:
+            self._compact(set(withheld), limit)
+        else:
+            tiers.shrink(limit, np.array(self._lane.table.physical(withheld), dtype=np.int64))
         for layer in self._kept:
-            if moved:
-                self._layers.copy_kv(layer, sources, targets)
             self._layers.resize_kv(layer, min(limit, self._layers.num_blocks(layer)))
-        place_blocks(self._lane.runner, moved)
+        if tiers is not None:
+            tiers.grow(limit)
         for layer in self._missing:
             self._layers.bring_weights(layer)
 
-    def _compact(self, withheld: set[int], limit: int) -> dict[int, int]:
+    def _compact(self, withheld: set[int], limit: int) -> None:
+        """Gives each block in use memory below `limit`."""
+        moved = self._find_room(withheld, limit)
+        if moved:
+            sources, targets = list(moved), list(moved.values())
+            for layer in self._kept:
+                self._layers.copy_kv(layer, sources, targets)
+        place_blocks(self._lane.runner, moved)
+
+    def _find_room(self, withheld: set[int], limit: int) -> dict[int, int]:
         """Gives each block in use memory below `limit`: {where it was: where it is to be}. Changes the table alone."""
         table = self._lane.table
         leased = table.leased()
@@ -123,3 +133,5 @@ class WeightsReturn:
         goal = self._layers.sizes.num_blocks(self._lane.layers)
         for layer in self._kept:
             self._layers.resize_kv(layer, goal)
+        if self._lane.tiers is not None:
+            self._lane.tiers.grow(goal)

@@ -83,7 +83,7 @@ class SloPlacement:
         yield
         if self._view.prompt_tokens() == prompts:
             is_staged = self._tiers.num_staged_steps > num_staged
-            self._after(self._clock() - started_s, self._tiers.stall_s - stalled_s, is_staged=is_staged)
+            self.after(self._clock() - started_s, self._tiers.stall_s - stalled_s, is_staged=is_staged)
 
     def close(self) -> None:
         """Ends the thread of searches."""
@@ -153,7 +153,7 @@ class SloPlacement:
             return
         num_layers = self._tiers.num_layers
         for request_id, spread in spreads.items():
-            self._residency.layers.say(request_id, spread.layers(num_layers))
+            self._residency.spread(request_id, spread.layers(num_layers))
             self._spreads[request_id] = spread
         why = (
             f"{sum(len(s.layers(num_layers)) for s in spreads.values())} layers of {len(spreads)} requests leave early"
@@ -276,8 +276,8 @@ class SloPlacement:
 
     # What there is ----------------------------------------------------------------------------------------------------
 
-    def _after(self, took_s: float, stalled_s: float, *, is_staged: bool) -> None:
-        """A step of decoding alone took so long."""
+    def after(self, took_s: float, stalled_s: float, *, is_staged: bool) -> None:
+        """A step of decoding alone took so long, of which layers waited for copies; whether any was staged."""
         if is_staged:
             self._learn_staged(took_s)
         else:

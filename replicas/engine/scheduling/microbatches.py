@@ -24,6 +24,11 @@ FIRST_MODEL = CostModel(
 MIN_TOKENS = 32  # no microbatch is made smaller than this, but to give every stage something to do
 
 
+def ANY(request: Request) -> bool:
+    """A microbatch may have every request."""
+    return True
+
+
 class Microbatches:
     """Forms one microbatch after the other out of one scheduler's requests."""
 
@@ -53,7 +58,7 @@ class Microbatches:
         self,
         in_flight: Sequence[SchedulerOutput],
         max_in_flight: int,
-        may_step: Callable[[Request], bool] = lambda request: True,
+        may_step: Callable[[Request], bool] = ANY,
     ) -> Mapping[str, int]:
         """The next microbatch, while the others are under way; so many may be at once.
 
@@ -66,13 +71,20 @@ class Microbatches:
         candidates = [request for request in self._scheduler.candidates() if may_step(request)]
         ready = [request for request in candidates if request.num_tokens > request.num_computed_tokens]
         limits = self._limits
+        if (most := self._scheduler.max_step_tokens) < limits.max_tokens:
+            limits = replace(limits, max_tokens=most, min_tokens=min(limits.min_tokens, most))
         if self._shares is not None and self._shares.is_on:
-            ready, limits = self._share_out(ready, self._shares)
+            ready, limits = self._share_out(ready, self._shares, limits)
         return self._budget(ready, running, limits, in_flight, max_in_flight)
 
-    def schedule(self, in_flight: Sequence[SchedulerOutput], max_in_flight: int) -> SchedulerOutput:
+    def schedule(
+        self,
+        in_flight: Sequence[SchedulerOutput],
+        max_in_flight: int,
+        may_step: Callable[[Request], bool] = ANY,
+    ) -> SchedulerOutput:
         """A step of what `choose` chooses."""
-        return self._scheduler.schedule_only(self.choose(in_flight, max_in_flight))
+        return self._scheduler.schedule_only(self.choose(in_flight, max_in_flight, may_step))
 
     def came_back(self, output: SchedulerOutput, chunks: Sequence[Chunk], seconds: float) -> None:
         """Learns from a microbatch that took `seconds` in one stage, and when its requests became ready again."""
@@ -84,14 +96,16 @@ class Microbatches:
         if chunks:
             self._fit.observe(chunks, seconds * self._num_stages)
 
-    def _share_out(self, ready: Sequence[Request], shares: ChunkShares) -> tuple[list[Request], MicrobatchLimits]:
+    def _share_out(
+        self, ready: Sequence[Request], shares: ChunkShares, limits: MicrobatchLimits
+    ) -> tuple[list[Request], MicrobatchLimits]:
         """What the microbatch may have of `ready`, and its limits."""
         prompts = [request for request in ready if is_prefilling(request)]
         chunks = shares.plan(prompts, len(ready) - len(prompts))
         left = [request for request in ready if request.request_id not in chunks.passed]
         if chunks.max_tokens is None:
-            return left, self._limits
-        return left, replace(self._limits, max_tokens=chunks.max_tokens)
+            return left, limits
+        return left, replace(limits, max_tokens=min(limits.max_tokens, chunks.max_tokens))
 
     def _budget(
         self,

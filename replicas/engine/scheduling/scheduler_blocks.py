@@ -12,7 +12,7 @@ import numpy as np
 
 from pengserve.replicas.engine.scheduling.block_groups import blocks_of
 from pengserve.replicas.engine.scheduling.block_uses import BlockUses
-from pengserve.replicas.engine.vllm_seam import KVCacheBlock, Request, get_block_hash
+from pengserve.replicas.engine.vllm_seam import KVCacheBlock, Request
 
 
 class SchedulerBlocks:
@@ -73,22 +73,6 @@ class SchedulerBlocks:
         """Inverse of `pin`. Blocks stay cached; the end of the prefix is handed out first."""
         self._pool.free_blocks([self._pool.blocks[block_id] for block_id in reversed(block_ids)])
 
-    def watch_evictions(self, on_evicted: Callable[[int, bytes], None]) -> None:
-        """Calls `on_evicted(block, hash)` when a free block is handed out that was the last with its cached content.
-
-        vLLM's own events come with hashes alone, and only where they are sent to others.
-        """
-        evict = self._pool._maybe_evict_cached_block
-
-        def watched(block: KVCacheBlock) -> bool:
-            key = block.block_hash
-            is_evicted = bool(evict(block))
-            if key is not None and self._pool.get_cached_block(get_block_hash(key), [0]) is None:
-                on_evicted(block.block_id, get_block_hash(key))
-            return is_evicted
-
-        self._pool._maybe_evict_cached_block = watched
-
     def watch_frees(self, on_freed: Callable[[str], None]) -> None:
         """Calls `on_freed(request_id)` before a request loses its blocks: by its end, preemption, or parking."""
         free = self._manager.free
@@ -112,11 +96,6 @@ class SchedulerBlocks:
     def num_held_alone(self, holds: Mapping[int, int]) -> int:
         """Of these blocks, those that are held only as often as given."""
         return sum(self._pool.blocks[block_id].ref_cnt == count for block_id, count in holds.items())
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-        return int(self._scheduler.block_size)
 
     @property
     def num_blocks(self) -> int:

@@ -125,10 +125,6 @@ class SchedulerHandle(SchedulerBlocks):
         """Tokens of all requests that hold no KV."""
         return sum(request.num_tokens for request in self._scheduler.waiting)
 
-    def first_waiting(self, count: int) -> list[Request]:
-        """The first requests that hold no KV, as many as `count`, in the order in which they would begin."""
-        return list(itertools.islice(self._scheduler.waiting, max(0, count)))
-
     def cached_tokens(self, request: Request) -> int:
         """Tokens of a request that is not here whose KV is in the prefix cache now; none of it is touched."""
         return self.cached_prefix(request)[0]
@@ -185,11 +181,6 @@ class SchedulerHandle(SchedulerBlocks):
         self._scheduler.requests[request.request_id] = request
         return self.block_ids(request.request_id)
 
-    def take(self, request: Request, num_computed_tokens: int) -> None:
-        """Takes a request without blocks, whose KV is elsewhere. It is not scheduled before it has blocks again."""
-        request.num_computed_tokens = num_computed_tokens
-        self._scheduler.requests[request.request_id] = request
-
     def reserve_cached(self, request: Request, num_tokens: int, num_computed_tokens: int) -> int | None:
         """As `reserve`, for so many tokens, and shares the full blocks that the prefix cache has.
 
@@ -206,22 +197,6 @@ class SchedulerHandle(SchedulerBlocks):
             return None
         request.num_computed_tokens = num_tokens
         self._scheduler.requests[request.request_id] = request
-        return num_cached
-
-    def reserve_prefix(self, request: Request, num_tokens: int) -> int | None:
-        """As `reserve_cached`, of a request that waits here without KV, whose first tokens' KV is to come.
-
-        Returns how many of them the prefix cache has, or None where there is no room (nothing has changed).
-        """
-        num_cached = self.reserve_cached(request, num_tokens, num_tokens)
-        if num_cached is not None:
-            self.waiting.remove_requests([request])
-            if request.prefill_stats is not None and not request.num_preemptions:
-                request.prefill_stats.set(
-                    num_prompt_tokens=request.num_prompt_tokens,
-                    num_local_cached_tokens=num_tokens,
-                    num_external_cached_tokens=0,
-                )
         return num_cached
 
     def enqueue(self, request: Request) -> None:
@@ -257,22 +232,6 @@ class SchedulerHandle(SchedulerBlocks):
         request.num_preemptions += 1
         request.record_event(EngineCoreEventType.PREEMPTED)
         self._scheduler.waiting.prepend_request(request)
-
-    def free(self, request: Request) -> None:
-        """A held request has no blocks any more, and counts its tokens as computed: their KV is elsewhere."""
-        self._manager.free(request)
-
-    def reserve_again(self, request: Request) -> int | None:
-        """Gives a held request that has no blocks some for its computed tokens, and one more.
-
-        Full blocks that the prefix cache has are shared. Returns how many of the tokens these hold, or None where there
-        is no room (nothing has changed).
-        """
-        num_computed_tokens, request.num_computed_tokens = request.num_computed_tokens, 0
-        num_tokens = max(num_computed_tokens, min(request.num_tokens, num_computed_tokens + 1))
-        num_cached = self.reserve_cached(request, num_tokens, num_computed_tokens)
-        request.num_computed_tokens = num_computed_tokens
-        return num_cached
 
     def give_up_one(self) -> Request | None:
         """Where requests that came with their KV leave no block for any of them, one gives up its own and waits.

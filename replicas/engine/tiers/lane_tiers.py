@@ -2,14 +2,19 @@
 heard by all members, and each moves its own share of the KV.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import numpy as np
 
+from pengserve.planners.layer_sizes import LayerRange
+from pengserve.replicas.engine.scheduling.block_groups import blocks_of
+from pengserve.replicas.engine.vllm_seam import SchedulerOutput
 from pengserve.replicas.kv.placement import NO_ROW, Use, Uses
 from pengserve.replicas.kv.table import CellTable
 from pengserve.replicas.kv.tiered import TieredKv
+
+TELL_USES_EVERY = 8  # steps that choose who is stepped: so often followers hear which blocks are of no use any more
 
 Physical = Callable[[Sequence[int]], Sequence[int]]
 
@@ -19,30 +24,48 @@ class Hint(msgspec.Struct, array_like=True):
 
     blocks: list[int]
     is_leaving: bool  # full blocks that may leave the device; else they come back to it
-    layers: list[int] | None = None  # those that are to be on the host in these layers alone, where given
+    layers: list[int] | None = None  # those that are to be on the host in these layers of the model alone, where given
 
 
 class LaneTiers:
     """Belongs to the step thread."""
 
     def __init__(
-        self, tiers: TieredKv, block_size: int = 0, physical: Physical | None = None, *, num_members: int = 1
+        self,
+        tiers: TieredKv,
+        block_size: int = 0,
+        physical: Physical | None = None,
+        *,
+        num_members: int = 1,
+        stages: Sequence[LayerRange] = (),
+        stage: int = 0,
     ) -> None:
         """
         Args:
             block_size: tokens of the lane's blocks; 0: as many as in `dp`.
             physical: the instance's blocks behind the lane's, where these are not the same.
             num_members: each of which has as much of the lane's KV.
+            stages: of a pipeline, the layers of each, and this member's `stage`. Else every member has all layers.
         """
         self.tiers, self.block_size = tiers, block_size or tiers.block_size
         self.num_layers, self.device_blocks = tiers.pool.num_layers, tiers.pool.num_blocks
         self._physical, self._num_members = physical, num_members
+        self._stages = stages or [(0, self.num_layers)]
+        self._first, self.num_model_layers = self._stages[stage][0], self._stages[-1][1]
         self._hints: list[Hint] | None = None  # None: no other member hears them
 
     def physical(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
         """The instance's blocks behind these of the lane."""
         found = blocks if self._physical is None else self._physical(list(blocks))
         return np.asarray(found, dtype=np.int64)
+
+    def own(self, layers: Iterable[int]) -> list[int]:
+        """Of these layers of the model, those that this member has, counted from its first."""
+        return [layer - self._first for layer in layers if 0 <= layer - self._first < self.num_layers]
+
+    def everywhere(self, layers: Sequence[int]) -> list[int]:
+        """The model's layers that stand where these do, counted from its first, at each member."""
+        return [first + layer for first, stop in self._stages for layer in layers if first + layer < stop]
 
     # Where KV is to be ------------------------------------------------------------------------------------------------
 
@@ -52,9 +75,9 @@ class LaneTiers:
         self.tiers.write_behind(self.physical(blocks))
 
     def place(self, blocks: Sequence[int], layers: Sequence[int]) -> None:
-        """As `TieredKv.place`."""
+        """As `TieredKv.place`, of layers of the model."""
         self._tell(Hint(list(blocks), is_leaving=True, layers=list(layers)))
-        self.tiers.place(self.physical(blocks), layers)
+        self.tiers.place(self.physical(blocks), self.own(layers))
 
     def bring(self, blocks: Sequence[int], keep: Sequence[int]) -> bool:
         """As `TieredKv.bring`."""
@@ -138,11 +161,11 @@ class LaneTiers:
         for hint in hints:
             blocks = self.physical(hint.blocks)
             if hint.layers is not None:
-                self.tiers.place(blocks, hint.layers)
+                self.tiers.place(blocks, self.own(hint.layers))
             elif hint.is_leaving:
                 self.tiers.write_behind(blocks)
             else:
-                self.tiers.bring(blocks, blocks)
+                self.tiers.bring_held(blocks)
 
     def _tell(self, hint: Hint) -> None:
         if self._hints is not None and hint.blocks:
@@ -180,7 +203,7 @@ class ToldUses:
         """What the leader's scheduler says of the lane's blocks, a byte each."""
         if lane_uses:
             backing = self._table.backing()
-            logical = np.flatnonzero(backing)
+            logical = np.flatnonzero(backing[: len(lane_uses)])
             self._uses[backing[logical]] = np.frombuffer(lane_uses, dtype=np.uint8)[logical]
 
     def hold(self, blocks: Sequence[int] | np.ndarray) -> None:
@@ -193,9 +216,15 @@ def uses_of(own: np.ndarray, leased: np.ndarray, lane_uses: np.ndarray) -> np.nd
 
     Args:
         own: by the `dp` lane's scheduler.
-        leased: by the lane's block, the instance's block behind it, or 0.
+        leased: by the lane's block, the instance's block behind it, or 0; perhaps of more than its scheduler has.
         lane_uses: by the lane's scheduler.
     """
-    found, logical = own.copy(), np.flatnonzero(leased)
+    found, logical = own.copy(), np.flatnonzero(leased[: len(lane_uses)])
     found[leased[logical]] = lane_uses[logical]
     return found
+
+
+def blocks_begun(output: SchedulerOutput) -> list[int]:
+    """Blocks that requests have from this step on."""
+    found = [block for new in output.scheduled_new_reqs for block in blocks_of(new.block_ids)]
+    return found + [block for ids in output.scheduled_cached_reqs.new_block_ids if ids for block in blocks_of(ids)]

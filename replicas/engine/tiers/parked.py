@@ -1,13 +1,13 @@
 """Requests that have left the batch of their lane with their KV: by an order, or because there was no room for them.
 
-What "with their KV" means differs: see `residency.py` for `dp` and tensor-parallel groups, `swapping.py` for pipelines.
+Who is parked, and where its KV is then, `residency.py` says.
 """
 
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,8 +34,6 @@ class _Since(NamedTuple):
 class ParkedRequests(ABC):
     """Belongs to the step thread; of a group, its leader has one."""
 
-    place_refusal: ClassVar[str] = ""  # why no layers can be placed; empty: they can
-
     def __init__(self, scheduler: SchedulerHandle, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock`: seconds."""
         self._scheduler, self._clock = scheduler, clock
@@ -47,15 +45,9 @@ class ParkedRequests(ABC):
 
     # Orders -----------------------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def park(self, request_ids: Sequence[str]) -> list[str]:
-        """Parks running requests until `resume`; those that were."""
-        running = {request.request_id: request for request in self._scheduler.running}
-        found = [request_id for request_id in request_ids if request_id in running or request_id in self._parked]
-        for request_id in found:
-            self._ordered.add(request_id)
-            if request_id in running:
-                self._hold(running[request_id])
-        return found
+        """Parks running requests until `resume`; those that were, or will be when a step has ended."""
 
     def resume(self, request_ids: Sequence[str]) -> list[str]:
         """Requests that an order parked may go on, as soon as there is room; those that may."""

@@ -1,6 +1,6 @@
 """Layers of requests that are kept on the host: what was said of each request, carried out as its blocks fill."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
@@ -19,17 +19,18 @@ class _Placed:
 class PlacedLayers:
     """Belongs to the step thread. A block that other requests hold too stays where it is: it is theirs as well."""
 
-    def __init__(self, scheduler: SchedulerHandle, tiers: LaneTiers) -> None:
-        self._scheduler, self._tiers = scheduler, tiers
+    def __init__(self, scheduler: SchedulerHandle, tiers: LaneTiers, written: Callable[[Request], int]) -> None:
+        """`written`: tokens of a request whose KV is there."""
+        self._scheduler, self._tiers, self._written = scheduler, tiers, written
         self._placed: dict[str, _Placed] = {}
 
     def __len__(self) -> int:
         return len(self._placed)
 
     def say(self, request_id: str, layers: Sequence[int], *, is_ordered: bool = False) -> None:
-        """Full blocks of a request that is here are on the host alone in these layers from now on."""
+        """Full blocks of a request that is here are on the host alone in these layers of the model from now on."""
         before = self._placed.pop(request_id, None)
-        wanted = tuple(layer for layer in sorted(set(layers)) if 0 <= layer < self._tiers.num_layers)
+        wanted = tuple(layer for layer in sorted(set(layers)) if 0 <= layer < self._tiers.num_model_layers)
         if before is None and not wanted:
             return
         placed = _Placed(wanted, is_ordered)
@@ -38,9 +39,9 @@ class PlacedLayers:
         self._carry_out(request_id, placed)
 
     def layers(self, request_id: str) -> tuple[int, ...]:
-        """Those of a request that are on the host; none where nothing was said."""
+        """Those of a request that are on this member's host, counted from its first; none where nothing was said."""
         placed = self._placed.get(request_id)
-        return placed.layers if placed is not None else ()
+        return tuple(self._tiers.own(placed.layers)) if placed is not None else ()
 
     def is_ordered(self, request_id: str) -> bool:
         """Whether an order of the controller says where its layers are."""
@@ -66,7 +67,7 @@ class PlacedLayers:
             self._carry_out(request_id, placed)
 
     def _carry_out(self, request_id: str, placed: _Placed) -> None:
-        num_full = self._scheduler.request(request_id).num_computed_tokens // self._tiers.block_size
+        num_full = self._written(self._scheduler.request(request_id)) // self._tiers.block_size
         if num_full == placed.num_done:
             return
         full = self._scheduler.block_ids(request_id)[:num_full]

@@ -9,7 +9,7 @@ request gives up its KV, as vLLM preempts.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
 from typing import Protocol
 
@@ -35,6 +35,28 @@ class Supply(Protocol):
         """Blocks that are free, or can be leased."""
 
 
+class Progress(Protocol):
+    """How far the steps are that a lane has begun."""
+
+    def num_written(self, request: Request) -> int:
+        """Tokens of a request whose KV is there."""
+
+    def ids_in_flight(self) -> Set[str]:
+        """Requests that steps are about which have begun and not ended."""
+
+
+class Ended(Progress):
+    """Of a lane whose steps have ended when the next one is chosen."""
+
+    def num_written(self, request: Request) -> int:
+        """All that count as computed."""
+        return int(request.num_computed_tokens)
+
+    def ids_in_flight(self) -> Set[str]:
+        """None."""
+        return frozenset()
+
+
 class ResidentRequests(ParkedRequests):
     """Of a lane whose scheduler has the blocks of both tiers to hand out."""
 
@@ -45,14 +67,18 @@ class ResidentRequests(ParkedRequests):
         num_reserved: int,
         supply: Supply,
         clock: Callable[[], float] = time.monotonic,
+        progress: Progress | None = None,
     ) -> None:
         """
         Args:
+            progress: of a lane that begins steps before others have ended.
             num_reserved: blocks that may be on the device in all layers because the host is full.
             clock: seconds.
         """
         super().__init__(scheduler, clock)
         self.tiers, self._block_size, self._supply = tiers, tiers.block_size, supply
+        self._progress = progress or Ended()
+        self._leaving: frozenset[str] = frozenset()  # are parked when the steps have ended that are about them
         layers = tiers.num_layers
         self.device_blocks = tiers.device_blocks  # of this member, vLLM's null block among them
         self._num_whole = 0  # blocks that the smallest device of the members holds in all layers
@@ -69,7 +95,9 @@ class ResidentRequests(ParkedRequests):
         self.turn_s = math.inf  # while placements are planned: requests that were parked for so long come first
         self._stepped: frozenset[str] = frozenset()  # as the planner of placements says, which leaves room to grow
         self._paused: frozenset[str] = frozenset()  # not stepped, as it says
-        self.layers = PlacedLayers(scheduler, tiers)  # of requests, those that are kept on the host
+        self.layers = PlacedLayers(
+            scheduler, tiers, self._progress.num_written
+        )  # of requests, those that are kept on the host
         self._settled: tuple[object, ...] | None = None  # the state for which the newest choice stands,
         self._num_new = 0  # ... the requests without KV that it lets begin,
         self._num_available = 0  # ... and the blocks that were left after its step
@@ -77,15 +105,32 @@ class ResidentRequests(ParkedRequests):
         self.has_chosen = False  # for the newest step
         self._turns = Turns(scheduler, lambda request: self._blocks(request.num_computed_tokens))
 
-    def limit(self, device_blocks: int) -> None:
-        """The smallest device of the members holds so many blocks in all layers, vLLM's null block among them."""
+    def limit(self, device_blocks: int, num_reserved: int | None = None) -> None:
+        """The smallest device of the members holds so many blocks in all layers, vLLM's null block among them.
+
+        Args:
+            num_reserved: as when this was made; None: as it was.
+        """
         self._num_whole = device_blocks - 1
-        self._device = replace(self._device, num_cells=self._num_whole * self._device.num_layers)
+        self._device = replace(
+            self._device,
+            num_cells=self._num_whole * self._device.num_layers,
+            num_reserved=self._device.num_reserved if num_reserved is None else num_reserved,
+        )
 
     # Orders -----------------------------------------------------------------------------------------------------------
 
+    def park(self, request_ids: Sequence[str]) -> list[str]:
+        """As of any lane. One that a step is about is parked when that has ended."""
+        running = {request.request_id for request in self._scheduler.running}
+        found = [request_id for request_id in request_ids if request_id in running or request_id in self._parked]
+        self._ordered.update(found)
+        self._leaving |= running & set(found)
+        self._park_leaving()
+        return found
+
     def place(self, request_id: str, layers: Sequence[int]) -> bool:
-        """Full blocks of a request are on the host alone in these layers from now on; whether it is here."""
+        """Full blocks of a request are on the host alone in these layers of the model; whether it is here."""
         if not self._scheduler.knows(request_id):
             return False
         self.layers.say(request_id, layers, is_ordered=True)
@@ -95,8 +140,12 @@ class ResidentRequests(ParkedRequests):
         """What the planner of placements says: who is stepped from now on and who is not, and whose layers change."""
         self._stepped, self._paused = frozenset(stepped), frozenset(paused)
         for request_id, chosen in layers.items():
-            self.layers.say(request_id, chosen)
+            self.spread(request_id, chosen)
         self.unsettle()
+
+    def spread(self, request_id: str, layers: Sequence[int]) -> None:
+        """Full blocks of a request are on the hosts alone in these layers of each member from now on."""
+        self.layers.say(request_id, self.tiers.everywhere(layers))
 
     @property
     def paused(self) -> frozenset[str]:
@@ -112,6 +161,7 @@ class ResidentRequests(ParkedRequests):
         ids = list(request_ids)
         super().forget(ids)
         self.layers.forget(ids)
+        self._leaving -= set(ids)
 
     def has_just_come_back(self, request: Request) -> bool:
         """Whether it has made few tokens since it was parked last."""
@@ -143,6 +193,8 @@ class ResidentRequests(ParkedRequests):
         """Whether the next step cannot take all that vLLM's scheduler would."""
         if self.layers:
             self.layers.renew()
+        if self._leaving:
+            return True
         if not self._parked:
             return bool(self._paused) or self._is_short() or self._is_outranked()
         if self._settled is None or self._supply.num_available() != self._num_available:
@@ -266,7 +318,7 @@ class ResidentRequests(ParkedRequests):
         here = [r for r in (*scheduler.running, *scheduler.holding) if r.request_id not in self._paused]
         placed = [r for r in (*here, *self._waiting_for_room()) if r.request_id not in self._without_place]
         old = sorted(placed, key=lambda r: (self._band(r), not self._has_turn(r), r.arrival_time, r.request_id))
-        found = [(request, self._wanted(request, is_new=False)) for request in old]
+        found = [(request, self._wanted(request, is_new=False)) for request in old if not self._is_unwanted(request)]
         new = self._waiting() if self._begins is None else self._begins
         return found + [(request, self._wanted(request, is_new=True)) for request in new]
 
@@ -308,14 +360,30 @@ class ResidentRequests(ParkedRequests):
 
     # Parking ----------------------------------------------------------------------------------------------------------
 
+    def may_step(self, request: Request) -> bool:
+        """Whether the next step may have a running request."""
+        return request.request_id not in self._leaving
+
+    def _is_unwanted(self, request: Request) -> bool:
+        """Whether an order parks a request that a step is about still."""
+        return request.request_id in self._ordered and request.request_id in self._leaving
+
     def _park_others(self, stepped: frozenset[str]) -> None:
-        for request in list(self._scheduler.running):
-            if request.request_id not in stepped:
-                self._hold(request)
+        running = {request.request_id for request in self._scheduler.running}
+        self._leaving = frozenset(running - stepped)
+        self._park_leaving()
         for request in list(self._scheduler.holding):
             if request.request_id not in stepped:
                 self._scheduler.withdraw(request)
                 self.keep(request)
+
+    def _park_leaving(self) -> None:
+        """Parks those of which no step is under way."""
+        busy = self._progress.ids_in_flight()
+        for request in list(self._scheduler.running):
+            if request.request_id in self._leaving and request.request_id not in busy:
+                self._hold(request)
+        self._leaving &= busy
 
     def _hold(self, request: Request) -> None:
         self._scheduler.hold(request)
@@ -375,7 +443,7 @@ class ResidentRequests(ParkedRequests):
         return self.tiers.take_copied_bytes(blocks, before[: len(blocks)])
 
     def _save(self, request: Request) -> None:
-        full = request.num_computed_tokens // self._block_size
+        full = self._progress.num_written(request) // self._block_size
         self.tiers.write_behind(self._blocks_of([request])[:full])
 
     def _band(self, request: Request) -> int:

@@ -213,17 +213,22 @@ class Arena:
         self._regions.remove(region)
         return region
 
-    def show(self, mirror: Region, first: int, region: Region, stop: int) -> None:
-        """Chunks `[0, stop)` of `region` are also seen in `mirror`, from chunk `first` on, as long as nothing moves.
+    def show(self, mirror: Region, first: int, region: Region, count: int) -> None:
+        """The first `count` chunks of `region`, up to the first one without memory, are also seen in `mirror`, from
+        chunk `first` on, as long as nothing moves. Where the region has no memory the mirror shows nothing.
 
         Raises:
-            StepError: the system refused; that part of the mirror shows nothing.
+            StepError: the system refused; part of this part of the mirror shows nothing.
         """
-        chunks = self._backed(region, 0, stop)
-        self._require_range(mirror, first, first + stop)
-        if mirror._table[first] is not None:
-            self._unmap(mirror, first, first + stop)
-        self._map(mirror, first, chunks)
+        self._require_range(mirror, first, first + count)
+        missing = next((i for i, chunk in enumerate(region._table[:count]) if chunk is None), count)
+        chunks = self._backed(region, 0, missing)
+        shown = mirror._table[first : first + count]
+        same = next((i for i, chunk in enumerate(chunks) if shown[i] != chunk), len(chunks))
+        stale = [first + i for i in range(same, count) if shown[i] is not None]
+        for _, start, length in runs(stale):
+            self._unmap(mirror, start, start + length)
+        self._map(mirror, first + same, chunks[same:])
 
     def check(self) -> tuple[str, ...]:
         """What is wrong, in sentences; empty when every chunk is free or mapped exactly once."""

@@ -20,7 +20,7 @@ class FreeChunks:
 
     def __init__(self, num_chunks: int) -> None:
         """All of `[0, num_chunks)` is free."""
-        self._starts, self._stops = [0], [num_chunks]
+        self._starts, self._stops = ([0], [num_chunks]) if num_chunks else ([], [])
         self._count = num_chunks
 
     def __len__(self) -> int:

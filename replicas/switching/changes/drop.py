@@ -3,6 +3,7 @@
 After the commit new requests run; those that ran before go on when their KV has come (`engine/movers/exchange.py`).
 """
 
+from collections import Counter
 from collections.abc import Mapping
 
 from msgspec.structs import replace
@@ -42,56 +43,50 @@ class Drop(Change[DropMet, DropWave, DropDone]):
     def begin(self, kept: frozenset[str] | None) -> DropMet:
         # None pauses, also under hard: memory of `dp` is remapped.
         coming = brought(self._member, self._plan, kept, lambda request: False)
-        return DropMet(travellers=coming, num_rows=self._num_rows(coming))
-
-    def _num_rows(self, coming: list[Traveller]) -> int:
-        """Stage rows that the host has room for, wherever what this member brings may be."""
-        lanes = self._member.lanes
-        if lanes.running is not None:
-            return self._lane.host.num_own_rows
-        held = {block for t in coming for block in lanes.dp.block_ids(t.request_id)}
-        return self._lane.host.num_rows_beside(len(held))
+        return DropMet(travellers=coming, host_rows=self._lane.num_host_rows)
 
     def move(self, met: Mapping[InstanceKey, DropMet], ask: Ask[DropWave, DropDone]) -> None:
         """Moves memory in one round; KV follows beside the steps."""
-        self._lane.host.may_swap(min(word.num_rows for word in met.values()), 0)
-        coming = [traveller for key in self._plan.members for traveller in met[key].travellers]
-        wave = [found for traveller in coming if (found := self._expect(traveller)) is not None]
+        lane, words = self._lane, [met[key] for key in self._plan.members]
+        lane.share_hosts(min(word.host_rows for word in words))
+        coming = [traveller for word in words for traveller in word.travellers]
+        num_free, wave = self._num_free(coming, [word.host_rows for word in words]), []
+        for traveller in coming:
+            needed = lane.blocks_needed(traveller.num_tokens)
+            if needed <= num_free and (found := self._expect(traveller)) is not None:
+                num_free -= needed
+                wave.append(found)
         self._num_carried, self._num_left = len(wave), len(coming) - len(wave)
-        done = ask(DropWave(travellers=wave, order=self._lane.withhold_free()))
-        self._lane.offer(min(word.num_backed for word in done.values()))
-        self._lane.host.may_swap(
-            min(word.num_own_rows for word in done.values()), min(word.num_rows for word in done.values())
-        )
+        done = ask(DropWave(travellers=wave, order=lane.withhold_free())).values()
+        lane.offer(min(word.num_backed for word in done))
+        lane.limit(min(word.num_columns for word in done) + 1)
+
+    def _num_free(self, coming: list[Traveller], host_rows: list[int]) -> int:
+        """Blocks that each member has places for, wherever those of its own part are while KV is exchanged."""
+        parts, held = self._member.parts_of(self._plan), Counter[int]()
+        for traveller in coming:
+            held[parts.of(traveller.rank)] += self._lane.blocks_for(traveller.num_tokens)
+        return min(self._lane.num_places(rank, rows - held[parts.of(rank)]) for rank, rows in enumerate(host_rows))
 
     def _expect(self, traveller: Traveller) -> Traveller | None:
-        """The traveller with its blocks in the lane, or its rows on the hosts; None where it finds no room, or its
-        ingress is gone.
-        """
+        """The traveller with its blocks in the lane; None where it finds no room, or its ingress is gone."""
         client_index = self._member.owner.welcome(traveller.handoff)
         if client_index is None:
             return None
         request = revive(traveller.handoff, client_index)
         logical_ids = self._lane.expect(request, traveller.num_tokens, is_parked=traveller.is_parked)
-        if logical_ids is not None:
-            return replace(traveller, logical_ids=logical_ids)
-        if traveller.part_ids:  # a stage's device; what is there cannot be set aside before others need its memory
-            return None
-        host_rows = self._lane.expect_away(request, traveller.num_tokens, is_parked=traveller.is_parked)
-        return replace(traveller, host_rows=host_rows) if host_rows is not None else None
+        return replace(traveller, logical_ids=logical_ids) if logical_ids is not None else None
 
     def take(self, message: DropWave) -> DropDone:
         """Memory of weights becomes room for KV, and the leader takes over this member's requests."""
         reached("wave")
-        num_backed = self._exchange.begin(message.travellers, message.order)
+        num_backed, num_columns = self._exchange.begin(message.travellers, message.order)
         reached("waved")
         mine = [t.request_id for t in message.travellers if t.rank == self._lane.rank]
         self._member.lanes.current.release(mine)
         if not self._leads:
             self._member.owner.moved(mine, self._plan.leader, carried=True)
-        return DropDone(
-            num_backed=num_backed, num_own_rows=self._lane.host.num_own_rows, num_rows=self._lane.host.num_rows
-        )
+        return DropDone(num_backed=num_backed, num_columns=num_columns)
 
     def commit(self) -> SwitchReport:
         """What is left in the parts goes to the leader, from its tokens, and all blocks to the lane."""

@@ -42,7 +42,7 @@ def brought(
             if handoff is not None:
                 traveller = Traveller(request.request_id, rank, [], handoff, is_parked=lane.is_parked(request))
                 if lane is member.lanes.running:
-                    traveller.part_ids, traveller.rows = lane.block_ids(request.request_id), lane.rows_of(request)
+                    traveller.part_ids = lane.block_ids(request.request_id)
                 found.append(traveller)
     return found
 

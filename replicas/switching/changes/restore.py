@@ -5,6 +5,7 @@ The weights that its members miss have come beside the steps by then (`engine/mo
 
 from collections.abc import Mapping
 
+import numpy as np
 from msgspec.structs import replace
 
 from pengserve.planners.stages import stage_layers
@@ -18,22 +19,21 @@ from pengserve.replicas.engine.lanes.handoff import revive
 from pengserve.replicas.engine.movers.reshard import Traveller
 from pengserve.replicas.engine.movers.restore import LayerRestore
 from pengserve.replicas.engine.vllm_seam import Request
-from pengserve.replicas.kv.stage_rows import stage_rows_in_row
 from pengserve.replicas.switching.changes.change import Ask, Change
 from pengserve.replicas.switching.changes.joining import send_rest
 from pengserve.replicas.switching.changes.leaving import check_leaving
 from pengserve.replicas.switching.failpoints import reached
 from pengserve.replicas.switching.member import Member
-from pengserve.replicas.switching.messages import Place, Placed, RestoreDone, RestoreMet, RestoreWave
+from pengserve.replicas.switching.messages import Gather, Gathered, Place, Placed, RestoreDone, RestoreMet, RestoreWave
 from pengserve.replicas.switching.running_group import RunningGroup
 from pengserve.replicas.switching.wiring import Wiring
 
 
-class Restore(Change[RestoreMet, Place | RestoreWave, Placed | RestoreDone]):
+class Restore(Change[RestoreMet, Gather | Place | RestoreWave, Gathered | Placed | RestoreDone]):
     """One member's part in a restore. It goes on alone, or in a narrower pipeline."""
 
     returns_weights = True
-    rounds = (Place, RestoreWave)
+    rounds = (Gather, Place, RestoreWave)
 
     def __init__(self, member: Member, wiring: Wiring, running_group: RunningGroup, plan: SwitchPlan) -> None:
         super().__init__(member, wiring, running_group, plan)
@@ -65,16 +65,17 @@ class Restore(Change[RestoreMet, Place | RestoreWave, Placed | RestoreDone]):
         return self._narrower or self._member.lanes.dp
 
     def begin(self, kept: frozenset[str] | None) -> RestoreMet:
-        num_rows = self._narrower.host.num_rows if self._narrower is not None else 0
-        return RestoreMet(num_rows=num_rows, num_host_rows=self._lane.host.num_host_rows)
+        return RestoreMet(host_rows=self._lane.num_host_rows)
 
-    def move(self, met: Mapping[InstanceKey, RestoreMet], ask: Ask[Place | RestoreWave, Placed | RestoreDone]) -> None:
+    def move(
+        self,
+        met: Mapping[InstanceKey, RestoreMet],
+        ask: Ask[Gather | Place | RestoreWave, Gathered | Placed | RestoreDone],
+    ) -> None:
         """All members hear of the requests that go on, and of their blocks there, in the same order."""
-        words_met = [met[key] for key in self._plan.members]
-        own_rows = self._num_own_rows([word.num_host_rows for word in words_met])
-        wave = self._assign(own_rows)
-        num_rows = [word.num_rows for word in words_met]
-        words = ask(Place(travellers=wave, num_rows=num_rows, num_own_rows=own_rows)).values()
+        host_rows = [met[key].host_rows for key in self._plan.members]
+        wave = self._assign(self._gather(ask) if any(host_rows) else host_rows)
+        words = ask(Place(travellers=wave, host_rows=host_rows)).values()
         found = {t.request_id: t for word in words if isinstance(word, Placed) for t in word.travellers}
         placed = [found[traveller.request_id] for traveller in wave if traveller.request_id in found]
         ask(RestoreWave(travellers=placed))
@@ -83,50 +84,51 @@ class Restore(Change[RestoreMet, Place | RestoreWave, Placed | RestoreDone]):
             if rank != 0:
                 self._member.owner.moved([t.request_id for t in placed if t.rank == rank], key, carried=True)
 
-    def _num_own_rows(self, num_host_rows: list[int]) -> list[int]:
-        """By rank, stage rows of the narrower pipeline that are free once the hosts keep only what travels."""
-        lane = self._lane
-        kept = lane.host.num_host_rows_of(row for request in lane.carriable() for row in lane.rows_of(request))
-        sizes = [self._parts.sizes[self._parts.of(rank)] for rank in range(len(num_host_rows))]
-        layers = self._parts.num_layers
-        return [
-            max(0, count - kept) * stage_rows_in_row(layers, stage_layers(layers, size)) if size > 1 else 0
-            for count, size in zip(num_host_rows, sizes, strict=True)
-        ]
+    def _gather(self, ask: Ask[Gather | Place | RestoreWave, Gathered | Placed | RestoreDone]) -> list[int]:
+        """What can go on with its KV comes to stand still; by rank, rows of the hosts that are free then."""
+        ids = [request.request_id for request in self._lane.carriable()]
+        words = ask(Gather(blocks=list({b for request_id in ids for b in self._lane.block_ids(request_id)})))
+        found = [words[key] for key in self._plan.members]
+        return [word.num_free for word in found if isinstance(word, Gathered)]
 
-    def _assign(self, own_rows: list[int]) -> list[Traveller]:
-        """Each request goes where most blocks are left, then where most room is on the hosts of a narrower pipeline.
+    def _assign(self, host_rows: list[int]) -> list[Traveller]:
+        """Each request goes where most blocks are left. What fits nowhere is resumed from its tokens.
 
-        What fits nowhere is resumed from its tokens.
+        Args:
+            host_rows: by rank, of the host tiers, those that are free.
         """
-        lane, memory = self._lane, self._member.lanes.dp.memory
-        assert memory is not None
-        sizes = memory.layers.sizes
-        alone = self._member.lanes.dp.capacity.num_blocks  # with a host tier, more than the device has
-        free = [
-            sizes.num_pipeline_blocks(stage_layers(sizes.num_layers, size)) if size > 1 else alone
-            for size in self._parts.sizes
-        ]
+        lane = self._lane
         found = [(request, self._member.owner.handoff(request)) for request in lane.carriable()]
         tokens = [request.num_computed_tokens for request, handoff in found if handoff is not None]
-        firsts = [(self._parts.start(part), size) for part, size in enumerate(self._parts.sizes)]
-        on_hosts = [min(own_rows[first : first + size]) for first, size in firsts]
-        places = iter(place([(count, lane.blocks_needed(count)) for count in tokens], free, on_hosts=on_hosts))
+        free = [self._num_places(part, host_rows) for part in range(len(self._parts.sizes))]
+        places = iter(place([(count, lane.blocks_needed(count)) for count in tokens], free))
         return [
             Traveller(
                 request.request_id,
                 self._parts.start(part),
                 lane.block_ids(request.request_id),
                 handoff,
-                rows=lane.rows_of(request),
                 is_parked=lane.is_parked(request),
             )
             for request, handoff in found
             if handoff is not None and (part := next(places)) is not None
         ]
 
-    def take(self, message: Place | RestoreWave) -> Placed | RestoreDone:
-        """Requests get blocks in this member's part; then their KV comes."""
+    def _num_places(self, part: int, host_rows: list[int]) -> int:
+        """Blocks that all members of a part have places for."""
+        dp, lane = self._member.lanes.dp, self._lane
+        assert dp.memory is not None
+        layers, size, first = dp.memory.layers, self._parts.sizes[part], self._parts.start(part)
+        if size == 1:
+            return min(dp.capacity.num_blocks, layers.base_blocks - 1 + host_rows[first])
+        stages = stage_layers(layers.sizes.num_layers, size)
+        per_row = layers.sizes.num_layers // max(stop - start for start, stop in stages) if lane.sizes.per_row else 0
+        return layers.sizes.num_pipeline_blocks(stages) + min(host_rows[first : first + size]) * per_row
+
+    def take(self, message: Gather | Place | RestoreWave) -> Gathered | Placed | RestoreDone:
+        """KV stands still; requests get blocks in this member's part; then their KV comes."""
+        if isinstance(message, Gather):
+            return Gathered(num_free=self._stand_still(message.blocks))
         if isinstance(message, Place):
             return Placed(travellers=self._place(message))
         reached("wave")
@@ -139,46 +141,39 @@ class Restore(Change[RestoreMet, Place | RestoreWave, Placed | RestoreDone]):
         parked = {traveller.request_id for traveller in message.travellers if traveller.is_parked}
         for request in self._taken:
             self._next.adopt(request)
-            if self._narrower is not None and self._narrower.rows_of(request):
-                self._narrower.keep_away(request, is_ordered=request.request_id in parked)
-                continue
             self._next.settle(request)
             if request.request_id in parked:
                 self._next.keep_parked(request)
         return RestoreDone()
 
+    def _stand_still(self, blocks: list[int]) -> int:
+        """KV of these blocks of the lane stands still; rows of the host tier that are free then."""
+        tiers, dp_tiers = self._lane.tiers, self._member.lanes.dp.tiers
+        if tiers is None or dp_tiers is None:
+            return 0
+        dp_tiers.forget_all()
+        tiers.gather(np.array(self._lane.table.physical(blocks), dtype=np.int64))
+        return dp_tiers.host.num_free
+
     def _place(self, message: Place) -> list[Traveller]:
-        """Where this member leads its part, gives the requests that come there blocks, or rows of the hosts; those that
-        found room.
+        """Where this member leads its part, gives the requests that come there blocks; those that found room.
 
         From here on the blocks of `dp` are free: the lane that ends has given them back.
         """
         self._has_begun = True
         self._member.lanes.leases.return_all(self._lane)
-        if (tiers := self._member.lanes.dp.tiers) is not None:
-            tiers.forget_all()
-        self._lane.host.keep_only([row for traveller in message.travellers for row in traveller.rows])
-        if self._narrower is not None:
-            part = slice(self._rank, self._rank + len(self._keys))
-            self._narrower.host.may_swap(min(message.num_own_rows[part]), min(message.num_rows[part]))
+        if self._narrower is not None and self._keys[0] == self._member.key:
+            self._narrower.share_hosts(min(message.host_rows[self._rank : self._rank + len(self._keys)]))
         placed: list[Traveller] = []
         for traveller in message.travellers if self._keys[0] == self._member.key else []:
             client_index = self._member.owner.welcome(traveller.handoff) if traveller.rank == self._rank else None
             if client_index is None:
                 continue
             request = revive(traveller.handoff, client_index)
-            if (found := self._with_room(traveller, request)) is not None:
+            if (block_ids := self._next.admit(request, traveller.num_tokens)) is not None:
                 self._taken.append(request)
-                placed.append(found)
+                placed.append(replace(traveller, part_ids=block_ids))
         return placed
-
-    def _with_room(self, traveller: Traveller, request: Request) -> Traveller | None:
-        """The traveller with its blocks in this part, or with its rows where the devices have none."""
-        block_ids = self._next.admit(request, traveller.num_tokens)
-        if block_ids is not None:
-            return replace(traveller, part_ids=block_ids)
-        rows = self._narrower.expect_parked(request, traveller.num_tokens) if self._narrower is not None else None
-        return replace(traveller, host_rows=rows) if rows is not None else None
 
     def commit(self) -> SwitchReport:
         """This member leaves the group that ends, and runs in its part."""
@@ -203,9 +198,11 @@ class Restore(Change[RestoreMet, Place | RestoreWave, Placed | RestoreDone]):
 
     def _enter(self, lane: PpLane) -> None:
         assert self.run is not None
-        every = range(1, lane.capacity.num_blocks + 1)
+        num_ids = lane.capacity.num_blocks if lane.tiers is None else lane.tiers.kv.placement.num_blocks - 1
+        every = range(1, num_ids + 1)
         lane.table.lease(every, every)
-        lane.host.may_swap_all()
+        if lane.tiers is not None:
+            lane.tiers.all_came()
         self._member.lanes.enter(lane, self.run)
         send_rest(self._member, self._keys[0])
         self._member.lanes.leases.lend_all(lane)

@@ -13,7 +13,6 @@ from pengserve.planners.types.step_cost import StepTotals
 from pengserve.replicas.engine.groups.pp_lane import PpLane
 from pengserve.replicas.engine.instance_lanes import Lanes
 from pengserve.replicas.engine.lanes.lane import _TOTALS
-from pengserve.replicas.engine.tiers.stage_host import StageHost
 from pengserve.replicas.engine.vllm_seam import Request, RequestStatus
 from pengserve.replicas.engine.wire import copy_id
 from tests.support.vllm_requests import scheduled_request
@@ -30,7 +29,8 @@ def lane() -> Any:
     made._handle = scheduler_handle(capacity, max_num_batched_tokens=64)
     made._arriving, made._ended, made._withheld, made._added, made._is_exchanging = {}, [], [], 0, True
     made._in_flight = []
-    made._chunks, made._arriving_parked, made.residency, made.host = None, set(), None, StageHost(SimpleNamespace())  # type: ignore[arg-type]
+    made._chunks, made._arriving_parked, made.residency, made.tiers = None, set(), None, None
+    made._beyond, made.sizes = [], SimpleNamespace(smallest=NUM_BLOCKS + 1)
     made._block_hasher, made.group = None, SimpleNamespace(unique_name="pp2@(0,1)")
     made.shape, made.capacity, made._queued, made._work = "pp2", capacity, ((0, 0, 0), 0), StepTotals()
     made.__dict__.update(dict.fromkeys(_TOTALS, 0))

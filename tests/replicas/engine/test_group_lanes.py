@@ -20,8 +20,6 @@ from pengserve.replicas.engine.groups.tp_lane import LEASE_CHUNK, TpLane
 from pengserve.replicas.engine.groups.under_way import Microbatch
 from pengserve.replicas.engine.placement.placement_notes import PlacementNotes
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
-from pengserve.replicas.engine.tiers.stage_host import StageHost
-from pengserve.replicas.kv.table import CellTable
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
 from tests.support.vllm_requests import scheduled_request
@@ -60,7 +58,8 @@ def pp_lane() -> PpLane:
     lane._withheld, lane._arriving, lane._in_flight, lane._ended = [], {}, [], []  # type: ignore[assignment,attr-defined]
     lane._arriving_parked = set()
     lane._is_settled, lane._is_exchanging = True, False
-    lane.residency, lane.host = None, StageHost(CellTable(NUM_BLOCKS + 1))
+    lane.residency = lane.tiers = lane._lane_tiers = None
+    lane._beyond, lane._host_rows, lane.sizes = [], 0, SimpleNamespace(smallest=NUM_BLOCKS + 1)
     lane.scheduler.watch_frees(lane._note_freed)
     return lane
 

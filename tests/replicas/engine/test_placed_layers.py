@@ -25,9 +25,13 @@ class World:
             shared_blocks=lambda name: [],
         )
         tiers: Any = SimpleNamespace(
-            num_layers=4, block_size=BLOCK_SIZE, place=lambda blocks, layers: self.told.append((blocks, layers))
+            num_layers=4,
+            num_model_layers=4,
+            block_size=BLOCK_SIZE,
+            place=lambda blocks, layers: self.told.append((blocks, layers)),
+            own=list,
         )
-        self.layers = PlacedLayers(scheduler, tiers)
+        self.layers = PlacedLayers(scheduler, tiers, lambda request: request.num_computed_tokens)
 
     def have(self, *blocks: int, num_tokens: int) -> list[tuple[list[int], tuple[int, ...]]]:
         """The request has these blocks now; what the tiers hear."""

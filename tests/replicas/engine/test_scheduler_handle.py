@@ -197,23 +197,6 @@ def test_a_request_that_comes_shares_what_the_prefix_cache_has() -> None:
     assert handle.num_free() == NUM_BLOCKS
 
 
-def test_a_request_without_blocks_has_its_computed_tokens_and_gets_blocks_again(handle: SchedulerHandle) -> None:
-    """Its KV is elsewhere meanwhile."""
-    handle.add(scheduled_request("a", 40))
-    step(handle)
-    request = handle.request("a")
-    handle.hold(request)
-    handle.free(request)
-    assert handle.block_ids("a") == [] and handle.num_free() == NUM_BLOCKS and request.num_computed_tokens == 40
-    assert handle.reserve_again(request) == 0, "there is no prefix cache"
-    assert request.num_computed_tokens == 40 and len(handle.block_ids("a")) == -(-41 // BLOCK_SIZE)
-    handle.enqueue(request)
-    assert dict(handle.schedule().num_scheduled_tokens) == {"a": 1}, "what was computed is not computed again"
-    handle.take(other := arrived("b", NUM_BLOCKS * BLOCK_SIZE - 1), NUM_BLOCKS * BLOCK_SIZE - 2)
-    assert handle.knows("b") and handle.block_ids("b") == []
-    assert handle.reserve_again(other) is None and other.num_computed_tokens == NUM_BLOCKS * BLOCK_SIZE - 2
-
-
 def test_a_request_is_held_and_goes_on(handle: SchedulerHandle) -> None:
     for name in "ab":
         handle.add(scheduled_request(name))
@@ -231,47 +214,12 @@ def test_a_request_is_held_and_goes_on(handle: SchedulerHandle) -> None:
     assert handle.num_free() == NUM_BLOCKS
 
 
-def test_a_prefix_is_seen_to_go_and_comes_with_a_request_that_waits() -> None:
-    options = SchedulerOptions(max_num_batched_tokens=64, prefix_caching=True)
-    handle, gone = Counted(build_vllm_scheduler(CAPACITY, options, is_terse=False)), dict[int, bytes]()
-    handle.watch_evictions(gone.__setitem__)
-
-    def begun(name: str, token: int, num_tokens: int) -> Request:
-        def hashes(request: Request) -> list[bytes]:
-            return [f"{token}.{i}".encode() for i in range(len(request.block_hashes), request.num_tokens // BLOCK_SIZE)]
-
-        params = SamplingParams(max_tokens=50, ignore_eos=True)
-        handle.add(request := Request(name, [token] * num_tokens, params, None, block_hasher=hashes))
-        return request
-
-    assert handle.block_size == BLOCK_SIZE
-    begun("first", 1, 40)
-    step(handle)
-    blocks = handle.block_ids("first")
-    handle.end(["first"])
-    begun("other", 2, 60)
-    step(handle)
-    assert not gone, "free blocks without content go first"
-    step(handle, None)
-    handle.withhold(handle.num_free() - 1)
-    assert gone == {blocks[1]: b"1.1"}, "the end of the prefix"
-    handle.end(["other"])
-    again = begun("again", 1, 40)
-    assert handle.first_waiting(3) == [again] and handle.first_waiting(0) == []
-    assert handle.reserve_prefix(again, 2 * BLOCK_SIZE) == BLOCK_SIZE, "the first block is cached still"
-    assert handle.first_waiting(3) == [] and len(handle.block_ids("again")) == 2
-    handle.enqueue(again)
-    output = step(handle)
-    assert output.num_scheduled_tokens == {"again": 40 - 2 * BLOCK_SIZE}
-    assert [new.num_computed_tokens for new in output.scheduled_new_reqs] == [2 * BLOCK_SIZE]
-
-
 def test_a_request_that_waits_without_kv_is_held(handle: SchedulerHandle) -> None:
     handle.add(request := scheduled_request("a"))
     handle.withdraw(request)
-    assert handle.first_waiting(1) == [] and handle.knows("a")
+    assert list(handle.waiting) == [] and handle.knows("a")
     handle.enqueue(request)
-    assert handle.first_waiting(1) == [request]
+    assert list(handle.waiting) == [request]
 
 
 def test_one_gives_up_its_blocks_where_none_can_go_on(handle: SchedulerHandle) -> None:
@@ -363,7 +311,7 @@ def test_it_is_seen_when_a_request_loses_its_blocks(handle: SchedulerHandle) -> 
     handle.end("a")
     assert lost == [("a", blocks["a"])]
     handle.hold(request := handle.request("b"))
-    handle.free(request)
+    handle.preempt(request)
     assert lost[1:] == [("b", blocks["b"])]
 
 

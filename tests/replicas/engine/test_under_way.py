@@ -15,12 +15,8 @@ pytest.importorskip("vllm")
 from pengserve.planners.types.errors import EngineError, StepError
 from pengserve.replicas.engine.groups.pp_lane import PpLane
 from pengserve.replicas.engine.groups.step_message import StepCodec
-from pengserve.replicas.engine.groups.under_way import Microbatch
 from pengserve.replicas.engine.scheduling.microbatches import Microbatches
-from pengserve.replicas.engine.tiers.stage_host import StageHost
 from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput, Request, RequestStatus
-from pengserve.replicas.kv.stage_rows import Swap
-from pengserve.replicas.kv.table import CellTable
 from tests.support.vllm_requests import scheduled_request
 from tests.support.vllm_schedulers import capacity_of, scheduler_handle
 
@@ -32,7 +28,7 @@ class Stage(PpLane):
 
     def __init__(self) -> None:
         self.told: list[tuple[str, ...]] = []
-        self._codec, self._steps = StepCodec(), 0
+        self._codec, self._steps, self._told_uses, self._lane_tiers = StepCodec(), 0, None, None
 
     def adopt(self, request: Request) -> None:
         self.told.append(("adopt", request.request_id))
@@ -58,7 +54,9 @@ class Leader(Stage):
         self._known, self._forgotten, self._was_empty = [], [], True
         self._in_flight, self._withheld, self._ended = deque(), [], []
         self._arriving, self._arriving_parked = {}, set()
-        self.residency, self.host = None, StageHost(CellTable(NUM_BLOCKS + 1))
+        self.residency = self.tiers = self._lane_tiers = self._slo_placement = None
+        self._beyond, self._host_rows = [], 0
+        self.sizes: Any = SimpleNamespace(smallest=NUM_BLOCKS + 1, num_usable=lambda columns, host_rows: columns - 1)
         self.max_in_flight, self._stage_s, self._counted_s = STAGES, 0.0, (0.0, 0.0)
         self._clock: Any = SimpleNamespace(busy_s=0.0, idle_s=0.0)
         self.group: Any = SimpleNamespace(world_size=STAGES)
@@ -89,8 +87,7 @@ class Leader(Stage):
 
     def under_way(self) -> set[int]:
         """Blocks that this member has still to read or write."""
-        swaps = {block for microbatch in self._in_flight for swap in microbatch.swaps for block in swap.blocks}
-        return swaps.union(*(self.used[id(microbatch.output)] for microbatch in self._in_flight))
+        return set[int]().union(*(self.used[id(microbatch.output)] for microbatch in self._in_flight))
 
 
 @pytest.fixture
@@ -105,46 +102,24 @@ def coming(name: str, num_tokens: int) -> Request:
     return request
 
 
-def swap_under_way(leader: Leader, *, to_host: bool) -> list[int]:
-    """All blocks but two are free, and a microbatch under way copies them."""
-    leader.scheduler.add(scheduled_request("a", 8))
+def test_weights_get_no_memory_that_a_microbatch_has_still(leader: Leader) -> None:
+    """Also where the wait for room has timed out: a microbatch would read weights, or write over them."""
+    leader.scheduler.add(scheduled_request("a", 4 * BLOCK_SIZE))
     assert leader._begin()
-    blocks = leader.scheduler.withhold(NUM_BLOCKS - 3)
-    leader.scheduler.offer(blocks)
-    microbatch = leader._in_flight.pop()
-    swap = Swap(blocks, range(len(blocks)), to_host=to_host)
-    leader._in_flight.append(Microbatch(microbatch.output, microbatch.is_first, [swap]))
-    return blocks
-
-
-@pytest.mark.parametrize("to_host", [True, False])
-def test_weights_get_no_memory_that_is_still_to_be_copied(leader: Leader, to_host: bool) -> None:
-    """Also where the wait for room has timed out: a swap-out would read weights, a swap-in would write over them."""
-    swap_under_way(leader, to_host=to_host)
+    leader.abort(["a"])
+    leader.num_given_up = NUM_BLOCKS - 1
     assert leader.makes_room(PARTS), "worth a wait"
-    with pytest.raises(StepError, match=r"4 blocks must be free .* 2 are"):
+    with pytest.raises(StepError, match=r"11 blocks must be free .* 10 are"):
         leader.give_up_blocks(PARTS)
-    assert not leader._withheld and leader.num_free() == NUM_BLOCKS - 1, "all is as it was"
+    assert not leader._withheld and leader.num_free() == NUM_BLOCKS, "all is as it was"
     leader.num_given_up = 2
-    assert not leader.makes_room(PARTS), "there is enough beside what is copied"
+    assert not leader.makes_room(PARTS), "there is enough beside what the microbatch has"
     assert leader.under_way().isdisjoint(leader.give_up_blocks(PARTS))
     leader.offer_all()
-    leader.num_given_up = 4
+    leader.num_given_up = NUM_BLOCKS - 1
     leader.hold(True)
     leader.step()
-    assert not leader.makes_room(PARTS) and len(leader.give_up_blocks(PARTS)) == 4
-
-
-@pytest.mark.parametrize("to_host", [True, False])
-def test_kv_from_elsewhere_gets_no_block_that_is_still_to_be_copied(leader: Leader, to_host: bool) -> None:
-    swap_under_way(leader, to_host=to_host)
-    assert leader.reserve(coming("long", 3 * BLOCK_SIZE), 3 * BLOCK_SIZE, 3 * BLOCK_SIZE) is None
-    assert leader.reserve(request := coming("b", 2 * BLOCK_SIZE), 2 * BLOCK_SIZE, 2 * BLOCK_SIZE) == 0
-    assert leader.under_way().isdisjoint(leader.block_ids("b"))
-    assert not leader.enlarge(request, 3 * BLOCK_SIZE)
-    leader.hold(True)
-    leader.step()
-    assert leader.enlarge(request, 3 * BLOCK_SIZE)
+    assert not leader.makes_room(PARTS) and len(leader.give_up_blocks(PARTS)) == NUM_BLOCKS - 1
 
 
 def test_an_aborted_requests_blocks_are_not_written_while_its_microbatch_is_under_way(leader: Leader) -> None:
@@ -196,21 +171,6 @@ def test_a_request_does_not_come_back_while_a_microbatch_has_one_of_its_id(leade
     request = coming("a", num_tokens)
     assert leader.reserve(request, num_tokens, num_tokens) == 0
     assert list(request.output_token_ids) == [7], "the token of the other one is not its own"
-
-
-def test_what_is_still_to_be_brought_is_not_sent_on(leader: Leader) -> None:
-    """A migration reads blocks between two steps: of a prefix that another request shares, or of a parked request."""
-    num_tokens = 2 * BLOCK_SIZE
-    request = coming("b", num_tokens)
-    assert leader.reserve(request, num_tokens, num_tokens) == 0
-    leader.scheduler.add(scheduled_request("a", 8))
-    assert leader._begin()
-    output = leader._in_flight[0].output
-    for to_host in (True, False):
-        swap = Swap(leader.block_ids("b")[:1], [0], to_host=to_host)
-        leader._in_flight = deque([Microbatch(output, is_first=False, swaps=[swap])])
-        assert leader.num_written(request) == (num_tokens if to_host else 0)
-        assert leader.is_between_steps(request) is to_host
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -32,8 +32,7 @@ def layout() -> BlockLayout:
 
 def view_of(world: TieredWorld) -> TieredKvView:
     device = [world.pool.layer(layer).view(torch.float32) for layer in range(LAYERS)]
-    host = [memory.view(torch.float32) for memory in world.host.memory]
-    return TieredKvView(device, host, layout(), world.tiers)
+    return TieredKvView(device, world.host.cells.view(torch.float32), layout(), world.tiers)
 
 
 def tiles_of(blocks: list[int], parts: list[int]) -> Tiles:

@@ -29,7 +29,7 @@ from pengserve.replicas.engine.lanes.lane import Lane
 from pengserve.replicas.engine.lanes.lane_build import get_hash_fn_by_name, get_request_block_hasher
 from pengserve.replicas.engine.scheduling.block_groups import BlockGroups, blocks_of, grouped
 from pengserve.replicas.engine.scheduling.microbatches import FIRST_MODEL, Microbatches
-from pengserve.replicas.engine.tiers.stage_host import StageHost
+from pengserve.replicas.engine.tiers.stage_tiers import PipelineSizes
 from pengserve.replicas.engine.vllm_seam import (
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -304,7 +304,15 @@ class SumPpLane(_SumGroupLane, PpLane):
         self.stages = stage_layers(LAYERS, num_stages)
         self.stage = stage_of(rank, num_stages)
         self.layers = self.stages[self.stage]
-        self.host = StageHost(self.table)
+        self.tiers = self._lane_tiers = self._told_uses = None
+        self._beyond, self._host_rows = [], 0
+        self.sizes = PipelineSizes(
+            stages=tuple(self.stages),
+            device_blocks=(capacity.num_blocks + 1,) * num_stages,
+            per_row=0,
+            longest_blocks=capacity.num_blocks,
+            reserved_blocks=0,
+        )
         self._view = dp.view.part(*self.layers)
         self.runner = SumRunner(self._view, KvShare(self.layers, (0, HEADS)))
         self.max_in_flight = num_stages

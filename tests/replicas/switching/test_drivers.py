@@ -52,7 +52,7 @@ class Scripted(Change[RestoreMet, RestoreWave, RestoreDone]):
 
     def begin(self, kept: frozenset[str] | None) -> RestoreMet:
         self._act("begin")
-        return RestoreMet(num_rows=0, num_host_rows=0)
+        return RestoreMet(host_rows=0)
 
     def move(self, met: Mapping[InstanceKey, RestoreMet], ask: Any) -> None:
         self._act("move")

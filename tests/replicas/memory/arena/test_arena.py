@@ -288,3 +288,76 @@ def test_a_closed_arena_keeps_the_addresses_of_its_tensors() -> None:
     del tensor
     gc.collect()
     assert not is_reserved(address + (1 << 29))
+
+
+def test_a_mirror_shows_first_chunks_of_regions_and_owns_none(arena: Arena) -> None:
+    """Up to the first chunk without memory, and no more than were asked for."""
+    a, b, c = three_regions(arena)
+    arena.unmap(a, 1, 2)
+    mirror, before = arena.mirror(8, "mirror"), arena.num_free
+    for first, region in ((0, a), (2, b), (4, c), (6, b)):
+        arena.show(mirror, first, region, 1 if first == 6 else 2)
+    of_a, of_b = system_chunks(a, CHUNK), system_chunks(b, CHUNK)
+    assert system_chunks(mirror, CHUNK) == {0: of_a[0], 2: of_b[0], 3: of_b[1], 6: of_b[0]}
+    assert arena.num_free == before and mirror not in arena.regions and arena.check() == ()
+    words = b.tensor(torch.int64)[: CHUNK // 8]
+    words.fill_(5)
+    for chunk in (2, 6):
+        assert bool((mirror.tensor(torch.int64)[chunk * CHUNK // 8 : (chunk + 1) * CHUNK // 8] == 5).all())
+
+
+def test_a_mirror_follows_memory_that_moves_and_shows_nothing_that_went_elsewhere(arena: Arena) -> None:
+    a, b, c = three_regions(arena)
+    mirror = arena.mirror(4, "mirror")
+    arena.show(mirror, 0, a, 4)
+    arena.move(a, (1, 3), c, 0)
+    arena.show(mirror, 0, a, 4)
+    assert system_chunks(mirror, CHUNK) == {0: system_chunks(a, CHUNK)[0]}
+    arena.move(b, (0, 2), a, 1)
+    arena.show(mirror, 0, a, 4)
+    assert system_chunks(mirror, CHUNK) == system_chunks(a, CHUNK) and len(system_chunks(a, CHUNK)) == 3
+    arena.unmap(a, 0, 3)
+    arena.show(mirror, 0, a, 4)
+    assert system_chunks(mirror, CHUNK) == {} and arena.check() == ()
+
+
+def test_to_show_what_is_shown_asks_the_system_for_nothing(arena: Arena) -> None:
+    a, _, _ = three_regions(arena)
+    mirror = arena.mirror(8, "mirror")
+    arena.show(mirror, 0, a, 8)
+    before = arena.counters
+    arena.show(mirror, 0, a, 8)
+    assert arena.counters == before
+    arena.map(a, 3, 4)
+    before = arena.counters
+    arena.show(mirror, 0, a, 8)
+    assert (arena.counters - before).map_calls == 1 and not (arena.counters - before).unmap_calls
+
+
+@pytest.mark.parametrize("answers", [[False], [True, False]])
+def test_what_the_system_refuses_to_show_can_be_shown_later(answers: list[bool]) -> None:
+    """The mirror never shows memory that its books do not name."""
+    backend = Refusing(CpuBackend())
+    arena = Arena(backend, 8 * CHUNK, CHUNK)
+    a, _, c = three_regions(arena)
+    mirror = arena.mirror(4, "mirror")
+    arena.show(mirror, 0, a, 3)
+    arena.move(a, (0, 3), c, 0)
+    arena.map(a, 0, 3)
+    backend.answers = answers
+    with pytest.raises(StepError, match="the system said no"):
+        arena.show(mirror, 0, a, 3)
+    arena.show(mirror, 0, a, 3)
+    assert system_chunks(mirror, CHUNK) == system_chunks(a, CHUNK) and arena.check() == ()
+    arena.close()
+    assert system_chunks(mirror, CHUNK) == {}
+
+
+def test_a_closed_arena_shows_nothing(arena: Arena) -> None:
+    a, _, _ = three_regions(arena)
+    mirror = arena.mirror(8, "mirror")
+    arena.show(mirror, 0, a, 8)
+    arena.close()
+    assert system_chunks(mirror, CHUNK) == {}
+    with pytest.raises(ValueError, match="closed"):
+        arena.show(mirror, 0, a, 8)

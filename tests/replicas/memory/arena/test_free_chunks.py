@@ -65,3 +65,18 @@ def test_the_shortest_run_that_serves_is_taken() -> None:
     free = only([0, 1, 2, 3, 10, 11, 20, 21, 22])
     assert free.take(2) == [10, 11]
     assert free.take(3) == [20, 21, 22]
+
+
+@given(CHUNKS, st.integers(0, 32))
+def test_a_list_that_begins_empty_is_as_one_that_has_become_so(chunks: list[int], count: int) -> None:
+    free, other = FreeChunks(0), only(chunks)
+    assert list(free) == [] and len(free) == 0
+    for chunk in chunks:
+        free.give([chunk])
+    count = min(count, len(chunks))
+    taken = other.take(count)
+    assert free.take(count) == taken
+    for chunk in taken[::2]:
+        free.give([chunk])
+        other.give([chunk])
+    assert list(free) == list(other) == sorted(free)
