@@ -148,14 +148,12 @@ class LentRows(HostRows):
 
     def give_back(self) -> None:
         """Rows of `dp` on which all of the stage's are free are its own again."""
-        is_free = np.zeros(self._most_rows, dtype=bool)
-        is_free[self.free_rows] = True
+        free, is_free = np.array(self.free_rows, dtype=np.int64), np.zeros(self._most_rows, dtype=bool)
+        is_free[free] = True
         groups = np.flatnonzero(is_free.reshape(-1, self.per_row).all(axis=1) & (self._lender != -1))
         if len(groups):
-            gone = np.isin(self.free_rows, self._rows_of(groups))
-            left = np.array(self.free_rows, dtype=np.int64)[~gone]
             self._free = FreeChunks(0)
-            self.give(left)
+            self.give(free[~np.isin(free, self._rows_of(groups))])
             self._host.take_back(self._lender[groups])
             self._lender[groups] = -1
             self.num_rows -= len(groups) * self.per_row

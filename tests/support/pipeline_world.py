@@ -66,7 +66,7 @@ class Stage(PpLane):
         self.table.lease(ids, places)
         self.group: Any = SimpleNamespace(world_size=NUM_STAGES)
         self._known, self._forgotten, self._told_uses, self._lane_tiers = [], [], None, None
-        self._num_choices, self._in_flight = 0, deque()
+        self._in_flight = deque()
         self._slo_gate = self._slo_placement = None
         self.work: deque[list[Read]] = deque()  # of the microbatches that it has still to run
 
@@ -219,7 +219,7 @@ class Pipeline:
         self.members = [self.follower, self.leader]
         for member in self.members:
             member._open_tiers(member.tiers)
-            member._watch_uses()
+            member._lane_tiers.watch(member._uses, member._told_uses)
         assert self.leader.residency is not None
         self.parked, self.handle = self.leader.residency, self.leader.scheduler
         self.now_s, self.num_steps, self._rng = 0.0, 0, random.Random(seed)

@@ -55,7 +55,7 @@ from pengserve.replicas.engine.scheduling.microbatches import (
     chunks_of,
     prompt_tokens_of,
 )
-from pengserve.replicas.engine.tiers.lane_tiers import TELL_USES_EVERY, LaneTiers, ToldUses, blocks_begun, uses_of
+from pengserve.replicas.engine.tiers.lane_tiers import LaneTiers, ToldUses, blocks_begun, uses_of
 from pengserve.replicas.engine.tiers.residency import ResidentRequests
 from pengserve.replicas.engine.tiers.stage_tiers import StageTiers, pipeline_sizes
 from pengserve.replicas.engine.tiers.tier_runner import TierRunner
@@ -157,7 +157,6 @@ class PpLane(PpBlocks):
         self._arriving, self._arriving_parked, self._ended, self._withheld = {}, set(), [], []
         self._told_uses: ToldUses | None = None  # follower, where there is a host tier
         self._lane_tiers: LaneTiers | None = None
-        self._num_choices = 0  # leader: microbatches for which it chose, since the followers have heard of uses
         self._is_settled, self._is_exchanging = True, False
         super().__init__(
             base,
@@ -237,7 +236,8 @@ class PpLane(PpBlocks):
         """Makes this the lane that vLLM's code sees, with an empty pipeline."""
         super().enter(run)
         self._hidden = self._way_of(run)
-        self._watch_uses()
+        if self._lane_tiers is not None:
+            self._lane_tiers.watch(self._uses, self._told_uses)
         self._was_empty = self._is_settled = True
         self._clock.forget()
         self._counted_s = self._clock.busy_s, self._clock.idle_s
@@ -248,17 +248,6 @@ class PpLane(PpBlocks):
                 dtype=self.config.model_config.dtype,
                 device=self.base.worker.device,
             )
-
-    def _watch_uses(self) -> None:
-        """What the lane's blocks are for decides which of them leave the device."""
-        if self.tiers is None:
-            return
-        if self._told_uses is None:
-            self._num_choices = 0
-            self.tiers.kv.watch_uses(self._uses)
-        else:
-            self._told_uses.begin()
-            self.tiers.kv.watch_uses(self._told_uses, self._told_uses.hold)
 
     def _uses(self) -> np.ndarray:
         """Leader: what this member's blocks are used for. Those that a microbatch under way has still are held."""
@@ -376,16 +365,9 @@ class PpLane(PpBlocks):
             self._recompute_if_stuck(output)
         if not (output.total_num_scheduled_tokens or output.finished_req_ids or self._known):
             return False
-        hints = self._lane_tiers.take_hints() if self._lane_tiers is not None else ()
+        hints, uses = self._lane_tiers.take_hints() if self._lane_tiers is not None else (), self._uses_to_tell()
         parts = self._codec.encode(
-            output,
-            None,
-            (),
-            self._forgotten,
-            self._known,
-            is_first=self._was_empty,
-            hints=hints,
-            uses=self._uses_to_tell(),
+            output, None, (), self._forgotten, self._known, is_first=self._was_empty, hints=hints, uses=uses
         )
         self.run.send_step(parts)
         self._in_flight.append(Microbatch(output, self._was_empty, self._forgotten, self._known))
@@ -405,11 +387,9 @@ class PpLane(PpBlocks):
             return self._microbatches.schedule(in_flight, self.max_in_flight, may_step)
 
     def _uses_to_tell(self) -> bytes:
-        """After a choice, now and then: what the lane's blocks are used for."""
-        if self.residency is None or not self.residency.has_chosen:
+        if self._lane_tiers is None or self.residency is None:
             return b""
-        self._num_choices += 1
-        return self.scheduler.uses().tobytes() if self._num_choices % TELL_USES_EVERY == 1 else b""
+        return self._lane_tiers.uses_to_tell(self.scheduler.uses, has_chosen=self.residency.has_chosen)
 
     def follow(self, parts: Sequence[Buffer]) -> None:
         """Follower: runs its layers over a microbatch, and hands on what comes out."""

@@ -30,7 +30,7 @@ from pengserve.replicas.engine.lanes.lane_build import (
 from pengserve.replicas.engine.lanes.lane_groups import ActiveGroup, LaneGroup
 from pengserve.replicas.engine.lanes.shared_model import share_weights
 from pengserve.replicas.engine.lanes.warm_up import is_compiled
-from pengserve.replicas.engine.tiers.lane_tiers import TELL_USES_EVERY, LaneTiers, ToldUses, blocks_begun, uses_of
+from pengserve.replicas.engine.tiers.lane_tiers import LaneTiers, ToldUses, blocks_begun, uses_of
 from pengserve.replicas.engine.tiers.residency import ResidentRequests
 from pengserve.replicas.engine.tiers.tier_runner import TierRunner
 from pengserve.replicas.engine.vllm_seam import (
@@ -56,7 +56,6 @@ class TpLane(GroupLane):
     residency: ResidentRequests | None
     _tiers: LaneTiers | None = None  # where KV is on the device and on the host
     _told_uses: ToldUses | None = None  # follower, there
-    _num_choices = 0  # leader: steps that chose since the followers have heard of uses
 
     def __init__(
         self,
@@ -199,12 +198,8 @@ class TpLane(GroupLane):
     def enter(self, run: GroupRun) -> None:
         """Makes this the lane that vLLM's code sees. Its scheduler says from now on what the leased blocks are for."""
         super().enter(run)
-        if self._tiers is not None and self.leads:
-            self._num_choices = 0
-            self._tiers.tiers.watch_uses(self._uses)
-        elif self._tiers is not None and self._told_uses is not None:
-            self._told_uses.begin()
-            self._tiers.tiers.watch_uses(self._told_uses, self._told_uses.hold)
+        if self._tiers is not None:
+            self._tiers.watch(self._uses, self._told_uses)
 
     def leave(self) -> None:
         """Gives vLLM's code back to the `dp` lane."""
@@ -240,11 +235,9 @@ class TpLane(GroupLane):
         return self.scheduler.update(output, self._execute(output, grammar))
 
     def _uses_to_tell(self) -> bytes:
-        """After a step that had to choose, now and then: what the lane's blocks are used for."""
-        if self.residency is None or not self.residency.has_chosen:
+        if self._tiers is None or self.residency is None:
             return b""
-        self._num_choices += 1
-        return self.scheduler.uses().tobytes() if self._num_choices % TELL_USES_EVERY == 1 else b""
+        return self._tiers.uses_to_tell(self.scheduler.uses, has_chosen=self.residency.has_chosen)
 
     def follow(self, parts: Sequence[Buffer]) -> None:
         """Follower: executes a step of the leader's."""

@@ -53,6 +53,7 @@ class LaneTiers:
         self._stages = stages or [(0, self.num_layers)]
         self._first, self.num_model_layers = self._stages[stage][0], self._stages[-1][1]
         self._hints: list[Hint] | None = None  # None: no other member hears them
+        self._num_choices = 0  # leader: steps that chose since the followers have heard of uses
 
     def physical(self, blocks: Sequence[int] | np.ndarray) -> np.ndarray:
         """The instance's blocks behind these of the lane."""
@@ -142,6 +143,24 @@ class LaneTiers:
     def is_saved(self, blocks: Sequence[int]) -> bool:
         """Whether the host has all of these full blocks."""
         return bool(self.tiers.placement.on_host[:, self.physical(blocks)].all())
+
+    # What blocks are used for ----------------------------------------------------------------------------------------
+
+    def watch(self, uses: Uses, told: "ToldUses | None") -> None:
+        """The lane begins to run: `uses`, the leader's, or what a follower is told, say what may leave the device."""
+        if told is None:
+            self._num_choices = 0
+            self.tiers.watch_uses(uses)
+        else:
+            told.begin()
+            self.tiers.watch_uses(told, told.hold)
+
+    def uses_to_tell(self, lane_uses: Uses, *, has_chosen: bool) -> bytes:
+        """Leader: after a step that had to choose, now and then: what the lane's blocks are used for."""
+        if not has_chosen:
+            return b""
+        self._num_choices += 1
+        return lane_uses().tobytes() if self._num_choices % TELL_USES_EVERY == 1 else b""
 
     # Between members --------------------------------------------------------------------------------------------------
 
