@@ -84,38 +84,44 @@ def ages_of(came: Sequence[float], ages: Sequence[float], running: float, length
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
-    """Answers that ended, of late: what their spread is estimated from (one-way analysis of variance).
+class Sizes:
+    """Tokens of prompts that came, or of answers that ended, of late: what their spread is estimated from (one-way
+    analysis of variance).
 
-    Of those that ended at one instance between two looks the count and the sum of tokens are known.
+    Of those at one instance between two looks the count and the sum of tokens are known.
     """
 
-    batches: float = 0.0  # of answers
-    answers: float = 0.0
+    batches: float = 0.0
+    count: float = 0.0  # in all batches
     tokens: float = 0.0
-    squares: float = 0.0  # of the tokens of a batch, by its answers
+    squares: float = 0.0  # of the tokens of a batch, by its count
 
-    def seen(self, answers: Ints, tokens: Ints, keep: float) -> "Ends":
+    def seen(self, counts: Ints, tokens: Ints, keep: float) -> "Sizes":
         """With what each instance has added; what was known before counts `keep`."""
-        is_some = answers > 0
+        is_some = counts > 0
         if not is_some.any():
             return self
-        count, total = answers[is_some].astype(np.float64), tokens[is_some].astype(np.float64)
-        return Ends(
+        count, total = counts[is_some].astype(np.float64), tokens[is_some].astype(np.float64)
+        return Sizes(
             keep * self.batches + len(count),
-            keep * self.answers + float(count.sum()),
+            keep * self.count + float(count.sum()),
             keep * self.tokens + float(total.sum()),
             keep * self.squares + float((total * total / count).sum()),
         )
 
     @property
     def spread(self) -> float:
-        """Standard deviation of the tokens of an answer as a share of the mean; 1 where few were seen."""
-        if not self.answers or not self.tokens:
+        """Standard deviation of the tokens of one as a share of the mean; 1 where few were seen."""
+        if not self.count or not self.tokens:
             return 1.0
-        mean = self.tokens / self.answers
+        mean = self.tokens / self.count
         within = max(0.0, self.squares - self.tokens * mean) + SPREAD_BELIEF * mean * mean
         return float(np.sqrt(within / max(SPREAD_BELIEF, self.batches - 1.0 + SPREAD_BELIEF))) / mean
+
+    @property
+    def of_a_token(self) -> float:
+        """Tokens that the one has to which a token belongs, in the mean: no more than that, as batches are means."""
+        return self.squares / self.tokens if self.tokens else 0.0
 
 
 def _sum(cohorts: Floats) -> Floats:

@@ -23,7 +23,7 @@ from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceStats
 KEEP = "keep"  # the action of a forecast of the layout as it is
 STANDING = KEEP, "migrate"  # actions whose groups stand already
 MOST_GROUPS = 16  # of one forecast
-LEARN = 0.3  # weight of the newest error
+LEARN, LEARN_OWN = 0.3, 0.1  # weights of the newest error in what all shapes are wrong by, and in what one is beside
 MOST_CORRECTION = log(1.5)
 MIN_REQUEST_S = 5.0  # request-seconds that were measured; fewer say little
 LATE_S = 5.0  # a change that does not stand after so long has failed
@@ -157,7 +157,8 @@ class Forecasts:
     """Those under way, and what errors have taught. A value: a look returns the next one."""
 
     open: tuple[Forecast, ...] = ()
-    log_errors: Mapping[str, float] = field(default_factory=dict)  # by shape, of the newest ones
+    log_error: float = 0.0  # of the newest ones, of all shapes alike,
+    log_errors: Mapping[str, float] = field(default_factory=dict)  # ... and by shape, beside it
 
     def seen(
         self, snapshot: ClusterSnapshot, instances: ReadyInstances, traffic: Traffic
@@ -166,26 +167,33 @@ class Forecasts:
         if not self.open:
             return self, ()
         group_of = group_table(snapshot.layout.groups).group_of
-        left, over, errors = list[Forecast](), list[Forecast](), dict(self.log_errors)
+        left, over = list[Forecast](), list[Forecast]()
         for forecast in self.open:
             found = forecast.seen(snapshot, instances, group_of)
             if found is not None:
                 (left if found.measured.seconds < found.horizon_s else over).append(found)
         outcomes = outcomes_of(over, traffic)
+        return replace(self, open=tuple(left)).learned(outcomes), outcomes
+
+    def learned(self, outcomes: Sequence[Outcome]) -> "Forecasts":
+        """With what these were wrong by, where they were of one shape and many requests."""
+        common, errors = self.log_error, dict(self.log_errors)
         for outcome in outcomes:
             shapes = {group.shape for group in outcome.groups}
             if len(shapes) == 1 and outcome.measured.request_s >= MIN_REQUEST_S:
                 (shape,) = shapes
-                before = errors.get(shape, 0.0)
-                errors[shape] = before + LEARN * (log(outcome.error) - before)
-        return Forecasts(open=tuple(left), log_errors=errors), outcomes
+                own = errors.get(shape, 0.0)
+                rest = log(outcome.error) - common - own
+                common, errors[shape] = common + LEARN * rest, own + LEARN_OWN * rest
+        return replace(self, log_error=common, log_errors=errors)
 
     def correction(self, shape: str) -> float:
-        """Factor on the request-seconds that the model gives for `shape`; of one that was never tried, that of dp.
+        """Factor on the request-seconds that the model gives for `shape`.
 
-        Most of what the model is wrong by, such as bursts within the horizon, is alike for all shapes.
+        Most of what the model is wrong by, such as bursts within the horizon, is alike for all shapes: one shape alone
+        is held to be wrong by a quarter of it at most, until others were measured too.
         """
-        error = self.log_errors.get(shape, self.log_errors.get(GroupKind.DP, 0.0))
+        error = self.log_error + self.log_errors.get(shape, 0.0)
         return exp(max(-MOST_CORRECTION, min(MOST_CORRECTION, error)))
 
     def goals(self) -> tuple[Group, ...]:

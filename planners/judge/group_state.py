@@ -61,11 +61,13 @@ class GroupStates:
         outside = self._outside * group.degree / self._num_members
         paused = sum(self._instances[m].stats.num_paused for m in group.members if m in self._instances)
         others = outside + paused + traffic.away.of(group.members)
+        # What is left of prompts under way waits: as many requests as it would be prompts.
+        begun = min(float(stats.num_running), stats.prefilling_tokens / traffic.prompt_tokens)
         return GroupState(
-            running=float(stats.num_running + stats.num_holding),
+            running=stats.num_running + stats.num_holding - begun,
             held_tokens=float(stats.kv_blocks_used * block_size),
-            waiting=stats.num_waiting - stats.num_holding + others,
-            waiting_tokens=stats.queued_tokens + others * traffic.prompt_tokens,
+            waiting=stats.num_waiting - stats.num_holding + begun + others,
+            waiting_tokens=stats.queued_tokens + stats.prefilling_tokens + others * traffic.prompt_tokens,
         )
 
     def spread(self, whole: GroupState, groups: Sequence[Group], num_members: int) -> Iterator[GroupState]:

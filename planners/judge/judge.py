@@ -18,6 +18,7 @@ from pengserve.planners.types.snapshot import ClusterSnapshot
 
 What = tuple[str, Group, tuple[Group, ...], tuple[Group, ...]]
 OWED = 2.0  # prices of a change that it must have been seen to save, where it saves little at once
+LATER, DEARER = 1.1, 2.0  # what makes P99 TTFT so many times as late must gain so many times the least, at once
 LEAST_SHARE = 0.03  # of what is predicted without a change; less is within the model's error
 IDLE_S = 1e-3  # request-seconds within the horizon: nothing runs, and nothing comes
 MOST_GAP_S = 1.0  # between two looks: what would have been saved longer ago is not known
@@ -125,13 +126,18 @@ class Judgement:
     keep: Prediction | None = None  # of the layout as it is, where that was predicted
 
 
-def _pays(priced: Priced, owed: Mapping[What, float], config: JudgeConfig) -> bool:
+def pays(priced: Priced, owed: Mapping[What, float], config: JudgeConfig) -> bool:
     """Whether a change gains much at once, or has been seen to gain for so long that it has paid for itself twice.
 
-    What only makes use of spare compute must gain much: it costs throughput. Where nothing runs and nothing comes,
-    instances that are alone hold themselves ready for either.
+    What only makes use of spare compute must gain much: it costs throughput. What makes the slowest first tokens later
+    must gain more still: where many answers run, a little sooner for each of their tokens adds up to much, and users
+    judge a service by its tail. Where nothing runs and nothing comes, instances that are alone hold themselves ready
+    for either.
     """
-    if priced.gain_s > config.least(priced.keep.cost_s):
+    least_s = config.least(priced.keep.cost_s)
+    if priced.then.slowest_s > LATER * priced.keep.slowest_s > 0.0:
+        return priced.gain_s > DEARER * least_s
+    if priced.gain_s > least_s:
         return True
     if priced.change.verb == "restore" and priced.keep.cost_s <= IDLE_S:
         return True
@@ -180,7 +186,7 @@ def judge(
     now_s = snapshot.time_s
     owed = history.owed_now(priced, now_s, pricing.horizon_s)
     history = replace(history, owed=owed, judged_s=now_s)
-    paying = [p for p in priced if _pays(p, owed, config)]
+    paying = [p for p in priced if pays(p, owed, config)]
     paying.sort(key=lambda p: (-p.gain_s, p.change.group.members))
     if paying:
         forecasts_of = {

@@ -25,6 +25,11 @@ class Prediction:
     missed: float = 0.0  # requests beyond their limits
     ttft_p99_s: float = 0.0  # but for queues that stand
 
+    @property
+    def slowest_s(self) -> float:
+        """Seconds to the first token of the slowest requests, standing queues included."""
+        return max(self.ttft_s, self.ttft_p99_s)
+
     @classmethod
     def of(cls, fate: Fate, rows: Sequence[int]) -> "Prediction":
         """Of some rows of the fluid model together."""

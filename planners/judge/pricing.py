@@ -14,7 +14,7 @@ from pengserve.planners.judge.prediction import Prediction, Priced, PricedMove
 from pengserve.planners.judge.row_table import EXPECTED, FEW, MOST, RowTable
 from pengserve.planners.judge.rows import Rows
 from pengserve.planners.judge.switch_costs import SwitchPrices
-from pengserve.planners.judge.watch import Traffic
+from pengserve.planners.judge.watch import MIN_SEEN_S, Traffic
 from pengserve.planners.types.config import JudgeConfig
 from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.snapshot import ClusterSnapshot
@@ -193,10 +193,12 @@ class Pricing:
         return plan.change.is_spare and not (is_pp and float(fates[EXPECTED].full_s[list(plan.before)].min()) > 0.0)
 
     def _is_short_of_compute(self, plan: _Plan, fates: Sequence[Fate], is_spare: bool) -> bool:
-        """Whether a change forms a group though prompts take most of the time: it computes less than its members."""
+        """Whether a change forms a group though prompts take most of the time, as it computes less than its members; or
+        before it is known how much they take.
+        """
         if not any(group.degree > 1 for group in plan.change.after) or plan.change.verb == "restore":
             return False
-        if is_spare and not self._traffic.is_settled and self._is_busy(plan):
+        if is_spare and not self._traffic.is_settled and (self._is_busy(plan) or self._can_wait(plan, fates)):
             return True
         scenario, most = (MOST, MOST_SPARE) if is_spare else (EXPECTED, MOST_READ)
         return float(fates[scenario].read_share[list(plan.after)].max()) > most
@@ -205,6 +207,11 @@ class Pricing:
         """Whether there are more requests than instances: where too little is known, a group could be in their way."""
         requests = sum(self._table.state(row).running + self._table.state(row).waiting for row in plan.before)
         return requests > sum(group.degree for group in plan.change.before)
+
+    def _can_wait(self, plan: _Plan, fates: Sequence[Fate]) -> bool:
+        """Whether the first requests came a moment ago, and will have their first tokens before more is known."""
+        ttft_s = float(fates[EXPECTED].ttft_s[list(plan.before)].max())
+        return max(self._traffic.since_s, ttft_s) < MIN_SEEN_S
 
 
 def _verbs(change: Change) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pengserve.planners.columns import Ints, Kept, ReadyInstances
 from pengserve.planners.judge.arrivals import Arrivals, mates_of
 from pengserve.planners.judge.away import Away
-from pengserve.planners.judge.cohorts import Ends, Lengths, ages_of
+from pengserve.planners.judge.cohorts import Lengths, Sizes, ages_of
 from pengserve.planners.judge.costs import Costs, Work
 from pengserve.planners.types.snapshot import ClusterSnapshot
 from pengserve.planners.types.step_cost import TERMS
@@ -53,9 +53,14 @@ class Traffic:
     output_spread: float  # standard deviation of answers, as a share of the mean
     ages: tuple[float, ...]  # tokens that running requests have, in cohorts of as many (`judge.cohorts`)
     away: Away  # sent back by an instance, and not come to another yet
-    is_settled: bool  # requests have come for so long that their rate is known
+    since_s: float  # seconds for which requests have come, of late
     pairs: float  # by token of a prompt, see `StepCost.pair_s`
     mates: float = 0.0  # requests that come at the same instant as one that comes
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether requests have come for so long that their rate is known."""
+        return self.since_s >= SHORT_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +77,8 @@ class Watched:
 
     looks: tuple[_Look, ...] = ()
     work: Mapping[str, Work] = field(default_factory=dict, compare=False)
-    ends: Ends = field(default_factory=Ends)
+    prompts: Sizes = field(default_factory=Sizes)  # of requests that came
+    ends: Sizes = field(default_factory=Sizes)  # ... and of answers that ended
     away: Away = field(default_factory=Away)
     ids: Ints | None = field(default=None, compare=False)  # of the newest look
     shapes: NDArray[np.str_] | None = field(default=None, compare=False)
@@ -92,7 +98,7 @@ class Watched:
     def seen(self, snapshot: ClusterSnapshot, instances: ReadyInstances) -> "Watched":
         """With this look."""
         now_s = snapshot.time_s
-        before = self if self.is_of_late(now_s) else Watched(work=self.work, ends=self.ends)
+        before = self if self.is_of_late(now_s) else Watched(work=self.work, prompts=self.prompts, ends=self.ends)
         ids, shapes = instances.ids, np.array([i.stats.shape for i in instances.values()], dtype=np.str_)
         loads = instances.stats((*_ALL, "num_running", "num_waiting", "num_holding"))
         totals = {name: loads[name][ids] for name in _ALL}
@@ -114,8 +120,11 @@ class Watched:
             looks = looks[1:]
         work = before._worked(shapes, ids, deltas, now_s)
         keep = float(np.exp(-(now_s - before.looks[-1].time_s) / STEP_MEMORY_S))
+        prompts = before.prompts.seen(deltas["total_requests"], deltas["total_request_tokens"], keep)
         ends = before.ends.seen(deltas["total_finished"], deltas["total_finished_tokens"], keep)
-        return Watched(looks=looks, work=work, ends=ends, away=away, ids=ids, shapes=shapes, totals=totals)
+        return Watched(
+            looks=looks, work=work, prompts=prompts, ends=ends, away=away, ids=ids, shapes=shapes, totals=totals
+        )
 
     def _deltas(self, ids: Ints, totals: Mapping[str, Ints]) -> dict[str, Ints]:
         """What each instance has added; 0 where it is new, or counts anew."""
@@ -179,7 +188,7 @@ class Watched:
             read_share=1.0 - MOST_FOUND * min(1.0, found / asked) if asked > 0 else 1.0,
             output_tokens=output,
             output_spread=spread,
-            is_settled=now.time_s - begun_s >= SHORT_S,
+            since_s=now.time_s - begun_s,
             ages=self._ages(output, recent),
             away=self.away,
             pairs=self._pairs(prompt),
@@ -219,13 +228,16 @@ class Watched:
         return (looks[-1].counts[4] - recent.counts[4]) / run_s if run_s > 0 else 0.0
 
     def _pairs(self, prompt_tokens: float) -> float:
-        """Pairs that a token of a prompt adds, as seen: long prompts have most of them."""
+        """Pairs that a token of a prompt adds: long prompts have most of them. As seen in steps; prompts are known to
+        be long before they are read, and have at least as many pairs by token as they have tokens.
+        """
         pairs = sum(float(w.moment[_WORK.index("total_step_pairs")]) for w in self.work.values())
         tokens = sum(
             float(w.moment[_WORK.index("total_step_tokens")] - w.moment[_WORK.index("total_step_seqs")])
             for w in self.work.values()
         )
-        return pairs / tokens if tokens > 0 and pairs > 0 else prompt_tokens
+        read = pairs / tokens if tokens > 0 and pairs > 0 else prompt_tokens
+        return max(read, self.prompts.of_a_token)
 
     def costs(self, instances: ReadyInstances) -> Costs:
         """What steps cost by shape."""

@@ -12,10 +12,12 @@ from pengserve.planners import judged
 from pengserve.planners.check import check_switch
 from pengserve.planners.columns import ReadyInstances, ready_instances
 from pengserve.planners.judge.changes import Change
-from pengserve.planners.judge.forecasts import KEEP, Forecast, Forecasts
-from pengserve.planners.judge.judge import Judgement, judge, pricing_of
+from pengserve.planners.judge.forecasts import KEEP, Forecast, Forecasts, Measured, Outcome
+from pengserve.planners.judge.judge import DEARER, JudgeHistory, Judgement, judge, pays, pricing_of
+from pengserve.planners.judge.prediction import Prediction, Priced
 from pengserve.planners.selector import Action, Decision, SelectorHistory, select
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
+from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand
 from pengserve.planners.types.step_cost import StepCost
@@ -248,6 +250,23 @@ def test_requests_that_come_in_bursts_may_come_in_one_again() -> None:
     assert many[1] > 1.3 * many[0], many
 
 
+def test_a_prompt_is_known_to_be_long_when_it_comes_and_not_when_it_is_read() -> None:
+    """A hundred prompts had 100 tokens each; one of 9,000 comes, of which no step has computed anything."""
+    history = JudgeHistory()
+    for seen in served(2, rate=5.0, prompt=100, seconds=10):
+        history = history.seen(seen, ready_instances(seen.instances), JudgeConfig())
+    before = history.watched.traffic()
+    first, *others = seen.instances
+    stats = replace(
+        first.stats,
+        total_requests=first.stats.total_requests + 1,
+        total_request_tokens=first.stats.total_request_tokens + 9000,
+    )
+    seen = replace(seen, time_s=seen.time_s + 0.5, instances=(replace(first, stats=stats), *others))
+    after = history.seen(seen, ready_instances(seen.instances), JudgeConfig()).watched.traffic()
+    assert before.pairs < 200 and 3000 < after.pairs < 9000
+
+
 @pytest.mark.parametrize(("life_s", "expected"), [(0.0, 20.0), (12.0, 20.0), (70.0, 70.0), (900.0, 100.0)])
 def test_what_is_predicted_lasts_as_long_as_a_request_lives(life_s: float, expected: float) -> None:
     assert JudgeConfig().horizon(life_s) == expected
@@ -316,6 +335,64 @@ def test_forecasts_that_end_together_become_what_each_would_alone() -> None:
     assert len(together) == 3 and len({outcome.error for outcome in together}) == 3
     for one, other in zip(together, alone, strict=True):
         assert one.error == pytest.approx(other.error) and replace(one, error=other.error) == other
+
+
+@pytest.mark.parametrize(
+    ("p99_s", "ttft_s", "margins", "expected"),
+    [
+        (1.0, 0.5, 1.1, True),
+        (1.0, 0.5, 0.9, False),
+        (1.2, 0.5, 1.1, False),
+        (1.2, 0.5, 1.1 * DEARER, True),
+        (0.5, 1.2, 1.1, False),
+    ],
+)
+def test_what_makes_the_slowest_first_tokens_later_must_gain_more(
+    p99_s: float, ttft_s: float, margins: float, expected: bool
+) -> None:
+    """A queue that stands counts as well."""
+    config, before = JudgeConfig(), Group.parse("dp@(0)")
+    change = Change("merge", Group.parse("tp2@(0,1)"), (), (before,), (Group.parse("tp2@(0,1)"),))
+    keep = Prediction(cost_s=100.0, ttft_s=0.5, ttft_p99_s=1.0)
+    then = Prediction(cost_s=50.0, ttft_s=ttft_s, ttft_p99_s=p99_s)
+    priced = Priced(change=change, keep=keep, then=then, price_s=1.0, gain_s=margins * config.least(keep.cost_s))
+    assert pays(priced, {}, config) is expected
+
+
+def test_what_was_seen_to_gain_for_long_is_not_done_where_it_makes_first_tokens_later() -> None:
+    change = Change("merge", Group.parse("tp2@(0,1)"), (), (Group.parse("dp@(0)"),), (Group.parse("tp2@(0,1)"),))
+    keep, then = Prediction(cost_s=100.0, ttft_p99_s=1.0), Prediction(cost_s=90.0, ttft_p99_s=1.0)
+    priced = Priced(change=change, keep=keep, then=then, price_s=1.0, gain_s=5.0)
+    later = replace(priced, then=replace(then, ttft_p99_s=2.0))
+    assert [pays(each, {change.what: 50.0}, JudgeConfig()) for each in (priced, later)] == [True, False]
+
+
+def outcome_of(shape: str, error: float) -> Outcome:
+    """Of a group that stood for long."""
+    return Outcome(
+        action=KEEP,
+        groups=(Group.parse(shape),),
+        made_s=0.0,
+        predicted=Prediction(),
+        measured=Measured(request_s=100.0),
+        error=error,
+    )
+
+
+def test_what_the_model_is_wrong_by_is_alike_for_all_shapes_until_two_were_measured() -> None:
+    """Answers are longer than expected, which only the shape that stands can show."""
+    found = Forecasts()
+    for _ in range(50):
+        found = found.learned([outcome_of("pp2@(0,1)", 1.4)])
+    assert found.correction("pp2") == pytest.approx(1.4, rel=0.01)
+    assert 1.05 < found.correction("pp2") / found.correction("dp") < 1.1 and found.correction("dp") > 1.25
+
+
+def test_a_shape_that_is_worse_than_predicted_is_found_out() -> None:
+    found = Forecasts()
+    for _ in range(50):
+        found = found.learned([outcome_of("pp2@(0,1)", 1.4), outcome_of("dp@(0)", 1.0)])
+    assert found.correction("pp2") / found.correction("dp") == pytest.approx(1.4, rel=0.1)
 
 
 def test_a_forecast_is_held_against_what_became_of_it() -> None:

@@ -2,10 +2,13 @@
 
 from dataclasses import replace
 
+import pytest
+
 from pengserve.planners.columns import ready_instances
 from pengserve.planners.judge.changes import Change
 from pengserve.planners.judge.group_state import GroupStates
 from pengserve.planners.judge.judge import JudgeHistory, pricing_of
+from pengserve.planners.judge.pricing import Pricing
 from pengserve.planners.types.config import DropConfig, JudgeConfig
 from pengserve.planners.types.layout import Group
 from tests.planners.judge.watching import BLOCKS, served
@@ -35,6 +38,39 @@ def test_a_pipeline_is_for_memory_once_memory_will_run_out() -> None:
 
 def test_a_tensor_parallel_group_is_never_for_memory() -> None:
     assert gained_s(WIDE, blocks=3 * ROOM) <= 0
+
+
+def test_the_rest_of_a_prompt_that_is_read_waits() -> None:
+    """Of two that run one decodes, and of the other's prompt a quarter is read. A third one waits."""
+    history = JudgeHistory()
+    for seen in served(2, rate=2.0, prompt=800, running=2):
+        history = history.seen(seen, ready_instances(seen.instances), JudgeConfig())
+    first, other = seen.instances
+    stats = replace(first.stats, num_running=2, num_waiting=1, queued_tokens=800, prefilling_tokens=600)
+    instances = ready_instances((replace(first, stats=stats), other))
+    state = GroupStates(seen, instances, history.watched.traffic()).now(Group.parse("dp@(0)"))
+    assert (state.running, state.waiting, state.waiting_tokens) == (1.25, 1.75, 1400)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "since_s", "expected"), [(100, 0.5, False), (100, 1.0, True), (8000, 0.5, True), (8000, 1.0, True)]
+)
+def test_a_group_waits_for_more_than_the_first_request_unless_that_has_its_first_token_late(
+    prompt: int, since_s: float, expected: bool
+) -> None:
+    """An instance reads 8,000 tokens, or 100 that wait for their first token, and others stand idle."""
+    history = JudgeHistory()
+    for seen in served(4, rate=0.01, prompt=prompt, running=0):
+        history = history.seen(seen, ready_instances(seen.instances), JudgeConfig())
+    first, *others = seen.instances
+    stats = replace(first.stats, num_running=1, prefilling_tokens=prompt, kv_blocks_used=1)
+    instances = ready_instances((replace(first, stats=stats), *others))
+    traffic = replace(history.watched.traffic(), since_s=since_s)
+    costs, config = history.watched.costs(instances), JudgeConfig()
+    pricing = Pricing(seen, instances, traffic, costs, history.switches, config, 1e10)
+    goal = Group.parse("pp4@(0..3)") if prompt > 1000 else Group.parse("tp4@(0..3)")
+    (priced,) = pricing.price([Change("merge", goal, (), seen.layout.groups, (goal,), is_spare=True)])
+    assert bool(priced.gain_s > config.least(priced.keep.cost_s)) == expected
 
 
 def test_requests_that_hold_kv_run_and_those_that_are_parked_wait() -> None:
