@@ -152,9 +152,10 @@ def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
     most = np.minimum(rows.slots, kv / usual)
     full = steps_of(rows, most, usual, prompt)
     per_s = 1.0 / (prompt / steps.rate + output * full.decode_s / np.maximum(1.0, most))
-    # Its tokens come among others' prompts: as `most` running and `per_s` that end say (Little), and as they came last.
+    # Tokens of what waits come among others' prompts, as `most` running and `per_s` that end say (Little). Tokens of
+    # what runs count at the speed of decoding alone: else a layout whose memory lets more run would pay for that twice.
     left_s = WAIT_WEIGHT * waiting * waiting / (2.0 * per_s) + waiting * most / per_s
-    left_s = left_s + running * output * np.where(live > 0, live / taken, steps.decode_s) * 0.5
+    left_s = left_s + running * output * steps.decode_s * 0.5
     late += np.maximum(0.0, waiting - per_s * rows.ttft_limit_s)
     slow += running * share_above(steps.decode_s, rows.tpot_limit_s, TPOT_SPREAD)
     missed = late + slow * (1.0 - late / np.maximum(begun + waiting, late + 1e-9))
