@@ -29,6 +29,11 @@ def tpots_s(answers: Iterable[Answer]) -> list[float]:
     ]
 
 
+def gaps_s(answers: Iterable[Answer]) -> list[float]:
+    """Of all complete answers: from each event with text to the next one."""
+    return [later - earlier for answer in complete(answers) for earlier, later in pairwise(answer.event_times_s)]
+
+
 def longest_gap_s(answer: Answer) -> float:
     """The longest time from one event with text to the next; 0 where there is one event."""
     return max((later - earlier for earlier, later in pairwise(answer.event_times_s)), default=0.0)

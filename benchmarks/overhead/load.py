@@ -1,14 +1,13 @@
 """Closed-loop load: N clients, each sends its next request as soon as the last one ended."""
 
 import asyncio
-import itertools
 import resource
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.client import Request
-from benchmarks.figures import complete, mean, percentile, tpots_s, ttfts_s
+from benchmarks.figures import complete, gaps_s, mean, percentile, tpots_s, ttfts_s
 from benchmarks.overhead.plan import SERVED_NAME, Level, Plan
 from benchmarks.sse import Answer, Connection
 
@@ -93,7 +92,7 @@ def _figures(
     good = complete(answers)
     bad = [answer for answer in answers if answer.error]
     ttft_s, tpot_s = ttfts_s(answers), tpots_s(answers)
-    gaps_s = [later - earlier for answer in good for earlier, later in itertools.pairwise(answer.event_times_s)]
+    between_s = gaps_s(answers)
     return Figures(
         num_clients=num_clients,
         completed=len(good),
@@ -102,8 +101,8 @@ def _figures(
         tokens_per_s=sum(answer.output_tokens for answer in good) / wall_s,
         ttft_p50_s=percentile(ttft_s, 50),
         ttft_p99_s=percentile(ttft_s, 99),
-        itl_p50_s=percentile(gaps_s, 50),
-        itl_p99_s=percentile(gaps_s, 99),
+        itl_p50_s=percentile(between_s, 50),
+        itl_p99_s=percentile(between_s, 99),
         tpot_p50_s=percentile(tpot_s, 50),
         prompt_tokens_mean=mean([answer.prompt_tokens for answer in good]) if good else 0.0,
         machine_cpu_s=machine_cpu_s,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import psutil
 from rich.console import Console
 
 from benchmarks.client import Client, Request
-from benchmarks.figures import complete, percentile
+from benchmarks.figures import complete, gaps_s, percentile
 from benchmarks.harness import (
     MIB,
     engine_flags,
@@ -93,7 +92,6 @@ class _Bench:
         good = complete(answers)
         if len(good) < len(answers):
             raise RuntimeError(next(answer.error for answer in answers if answer.error))
-        gaps_s = [later - earlier for answer in good for earlier, later in pairwise(answer.event_times_s)]
         wall_s = max(answer.event_times_s[-1] for answer in good) - min(answer.sent_s for answer in good)
         return Burst(
             start=start,
@@ -101,7 +99,7 @@ class _Bench:
             index=index,
             has_host_tier=self._has_host_tier,
             cpu_s=self._cpu_s() - before_s,
-            gap_s=percentile(gaps_s, 50),
+            gap_s=percentile(gaps_s(answers), 50),
             tokens_per_s=sum(answer.output_tokens for answer in good) / wall_s,
         )
 
