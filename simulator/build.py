@@ -116,6 +116,7 @@ def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
             policy=cluster.scheduling,
             prefix_caching=cluster.prefix_caching,
             preemption=setup.preemption,
+            short_prompts=setup.short_prompts,
         ),
         activation_bytes=named.model.activation_bytes_per_token,
         host_bytes_per_s=links.pcie_bytes_per_s,

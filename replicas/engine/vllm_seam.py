@@ -181,7 +181,7 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "_free_request",
         "_enqueue_waiting_request",  # puts a request that holds KV where it is scheduled first
     ),
-    RequestQueue: ("add_request", "remove_requests"),
+    RequestQueue: ("add_request", "remove_requests", "prepend_request", "peek_request"),
     SchedulingPolicy: ("PRIORITY",),
     SchedulerOutput: ("make_empty",),
     Request: ("update_block_hashes", "append_output_token_ids", "from_engine_core_request", "record_event"),

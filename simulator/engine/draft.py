@@ -1,8 +1,11 @@
 """How the fast scheduler chooses a step, as vLLM 0.32 does: what runs, in its order, then what waits, in its."""
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import chain, islice
 
+from pengserve.planners.short_prompts import IN_ORDER, Overtaking, Prompt, is_short, plan_overtaking
+from pengserve.planners.types.units import blocks_for
 from pengserve.simulator.engine.fast_state import FastState
 from pengserve.simulator.engine.formation import Formation
 from pengserve.simulator.engine.queues import Entry
@@ -22,7 +25,11 @@ class Draft:
         self.admitted: list[Entry] = []
         self.preempted: list[Entry] = []
         self.swapped_out = self.swapped_in = 0  # blocks
-        self._state, self._budget, self._passed = state, budget, passed
+        self._state, self._budget = state, budget
+        order, entries = _overtaking(state, budget, passed) if state.options.short_prompts else (IN_ORDER, {})
+        self._max_chunk = budget if order.max_chunk is None else order.max_chunk
+        self._passed = {*passed, *[entries[name] for name in order.passed]}
+        self._first = deque([entries[name] for name in order.first])  # that wait, before all others that do
         self._choose_running()
         if not self.preempted:
             self._choose_waiting()
@@ -31,7 +38,7 @@ class Draft:
         state, running, passed, index = self._state, self._state.running, self._passed, 0
         while index < len(running) and self._budget > 0:
             entry = running[index]
-            num_tokens = min(entry.tokens - entry.computed, self._budget)
+            num_tokens = min(entry.tokens - entry.computed, self._max_chunk, self._budget)
             if num_tokens == 0 or (passed and entry in passed):
                 index += 1
                 continue
@@ -51,14 +58,16 @@ class Draft:
     def _choose_waiting(self) -> None:
         state, skipped = self._state, list[Entry]()
         while self._budget > 0 and (queue := state.next_queue()) is not None:
-            entry = queue.head()
+            overtakes = self._first and queue is state.waiting
+            entry = self._first.popleft() if overtakes else queue.head()
             if entry.stale:  # its last token is still on its way
-                skipped.append(queue.pop())
+                if not overtakes:
+                    skipped.append(queue.pop())
                 continue
             if state.blocks_to_begin(entry) > state.free:
                 break
-            queue.pop()
-            num_tokens = min(entry.tokens - entry.computed, self._budget)
+            queue.take(entry)
+            num_tokens = min(entry.tokens - entry.computed, self._max_chunk, self._budget)
             self.swapped_in += state.begin(entry, num_tokens)
             self.admitted.append(entry)
             self._put(entry, num_tokens)
@@ -74,6 +83,33 @@ class Draft:
         self._budget += self.tokens.pop(entry, 0)
         self.swapped_out += entry.host_blocks
         self.preempted.append(entry)
+
+
+def _overtaking(state: FastState, budget: int, passed: Collection[Entry]) -> tuple[Overtaking, dict[str, Entry]]:
+    """Which prompts overtake, as `replicas/engine/scheduling/short_prompts.py` asks; requests by their ids."""
+    slots = max(0, state.capacity.max_num_seqs - len(state.running))
+    holding = list(islice(state.holding, slots))
+    new = list(islice(state.waiting, slots - len(holding)))
+    begun = [entry for entry in chain(state.running, holding) if entry not in passed]
+    reading = [entry for entry in begun if entry.tokens - entry.computed > 1]
+    step_tokens = state.options.max_num_batched_tokens
+    if all(is_short(entry.tokens - entry.computed, step_tokens) for entry in chain(reading, new)):
+        return IN_ORDER, {}
+    size, by_priority = state.block_size, state.options.policy == "priority"
+    prompts = [
+        Prompt(
+            request_id=entry.live.arrival.request_id,
+            num_tokens=entry.tokens - entry.computed,
+            num_blocks=blocks_for(entry.tokens, size) - blocks_for(entry.computed, size),
+            is_running=index < len(reading),
+            band=entry.order[0] if by_priority else 0,
+        )
+        for index, entry in enumerate(chain(reading, new))
+    ]
+    order = plan_overtaking(
+        prompts, len(begun) - len(reading), budget, state.free - state.watermark_blocks, step_tokens
+    )
+    return order, {entry.live.arrival.request_id: entry for entry in chain(reading, new)}
 
 
 def draft_ahead(state: FastState, formation: Formation, in_flight_s: Sequence[float]) -> Draft:

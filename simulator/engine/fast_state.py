@@ -24,7 +24,7 @@ class FastState:
         self.entries: dict[LiveRequest, Entry] = {}
         self.num_prefilling = 0  # running requests that do not decode yet
         self.num_preempted = 0
-        self._watermark_blocks = int(options.watermark * (capacity.num_blocks + 1))  # vLLM counts its null block
+        self.watermark_blocks = int(options.watermark * (capacity.num_blocks + 1))  # vLLM counts its null block
         self._host_free = options.host_blocks
         self._lives: tuple[LiveRequest, ...] | None = None
 
@@ -44,7 +44,7 @@ class FastState:
 
     def blocks_to_begin(self, entry: Entry) -> int:
         """Blocks that must be free before a waiting request begins: for all it has, not only for its first chunk."""
-        watermark = self._watermark_blocks if self.running else 0
+        watermark = self.watermark_blocks if self.running else 0
         return max(0, blocks_for(entry.tokens, self.block_size) - entry.blocks) + watermark
 
     def begin(self, entry: Entry, num_tokens: int) -> int:

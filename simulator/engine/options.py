@@ -23,6 +23,7 @@ class SchedulerOptions:
     host_blocks: int | None = (
         None  # with "swap": blocks that fit the host, beyond which it recomputes; None: any number
     )
+    short_prompts: bool = False  # overtake long ones, as in PengServe; vLLM alone reads prompts as they come
     num_stages: int = 1  # of a pipeline
     max_in_flight: int = 0  # steps that may be unfinished at once; 0: one a stage
     lookahead: CostModel | None = None  # with stages: microbatches cost the same by it; None: each takes all it can

@@ -79,6 +79,11 @@ class WaitingQueue:
         self.num_tokens -= entry.tokens
         return entry
 
+    def take(self, entry: Entry) -> None:
+        """Takes this one out, wherever it is."""
+        self._entries.remove(entry)
+        self.num_tokens -= entry.tokens
+
     def remove(self, entries: Collection[Entry]) -> None:
         """Takes some out, wherever they are."""
         self._entries = deque(entry for entry in self._entries if entry not in entries)

@@ -4,6 +4,7 @@ In place of a runner's output it is told that every request that was due has got
 `replicas.engine.lanes.lane` lets them.
 """
 
+import contextlib
 import itertools
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -13,6 +14,7 @@ from pengserve.planners.cost_model import Chunk
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.engine.scheduling.microbatches import Microbatches
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
+from pengserve.replicas.engine.scheduling.short_prompts import ShortPrompts
 from pengserve.replicas.engine.vllm_seam import (
     ModelRunnerOutput,
     Request,
@@ -59,8 +61,9 @@ class VllmScheduler:
         self._unfinished: UnfinishedSteps[_Handle] = UnfinishedSteps(options.most_in_flight)
         self._steps = self._prompted = self._generated = self._preempted = self._resumed = 0
         self._prefix_queries = self._prefix_hits = 0
+        self._shorts = ShortPrompts(self._scheduler, capacity.block_size) if options.short_prompts else None
         self._microbatches = (
-            Microbatches(self._scheduler, options.num_stages, options.lookahead)
+            Microbatches(self._scheduler, options.num_stages, options.lookahead, shorts=self._shorts)
             if options.lookahead is not None and options.num_stages > 1
             else None
         )
@@ -198,7 +201,8 @@ class VllmScheduler:
         if self._microbatches is not None:
             in_flight = [handle.output for handle in self._unfinished]
             return self._microbatches.schedule(in_flight, self.options.most_in_flight)
-        return self._scheduler.schedule()
+        with self._shorts.step() if self._shorts is not None and self._shorts.is_on else contextlib.nullcontext():
+            return self._scheduler.schedule()
 
     def _step(self, output: SchedulerOutput, preempted: tuple[LiveRequest, ...]) -> SimStep:
         find, lives = self._scheduler.request, self._lives

@@ -38,4 +38,5 @@ class PengServePolicy(Policy):
             judge=planner_config(JudgeConfig, self.judge, "policy.options.judge"),
             dispatch=self.dispatch,
             host="tiers" if facts.has_host else "unused",
+            short_prompts=True,
         )

@@ -53,6 +53,7 @@ class Setup:
     host: HostUse = "unused"  # what `cluster.host_bytes` is for
     offload: Callable[[], OffloadPlanner] | None = None  # of each instance, where `host` is "offload"
     swap: SwapOptions | None = None  # where `host` is "swap"
+    short_prompts: bool = False  # overtake long ones
     companion: Companion | None = None
 
 

@@ -106,6 +106,7 @@ def simulation_of(config: SimulationConfig, arrivals: Sequence[Arrival], *, kv_t
             max_num_batched_tokens=cluster.max_num_batched_tokens,
             policy=cluster.scheduling,
             preemption=setup.preemption,
+            short_prompts=setup.short_prompts,
         ),
         activation_bytes=8192,
         host_bytes_per_s=25e9,

@@ -177,7 +177,9 @@ class PpLane(PpBlocks):
         if self.tiers is not None:
             self._open_tiers(self.tiers)
         if self.leads:
-            self._microbatches = Microbatches(self.scheduler, num_stages, cost_model, policy, self._chunks)
+            self._microbatches = Microbatches(
+                self.scheduler, num_stages, cost_model, policy, self._chunks, self._shorts
+            )
             self.scheduler.watch_frees(self._note_freed)
 
     def _config(self, base: DpLane, num_blocks: int) -> VllmConfig:

@@ -17,6 +17,7 @@ from pengserve.replicas.engine.placement.slo_gate import Contracts, SloGate
 from pengserve.replicas.engine.placement.slo_placement import SloPlacement
 from pengserve.replicas.engine.scheduling.chunk_shares import ChunkShares
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle, is_prefilling
+from pengserve.replicas.engine.scheduling.short_prompts import ShortPrompts
 from pengserve.replicas.engine.tiers.residency import ResidentRequests
 from pengserve.replicas.engine.vllm_seam import EngineCoreEventType, EngineCoreOutputs, Request, RequestStatus
 from pengserve.replicas.engine.wire import is_copy
@@ -43,6 +44,9 @@ class Lane(ABC):
         self._block_hasher = block_hasher
         self._handle = SchedulerHandle(scheduler) if scheduler is not None else None
         self._chunks = ChunkShares(self._handle) if self._handle is not None else None
+        self._shorts = (
+            ShortPrompts(self._handle, capacity.block_size, self.num_available) if self._handle is not None else None
+        )
         self._steps = self._resumed = self._generated = self._prompted = self._preempted = 0
         self._prefix_queries = self._prefix_hits = 0
         self._requests_come = self._request_tokens = self._sent_again = self._finished = self._finished_tokens = 0
@@ -185,12 +189,14 @@ class Lane(ABC):
         return self.residency.choosing() if self.residency is not None else FREE
 
     def _chunking(self) -> AbstractContextManager[None]:
-        """Around a step, within `_choosing`: which prompts it reads, where requests of several bands are served.
+        """Around a step, within `_choosing`: which prompts it reads, by their bands, or by their lengths within one.
 
         Pipelines ask for each microbatch instead (`Microbatches`).
         """
-        chunks = self._chunks
-        return chunks.step() if chunks is not None and chunks.is_on else FREE
+        chunks, shorts = self._chunks, self._shorts
+        if chunks is not None and chunks.is_on:
+            return chunks.step()
+        return shorts.step() if shorts is not None and shorts.is_on else FREE
 
     def _note_bands(self, bands: Iterable[int]) -> None:
         if self._chunks is not None:

@@ -4,6 +4,7 @@ vLLM's scheduler alone puts all running requests into the first microbatch and l
 stage of the pipeline would work at a time. So the planner chooses each microbatch's requests and their order.
 """
 
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -14,6 +15,7 @@ from pengserve.planners.lookahead import MicrobatchLimits, Work, next_budget, ne
 from pengserve.planners.types.config import MicrobatchPolicy
 from pengserve.replicas.engine.scheduling.chunk_shares import ChunkShares
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle, is_prefilling
+from pengserve.replicas.engine.scheduling.short_prompts import ShortPrompts
 from pengserve.replicas.engine.vllm_seam import Request, SchedulerOutput
 
 # What steps cost before any was timed: the demo model's on one core, of which only the relations count.
@@ -39,14 +41,19 @@ class Microbatches:
         model: CostModel = FIRST_MODEL,
         policy: MicrobatchPolicy = MicrobatchPolicy.LOOKAHEAD,
         shares: ChunkShares | None = None,
+        shorts: ShortPrompts | None = None,
     ) -> None:
-        """`shares`: which prompts a microbatch reads, where requests of several bands are served."""
+        """
+        Args:
+            shares: which prompts a microbatch reads, where requests of several bands are served.
+            shorts: which prompts overtake others, where they are of one.
+        """
         self._scheduler, self._num_stages, self._policy = scheduler, num_stages, policy
         max_tokens = scheduler.max_step_tokens
         self._limits = MicrobatchLimits(
             max_tokens=max_tokens, max_requests=scheduler.max_running, min_tokens=min(MIN_TOKENS, max_tokens)
         )
-        self._fit, self._shares = OnlineFit(model), shares
+        self._fit, self._shares, self._shorts = OnlineFit(model), shares, shorts
         self._clock = itertools.count(1)
         self._since: dict[str, int] = {}  # request -> when it became ready, in steps of the clock
 
@@ -84,7 +91,9 @@ class Microbatches:
         may_step: Callable[[Request], bool] = ANY,
     ) -> SchedulerOutput:
         """A step of what `choose` chooses."""
-        return self._scheduler.schedule_only(self.choose(in_flight, max_in_flight, may_step))
+        budget = self.choose(in_flight, max_in_flight, may_step)
+        with self._overtaking(budget):
+            return self._scheduler.schedule_only(budget)
 
     def came_back(self, output: SchedulerOutput, chunks: Sequence[Chunk], seconds: float) -> None:
         """Learns from a microbatch that took `seconds` in one stage, and when its requests became ready again."""
@@ -95,6 +104,15 @@ class Microbatches:
             self._since.pop(request_id, None)
         if chunks:
             self._fit.observe(chunks, seconds * self._num_stages)
+
+    def _overtaking(self, budget: Mapping[str, int]) -> contextlib.AbstractContextManager[None]:
+        """Around a microbatch of these requests and tokens: in it short prompts overtake what it reads of long ones."""
+        shorts, has_bands = self._shorts, self._shares is not None and self._shares.is_on
+        if shorts is None or has_bands or not budget or not shorts.is_on:
+            return contextlib.nullcontext()
+        running = {request.request_id: request for request in self._scheduler.running}
+        chosen = [running[request_id] for request_id in budget if request_id in running]
+        return shorts.step(chosen, sum(budget.values()))
 
     def _share_out(
         self, ready: Sequence[Request], shares: ChunkShares, limits: MicrobatchLimits

@@ -37,6 +37,11 @@ class SchedulerBlocks:
         """Blocks that are free now, cached prefixes among them."""
         return int(self._pool.get_num_free_blocks())
 
+    @property
+    def watermark_blocks(self) -> int:
+        """Blocks that must stay free when a request begins beside others."""
+        return int(self._manager.watermark_blocks)
+
     def withhold(self, count: int) -> list[int]:
         """Takes `count` free blocks away, the least recently used first; their ids. What they cached is forgotten.
 

@@ -29,6 +29,8 @@ from pengserve.replicas.engine.vllm_seam import (
     SchedulingPolicy,
 )
 
+FIRST_OF_ALL_S = 1e15  # before all times of arrival; floats of this size still count single seconds
+
 
 def is_prefilling(request: Request) -> bool:
     """Whether tokens of its prompt, or of what it lost, are to be computed: in a step of decoding one is missing."""
@@ -115,6 +117,12 @@ class SchedulerHandle(SchedulerBlocks):
     def waiting(self) -> Any:
         """Requests that hold no KV, the next one first: vLLM's queue."""
         return self._scheduler.waiting
+
+    @property
+    def next_waiting(self) -> Request:
+        """The first request that holds no KV. Raises IndexError where there is none."""
+        found: Request = self._scheduler.waiting.peek_request()
+        return found
 
     def counts(self) -> tuple[int, int]:
         """Running and waiting requests; those that hold KV without a slot count as waiting."""
@@ -315,6 +323,45 @@ class SchedulerHandle(SchedulerBlocks):
         finally:
             for request in requests:
                 request.next_decode_eligible_step = 0
+
+    @contextlib.contextmanager
+    def beginning_first(self, requests: Sequence[Request]) -> Iterator[None]:
+        """Within it these requests, of the first one's priority, come before all others that wait, in this order.
+
+        Those that do not begin have their old places again afterwards.
+        """
+        queue, before = self.waiting, () if self.goes_by_priority else tuple(self.waiting)
+        times = [request.arrival_time for request in requests]
+        queue.remove_requests(set(requests))
+        for index, request in reversed(list(enumerate(requests))):
+            request.arrival_time = index - FIRST_OF_ALL_S  # a queue by priority goes by it, and has no other front
+            queue.prepend_request(request)
+        try:
+            yield
+        finally:
+            for request, arrival_time in zip(requests, times, strict=True):
+                request.arrival_time = arrival_time
+            if any(request.status is not RequestStatus.RUNNING for request in requests):
+                self._put_back(before)
+
+    def _put_back(self, before: Sequence[Request]) -> None:
+        """What waits is in this order again, behind what is not in it; a queue by priority is sorted anew."""
+        queue, places = self.waiting, {request: place for place, request in enumerate(before)}
+        waiting = sorted(queue, key=lambda request: places.get(request, -1))
+        queue.remove_requests(set(waiting))
+        for request in waiting:
+            queue.add_request(request)
+
+    @contextlib.contextmanager
+    def chunks_of(self, max_chunk: int) -> Iterator[None]:
+        """Within it a step computes so many tokens of one request at most."""
+        config = self._scheduler.scheduler_config
+        before: int = config.long_prefill_token_threshold  # 0: vLLM was given none
+        config.long_prefill_token_threshold = min(before, max_chunk) if before else max_chunk
+        try:
+            yield
+        finally:
+            config.long_prefill_token_threshold = before
 
     @contextlib.contextmanager
     def limited(self, *, num_new: int | None = None, max_tokens: int | None = None) -> Iterator[None]:

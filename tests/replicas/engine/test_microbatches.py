@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 
+from pengserve.planners.short_prompts import SHORT
 from pengserve.planners.types.config import MicrobatchPolicy
 from pengserve.planners.types.contract import NO_CONTRACT, Contract, Slo
 from pengserve.replicas.engine.placement.slo_gate import SloGate
 from pengserve.replicas.engine.scheduling.chunk_shares import ChunkShares
 from pengserve.replicas.engine.scheduling.microbatches import FIRST_MODEL, Microbatches, chunks_of, prompt_tokens_of
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
+from pengserve.replicas.engine.scheduling.short_prompts import ShortPrompts
 from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput, SchedulerOutput
 from tests.support.vllm_requests import scheduled_request
 from tests.support.vllm_schedulers import capacity_of, scheduler_handle
@@ -117,6 +119,39 @@ def test_a_short_prompt_overtakes_a_long_one_of_a_tenant_ahead_of_its_share(poli
     count, floods = steps_until_guest(policy, has_shares=True)
     assert count <= 4 and not floods[-1], floods
     assert steps_until_guest(policy, has_shares=False)[0] >= 12, "without shares it waits for the flood's prompt"
+
+
+def steps_behind_a_long_prompt(policy: MicrobatchPolicy, *, has_shorts: bool) -> tuple[int, int]:
+    """Two stages read a prompt of 24 steps when one of an eighth of a step comes.
+
+    Returns the microbatches until the first token of each, the short one's first.
+    """
+    handle = scheduler_handle(capacity_of(400, BLOCK_SIZE, max_num_seqs=8), max_num_batched_tokens=STEP_TOKENS)
+    shorts = ShortPrompts(handle, BLOCK_SIZE) if has_shorts else None
+    microbatches, in_flight = Microbatches(handle, 2, FIRST_MODEL, policy, shorts=shorts), deque[SchedulerOutput]()
+    ends, count = dict[str, int](), 0
+    handle.add(scheduled_request("long", 24 * STEP_TOKENS, max_tokens=2))
+    while handle.has_unfinished:
+        if count == 2:
+            handle.add(scheduled_request("short", STEP_TOKENS // SHORT, max_tokens=20))
+        while len(in_flight) < 2 and (output := microbatches.schedule(list(in_flight), 2)).total_num_scheduled_tokens:
+            in_flight.append(output)
+        output = in_flight.popleft()
+        microbatches.came_back(output, chunks_of(output), STAGE_S)
+        due = [name for name in output.num_scheduled_tokens if not handle.request(name).is_prefill_chunk]
+        finish(handle, output)
+        count += 1
+        for name in due:
+            ends.setdefault(name, count)
+    return ends["short"] - 2, ends["long"]
+
+
+@pytest.mark.parametrize("policy", list(MicrobatchPolicy))
+def test_a_short_prompt_overtakes_a_long_one(policy: MicrobatchPolicy) -> None:
+    """What is under way when it comes goes first."""
+    short, long = steps_behind_a_long_prompt(policy, has_shorts=True)
+    assert short <= 4 and long <= 28
+    assert steps_behind_a_long_prompt(policy, has_shorts=False)[0] >= 20, "vLLM reads the long one first"
 
 
 TOKEN_S, STAGE_S = 0.001, 0.01

@@ -369,6 +369,16 @@ def test_what_decodes_comes_first_in_the_batch_and_then_prompts_by_priority(hand
         assert step(handle).num_scheduled_tokens == {"decodes": 1, "early": 4}
 
 
+def test_chosen_prompts_begin_before_others_and_a_chunk_is_no_longer_than_it_may_be(handle: SchedulerHandle) -> None:
+    for name in ("a", "b", "c"):
+        handle.add(scheduled_request(name, 30))
+    assert handle.next_waiting is handle.request("a") and handle.watermark_blocks == 0
+    with handle.beginning_first([handle.request("c")]), handle.chunks_of(20):
+        assert handle.next_waiting is handle.request("c")
+        assert step(handle).num_scheduled_tokens == {"c": 20, "a": 20, "b": 20}
+    assert step(handle).num_scheduled_tokens == {"c": 11, "a": 11, "b": 11}, "later steps are vLLM's own"
+
+
 def test_blocks_that_are_given_up_hold_nothing_and_are_not_handed_out() -> None:
     options = SchedulerOptions(max_num_batched_tokens=64, prefix_caching=True)
     handle = Counted(build_vllm_scheduler(CAPACITY, options, is_terse=False))

@@ -86,6 +86,7 @@ def loads(
             "max_num_batched_tokens": draw(st.integers(max_num_seqs, 64)),
             "policy": draw(st.sampled_from(["fcfs", "priority"])),
             "watermark": draw(st.sampled_from([0.0, 0.0, 0.1])),
+            "short_prompts": draw(st.booleans()),
             "num_stages": num_stages,
             "lookahead": draw(st.sampled_from([None, MODEL])) if num_stages > 1 else None,
             **fixed,
