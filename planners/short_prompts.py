@@ -3,12 +3,12 @@
 vLLM gives a step's tokens to prompts in the order in which they came. So a prompt of a hundred tokens that comes behind
 one of twenty thousand waits until all of that is read: for a second or more. Here
 
-    1. prompts of at most `1 / SHORT` of a step's tokens overtake longer ones, and take at most half of what the step
-       has for prompts. They are read whole, in the order in which they came
+    1. prompts of at most `1 / SHORT` of a step's tokens overtake where one is read that a step does not hold, and take
+       at most half of what the step has for prompts. They are read whole, in the order in which they came
     2. of the longer ones that have begun the first has what is left. Another one has a part of it only if all of it
        fits; those that have not begun come behind the short ones, in the order in which they came
-    3. no prompt overtakes where the blocks, or the places in the batch, would not do for the long ones and for it: a
-       long prompt never waits for memory that was given to a later one
+    3. no prompt overtakes where the blocks, or the places in the batch, would not do for it, for the longer ones that
+       have begun and for the next: a prompt that could begin never waits for memory that was given to a later one
 
 What the step computes of requests that decode comes before all prompts, wherever these are in the batch.
 
@@ -47,6 +47,11 @@ def is_short(num_tokens: int, step_tokens: int) -> bool:
     return num_tokens * SHORT <= step_tokens
 
 
+def is_overtaken(num_tokens: int, step_tokens: int, *, is_running: bool) -> bool:
+    """Whether short prompts may overtake one that has so many tokens to read."""
+    return not is_short(num_tokens, step_tokens) if is_running else num_tokens > step_tokens
+
+
 def plan_overtaking(
     prompts: Sequence[Prompt], num_decoding: int, budget: int, num_free: int, step_tokens: int | None = None
 ) -> Overtaking:
@@ -62,7 +67,9 @@ def plan_overtaking(
     """
     step_tokens, room = budget if step_tokens is None else step_tokens, max(1, budget - num_decoding)
     longs = [prompt for prompt in prompts if not is_short(prompt.num_tokens, step_tokens)]
-    if not longs or sum([prompt.num_tokens for prompt in prompts]) <= room:
+    if not any(is_overtaken(prompt.num_tokens, step_tokens, is_running=prompt.is_running) for prompt in longs):
+        return IN_ORDER
+    if sum([prompt.num_tokens for prompt in prompts]) <= room:
         return IN_ORDER
     if any(prompt.band != longs[0].band for prompt in prompts):
         return IN_ORDER

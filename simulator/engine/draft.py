@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import chain, islice
 
-from pengserve.planners.short_prompts import IN_ORDER, Overtaking, Prompt, is_short, plan_overtaking
+from pengserve.planners.short_prompts import IN_ORDER, Overtaking, Prompt, is_overtaken, plan_overtaking
 from pengserve.planners.types.units import blocks_for
 from pengserve.simulator.engine.fast_state import FastState
 from pengserve.simulator.engine.formation import Formation
@@ -93,7 +93,11 @@ def _overtaking(state: FastState, budget: int, passed: Collection[Entry]) -> tup
     begun = [entry for entry in chain(state.running, holding) if entry not in passed]
     reading = [entry for entry in begun if entry.tokens - entry.computed > 1]
     step_tokens = state.options.max_num_batched_tokens
-    if all(is_short(entry.tokens - entry.computed, step_tokens) for entry in chain(reading, new)):
+    if not any(
+        is_overtaken(entry.tokens - entry.computed, step_tokens, is_running=is_running)
+        for entries, is_running in ((reading, True), (new, False))
+        for entry in entries
+    ):
         return IN_ORDER, {}
     size, by_priority = state.block_size, state.options.policy == "priority"
     prompts = [

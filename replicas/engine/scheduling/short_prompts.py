@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from pengserve.planners.short_prompts import IN_ORDER, Overtaking, Prompt, is_short, plan_overtaking
+from pengserve.planners.short_prompts import IN_ORDER, Overtaking, Prompt, is_overtaken, plan_overtaking
 from pengserve.planners.types.units import blocks_for
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle, is_prefilling
 from pengserve.replicas.engine.vllm_seam import Request
@@ -62,9 +62,12 @@ class ShortPrompts:
     def _plan(self, begun: Sequence[Request], new: Sequence[Request], budget: int) -> Overtaking:
         step_tokens = self._scheduler.max_step_tokens
         reading = [request for request in begun if is_prefilling(request)]
-        longs = [r for r in (*reading, *new) if not is_short(r.num_tokens - r.num_computed_tokens, step_tokens)]
-        self._reads_long = bool(longs)
-        if not longs:
+        self._reads_long = any(
+            is_overtaken(request.num_tokens - request.num_computed_tokens, step_tokens, is_running=is_running)
+            for requests, is_running in ((reading, True), (new, False))
+            for request in requests
+        )
+        if not self._reads_long:
             return IN_ORDER
         prompts = [self._prompt(request, is_running=True) for request in reading]
         prompts += [self._prompt(request, is_running=False) for request in new]
