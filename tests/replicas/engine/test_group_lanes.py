@@ -241,7 +241,8 @@ def test_a_leader_holds_prompts_back_as_dp_does() -> None:
     for lane in (tp, pp):
         lane.base = SimpleNamespace(contracts=contracts, placement_notes=PlacementNotes(), places_by_slo=True)  # type: ignore[assignment]
         lane._active = SimpleNamespace(activate=lambda group: None)  # type: ignore[assignment]
-        lane._slo_gate = lane._slo_placement = lane.residency = lane._chunks = None
+        lane._slo_gate = lane._slo_placement = lane.residency = None
+        lane._chunks = lane._shorts = None
         lane._count = lambda *given: None  # type: ignore[method-assign]
         GroupLane.enter(lane, run)
         assert lane._slo_gate is not None and lane._slo_placement is None, "without a host tier nothing is placed"
