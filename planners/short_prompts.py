@@ -15,7 +15,7 @@ What the step computes of requests that decode comes before all prompts, whereve
 Bound: half of each step is left for the long prompts, so reading them takes at most twice as many steps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 SHORT = 8
@@ -47,9 +47,9 @@ def is_short(num_tokens: int, step_tokens: int) -> bool:
     return num_tokens * SHORT <= step_tokens
 
 
-def is_overtaken(num_tokens: int, step_tokens: int, *, is_running: bool) -> bool:
-    """Whether short prompts may overtake one that has so many tokens to read."""
-    return not is_short(num_tokens, step_tokens) if is_running else num_tokens > step_tokens
+def is_any_long(begun: Iterable[int], waiting: Iterable[int], step_tokens: int) -> bool:
+    """Whether short prompts may overtake one that has begun, or one that waits; of each the tokens to read."""
+    return any(not is_short(tokens, step_tokens) for tokens in begun) or any(tokens > step_tokens for tokens in waiting)
 
 
 def plan_overtaking(
@@ -66,16 +66,17 @@ def plan_overtaking(
         step_tokens: that any step computes at most, for a microbatch that has fewer; None: `budget`.
     """
     step_tokens, room = budget if step_tokens is None else step_tokens, max(1, budget - num_decoding)
-    longs = [prompt for prompt in prompts if not is_short(prompt.num_tokens, step_tokens)]
-    if not any(is_overtaken(prompt.num_tokens, step_tokens, is_running=prompt.is_running) for prompt in longs):
+    begun = [prompt for prompt in prompts if prompt.is_running]
+    waiting = [prompt for prompt in prompts if not prompt.is_running]
+    if not is_any_long([p.num_tokens for p in begun], [p.num_tokens for p in waiting], step_tokens):
         return IN_ORDER
     if sum([prompt.num_tokens for prompt in prompts]) <= room:
         return IN_ORDER
-    if any(prompt.band != longs[0].band for prompt in prompts):
+    if any(prompt.band != prompts[0].band for prompt in prompts):
         return IN_ORDER
-    begun = [prompt for prompt in longs if prompt.is_running]
-    next_long = next((prompt for prompt in longs if not prompt.is_running), None)
-    num_free -= num_decoding + sum([prompt.num_blocks for prompt in prompts if prompt.is_running])
+    long_begun = [prompt for prompt in begun if not is_short(prompt.num_tokens, step_tokens)]
+    next_long = next((prompt for prompt in waiting if not is_short(prompt.num_tokens, step_tokens)), None)
+    num_free -= num_decoding + sum([prompt.num_blocks for prompt in begun])
     num_free -= next_long.num_blocks if next_long is not None else 0
     shorts = [prompt for prompt in prompts if is_short(prompt.num_tokens, step_tokens)]
     read = _read_whole(shorts, room // 2, num_free)
@@ -85,8 +86,8 @@ def plan_overtaking(
         first = []  # they are in their order anyway
     return Overtaking(
         first=tuple([prompt.request_id for prompt in first]),
-        max_chunk=left if begun else None,
-        passed=_too_long(begun, left) if read else frozenset(),
+        max_chunk=left if long_begun else None,
+        passed=_too_long(long_begun, left) if read else frozenset(),
     )
 
 

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import chain, islice
 
-from pengserve.planners.short_prompts import IN_ORDER, Overtaking, Prompt, is_overtaken, plan_overtaking
+from pengserve.planners.short_prompts import IN_ORDER, Overtaking, Prompt, is_any_long, plan_overtaking
 from pengserve.planners.types.units import blocks_for
 from pengserve.simulator.engine.fast_state import FastState
 from pengserve.simulator.engine.formation import Formation
@@ -28,7 +28,7 @@ class Draft:
         self._state, self._budget = state, budget
         order, entries = _overtaking(state, budget, passed) if state.options.short_prompts else (IN_ORDER, {})
         self._max_chunk = budget if order.max_chunk is None else order.max_chunk
-        self._passed = {*passed, *[entries[name] for name in order.passed]}
+        self._passed = {*passed, *[entries[name] for name in order.passed]} if order.passed else passed
         self._first = deque([entries[name] for name in order.first])  # that wait, before all others that do
         self._choose_running()
         if not self.preempted:
@@ -93,11 +93,7 @@ def _overtaking(state: FastState, budget: int, passed: Collection[Entry]) -> tup
     begun = [entry for entry in chain(state.running, holding) if entry not in passed]
     reading = [entry for entry in begun if entry.tokens - entry.computed > 1]
     step_tokens = state.options.max_num_batched_tokens
-    if not any(
-        is_overtaken(entry.tokens - entry.computed, step_tokens, is_running=is_running)
-        for entries, is_running in ((reading, True), (new, False))
-        for entry in entries
-    ):
+    if not is_any_long([e.tokens - e.computed for e in reading], [e.tokens - e.computed for e in new], step_tokens):
         return IN_ORDER, {}
     size, by_priority = state.block_size, state.options.policy == "priority"
     prompts = [

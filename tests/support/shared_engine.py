@@ -18,10 +18,10 @@ from pengserve.planners.types.tenants import FairnessConfig
 from pengserve.replicas.engine.scheduling.chunk_shares import ChunkShares
 from pengserve.replicas.engine.tiers.lane_tiers import LaneTiers
 from pengserve.replicas.engine.tiers.residency import ResidentRequests
-from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput, Request
+from pengserve.replicas.engine.vllm_seam import Request
 from pengserve.simulator.engine.tiers.virtual import VirtualTiers
 from tests.support.vllm_requests import sent_request
-from tests.support.vllm_schedulers import capacity_of, scheduler_handle
+from tests.support.vllm_schedulers import capacity_of, give_tokens, scheduler_handle
 
 STEP_S, TOKEN_S = 2.5e-3, 75e-6  # of a step that decodes, and of a token of a prompt: the demo model on one core
 DELAY_S = 3e-3  # from the client to the instance
@@ -193,11 +193,8 @@ class SharedEngine:
         self.steps_tokens.append(output.total_num_scheduled_tokens)
         self.num_parked.append(residency.num_parked() if residency is not None else 0)
         self._note_outranked(ids, took_s)
-        done = [self.handle.request(name) for name in ids]
-        tokens = [[7] if r.num_computed_tokens >= r.num_tokens else [] for r in done]
-        self.handle.update(output, ModelRunnerOutput(ids, {name: i for i, name in enumerate(ids)}, tokens))
-        for name, made in zip(ids, tokens, strict=True):
-            if made:
+        for name, has_token in give_tokens(self.handle, output).items():
+            if has_token:
                 self._token(name)
 
     def _note_outranked(self, computed: Iterable[str], took_s: float) -> None:

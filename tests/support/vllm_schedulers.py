@@ -4,6 +4,7 @@ from typing import Any
 
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
+from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput, SchedulerOutput
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.vllm_build import build_vllm_scheduler
 
@@ -25,3 +26,13 @@ def capacity_of(
 def scheduler_handle(capacity: KvCapacity, **options: Any) -> SchedulerHandle:
     """`options` are those of `SchedulerOptions`."""
     return SchedulerHandle(build_vllm_scheduler(capacity, SchedulerOptions(**options), is_terse=False))
+
+
+def give_tokens(handle: SchedulerHandle, output: SchedulerOutput) -> dict[str, bool]:
+    """Ends a step: each of its requests whose tokens are all computed gets token 7. By id, whether it did."""
+    ids = list(output.num_scheduled_tokens)
+    requests = [handle.request(name) for name in ids]
+    has_token = [request.num_computed_tokens >= request.num_tokens for request in requests]
+    tokens = [[7] if has else [] for has in has_token]
+    handle.update(output, ModelRunnerOutput(ids, {name: index for index, name in enumerate(ids)}, tokens))
+    return dict(zip(ids, has_token, strict=True))

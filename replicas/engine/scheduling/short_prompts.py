@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 
-from pengserve.planners.short_prompts import IN_ORDER, Overtaking, Prompt, is_overtaken, plan_overtaking
+from pengserve.planners.short_prompts import IN_ORDER, Overtaking, Prompt, is_any_long, plan_overtaking
 from pengserve.planners.types.units import blocks_for
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle, is_prefilling
 from pengserve.replicas.engine.vllm_seam import Request
@@ -62,11 +62,7 @@ class ShortPrompts:
     def _plan(self, begun: Sequence[Request], new: Sequence[Request], budget: int) -> Overtaking:
         step_tokens = self._scheduler.max_step_tokens
         reading = [request for request in begun if is_prefilling(request)]
-        self._reads_long = any(
-            is_overtaken(request.num_tokens - request.num_computed_tokens, step_tokens, is_running=is_running)
-            for requests, is_running in ((reading, True), (new, False))
-            for request in requests
-        )
+        self._reads_long = is_any_long(map(_unread, reading), map(_unread, new), step_tokens)
         if not self._reads_long:
             return IN_ORDER
         prompts = [self._prompt(request, is_running=True) for request in reading]
@@ -77,14 +73,17 @@ class ShortPrompts:
         return plan_overtaking(prompts, num_decoding, budget, num_free, step_tokens)
 
     def _prompt(self, request: Request, *, is_running: bool) -> Prompt:
-        num_tokens, computed = request.num_tokens, request.num_computed_tokens
         return Prompt(
             request_id=request.request_id,
-            num_tokens=num_tokens - computed,
-            num_blocks=self._blocks_of(request) - blocks_for(computed, self._block_size),
+            num_tokens=_unread(request),
+            num_blocks=self._blocks_of(request) - blocks_for(request.num_computed_tokens, self._block_size),
             is_running=is_running,
             band=request.priority if self._scheduler.goes_by_priority else 0,
         )
 
     def _blocks_of(self, request: Request) -> int:
         return blocks_for(request.num_tokens, self._block_size)
+
+
+def _unread(request: Request) -> int:
+    return int(request.num_tokens - request.num_computed_tokens)

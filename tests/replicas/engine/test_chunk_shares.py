@@ -7,9 +7,8 @@ pytest.importorskip("vllm")
 from pengserve.planners.chunk_share import SHORT_STEP, TURN_STEPS
 from pengserve.planners.fairness import LIFTED
 from pengserve.replicas.engine.scheduling.chunk_shares import LATELY_S, ChunkShares
-from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput
 from tests.support.vllm_requests import scheduled_request
-from tests.support.vllm_schedulers import capacity_of, scheduler_handle
+from tests.support.vllm_schedulers import capacity_of, give_tokens, scheduler_handle
 
 STEP_TOKENS, LONG, SHORT = 128, 800, 20
 
@@ -37,10 +36,7 @@ class Engine:
                 self.now_s += self.step_s
         else:
             output = self.handle.schedule()
-        ids = list(output.num_scheduled_tokens)
-        done = [self.handle.request(name) for name in ids]
-        tokens = [[7] if r.num_computed_tokens >= r.num_tokens else [] for r in done]
-        self.handle.update(output, ModelRunnerOutput(ids, {name: i for i, name in enumerate(ids)}, tokens))
+        give_tokens(self.handle, output)
         return dict(output.num_scheduled_tokens)
 
 

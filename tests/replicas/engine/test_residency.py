@@ -11,10 +11,9 @@ from pengserve.planners.preemption import QUANTUM_TOKENS
 from pengserve.replicas.engine.scheduling.scheduler_handle import is_prefilling
 from pengserve.replicas.engine.tiers.lane_tiers import LaneTiers
 from pengserve.replicas.engine.tiers.residency import ResidentRequests
-from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput
 from tests.replicas.kv.tiered_world import BLOCK_SIZE, TieredWorld
 from tests.support.vllm_requests import scheduled_request
-from tests.support.vllm_schedulers import capacity_of, scheduler_handle
+from tests.support.vllm_schedulers import capacity_of, give_tokens, scheduler_handle
 
 pytestmark = pytest.mark.slow
 
@@ -67,9 +66,7 @@ class Engine:
         ids = list(output.num_scheduled_tokens)
         if ids:
             self._forward(ids, output.num_scheduled_tokens)
-        done = [self.handle.request(name) for name in ids]
-        tokens = [[7] if r.num_computed_tokens >= r.num_tokens else [] for r in done]
-        self.handle.update(output, ModelRunnerOutput(ids, {name: i for i, name in enumerate(ids)}, tokens))
+        give_tokens(self.handle, output)
 
     def _forward(self, ids: list[str], num_tokens: dict[str, int]) -> None:
         tiers = self.world.tiers

@@ -5,9 +5,8 @@ import pytest
 pytest.importorskip("vllm")
 
 from pengserve.replicas.engine.scheduling.short_prompts import ShortPrompts
-from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput
 from tests.support.vllm_requests import scheduled_request
-from tests.support.vllm_schedulers import capacity_of, scheduler_handle
+from tests.support.vllm_schedulers import capacity_of, give_tokens, scheduler_handle
 
 STEP_TOKENS, BLOCK_SIZE, LONG, SHORT = 128, 16, 800, 16
 POLICIES = pytest.mark.parametrize("policy", ["fcfs", "priority"])
@@ -36,10 +35,7 @@ class Engine:
                 output = self.handle.schedule()
         else:
             output = self.handle.schedule()
-        ids = list(output.num_scheduled_tokens)
-        done = [self.handle.request(name) for name in ids]
-        tokens = [[7] if r.num_computed_tokens >= r.num_tokens else [] for r in done]
-        self.handle.update(output, ModelRunnerOutput(ids, {name: i for i, name in enumerate(ids)}, tokens))
+        give_tokens(self.handle, output)
         return dict(output.num_scheduled_tokens)
 
     def waiting(self) -> list[str]:

@@ -1,15 +1,12 @@
 """Laws of the gate for new prompts, over vLLM's own scheduler and a clock that steps move: no model runs."""
 
-from collections.abc import Sequence
-
 import pytest
 
 pytest.importorskip("vllm")
 from pengserve.planners.types.contract import NO_CONTRACT, Contract, Slo
 from pengserve.replicas.engine.placement.slo_gate import MAX_HELD_S, SloGate
-from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput
 from tests.support.vllm_requests import scheduled_request
-from tests.support.vllm_schedulers import capacity_of, scheduler_handle
+from tests.support.vllm_schedulers import capacity_of, give_tokens, scheduler_handle
 
 pytestmark = pytest.mark.slow
 
@@ -56,14 +53,10 @@ class Engine:
 
     def _step(self) -> None:
         output = self.handle.schedule()
-        ids: Sequence[str] = list(output.num_scheduled_tokens)
         prompts = sum(count for count in output.num_scheduled_tokens.values() if count > 1)
         self.now_s += TPOT_S + TOKEN_S * prompts
-        done = [self.handle.request(name) for name in ids]
-        tokens = [[7] if r.num_computed_tokens >= r.num_tokens else [] for r in done]
-        for name, made in zip(ids, tokens, strict=True):
-            self.times.setdefault(name, []).extend([self.now_s] * len(made))
-        self.handle.update(output, ModelRunnerOutput(ids, {name: i for i, name in enumerate(ids)}, tokens))
+        for name, has_token in give_tokens(self.handle, output).items():
+            self.times.setdefault(name, []).extend([self.now_s] * has_token)
 
     def run(self, num_steps: int = 100_000) -> None:
         while self.handle.has_unfinished and num_steps:
