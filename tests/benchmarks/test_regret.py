@@ -29,8 +29,6 @@ SMALL = small_cases()
 # Cases that PengServe is known to lose, and by what; one that is mended must go from here.
 KNOWN: dict[str, set[str]] = {
     "a800-14b/bursts/1.1": {"goodput"},  # a pipeline has halved P99 TTFT when the first burst comes, and must end first
-    "h200-70b/bursts/0.7": {"goodput"},
-    "4090-8b/reasoning/0.7": {"ttft"},
     "4090-8b/turns/0.7": {"ttft"},  # 1.19 of pp2's P99, at 0.58 of its TPOT: half of the time is dp's
 }
 
