@@ -24,6 +24,15 @@ class KnownContracts:
         """Requests here that have an SLO for the time between tokens."""
         return self._requests.num_paced
 
+    @property
+    def num_hurried(self) -> int:
+        """Requests here that have an SLO for their first token."""
+        return self._requests.num_hurried
+
+    def gone(self, request_id: str) -> float:
+        """Share of the time to its first token that is gone; 0 where nothing was promised."""
+        return self._requests.gone(request_id)
+
     def deposit_tokens(self, request_id: str) -> int:
         """Tokens of a request that its client has not been sent yet."""
         return self._deposits.num_tokens(request_id, self._clock())

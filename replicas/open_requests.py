@@ -1,6 +1,7 @@
 """Which requests are here, for which ingress, and as they were sent: what a request needs to travel on."""
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
@@ -19,12 +20,22 @@ if TYPE_CHECKING:
 class OpenRequests:
     """By client index and request id. Requests come in the channel's thread, and come and go in the step thread."""
 
-    def __init__(self, server: ChannelServer, on_come: Callable[[], None] = lambda: None) -> None:
-        """`on_come` is called when a request has come from another instance."""
-        self._server, self._on_come = server, on_come
+    def __init__(
+        self,
+        server: ChannelServer,
+        on_come: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            on_come: is called when a request has come from another instance.
+            clock: seconds.
+        """
+        self._server, self._on_come, self._clock = server, on_come, clock
         self._requests: dict[int, dict[str, EngineCoreRequest]] = {}
         self._contracts: dict[str, Contract] = {}  # of those that have one
         self._paced: set[str] = set()  # of these, those with an SLO for the time between tokens
+        self._hurried: dict[str, tuple[float, float]] = {}  # ... for the first token: since when, and seconds to it
         self._lock = threading.Lock()
         self._was_reordered = False  # ever
         self.num_sent_back = 0  # requests that ingresses were told to send again, ever
@@ -34,8 +45,7 @@ class OpenRequests:
         with self._lock:
             self._requests.setdefault(request.client_index, {})[request.request_id] = request
             if contract is not None:
-                self._contracts[request.request_id] = contract
-                self._paced.update({request.request_id} if contract.slo and contract.slo.tbt_s else ())
+                self._note(request.request_id, contract)
 
     def remove(self, client_index: int, request_ids: Iterable[str]) -> None:
         """Requests ended, or are asked for no more."""
@@ -72,10 +82,30 @@ class OpenRequests:
         """Requests here that have an SLO for the time between tokens."""
         return len(self._paced)
 
+    @property
+    def num_hurried(self) -> int:
+        """Requests here that have an SLO for their first token."""
+        return len(self._hurried)
+
+    def gone(self, request_id: str) -> float:
+        """Share of the time to its first token that is gone; 0 where nothing was promised. Any thread may ask."""
+        found = self._hurried.get(request_id)
+        return 0.0 if found is None else (self._clock() - found[0]) / found[1]
+
+    def _note(self, request_id: str, contract: Contract) -> None:
+        """Under the lock: this holds for a request."""
+        self._contracts[request_id] = contract
+        slo = contract.slo
+        if slo is not None and slo.tbt_s:
+            self._paced.add(request_id)
+        if slo is not None and slo.ttft_s:
+            self._hurried[request_id] = self._clock() - contract.waited_s, slo.ttft_s
+
     def _forget(self, request_id: str) -> None:
         """Under the lock: nothing holds for a request any more."""
         if self._contracts.pop(request_id, None) is not None:
             self._paced.discard(request_id)
+            self._hurried.pop(request_id, None)
 
     def ids(self) -> list[str]:
         """Of all requests."""

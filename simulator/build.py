@@ -80,8 +80,8 @@ def arrivals_of(config: SimulationConfig) -> tuple[Arrival, ...]:
     if config.trace is None:
         raise ConfigError("trace is missing: name a file or a generator")
     arrivals = build(config.trace, config.seed, config.folder)
-    tbt_s = config.slo.tbt_s
-    return arrivals if tbt_s is None else tuple(replace(arrival, tbt_s=tbt_s) for arrival in arrivals)
+    slo = config.slo
+    return tuple(replace(arrival, ttft_s=slo.ttft_s, tbt_s=slo.tbt_s) for arrival in arrivals)
 
 
 def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
@@ -117,6 +117,7 @@ def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
             prefix_caching=cluster.prefix_caching,
             preemption=setup.preemption,
             short_prompts=setup.short_prompts,
+            late_prompts=setup.late_prompts,
         ),
         activation_bytes=named.model.activation_bytes_per_token,
         host_bytes_per_s=links.pcie_bytes_per_s,

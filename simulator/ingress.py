@@ -93,7 +93,7 @@ class SimIngress:
 
     def add(self, arrival: Arrival) -> None:
         """Takes a request and sends it to an instance, now or as soon as there is one that can take it."""
-        request = LiveRequest(arrival)
+        request = LiveRequest(arrival, came_s=_now_s())
         if why := self._refusal(arrival):
             self._on_end(request, why)
             return

@@ -127,12 +127,12 @@ class Machine:
         if self.swap is not None and times is not None:
             return self._with_swap(capacity, options, self.swap)
         if self.scheduler == "fast":
-            return FastScheduler(capacity, options)
+            return FastScheduler(capacity, options, asyncio.get_running_loop().time)
         if self.host != "unused" and times is not None:
             return self._with_host(capacity, options, times)
         from pengserve.simulator.engine.vllm_scheduler import VllmScheduler  # importing vLLM takes seconds
 
-        return VllmScheduler(capacity, options)
+        return VllmScheduler(capacity, options, clock=asyncio.get_running_loop().time)
 
     def _with_swap(self, capacity: KvCapacity, options: SchedulerOptions, swap: SwapOptions) -> LaneScheduler:
         costs = SwapCosts(

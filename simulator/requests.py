@@ -18,7 +18,8 @@ class Arrival:
     prefix_ids: tuple[int, ...] = ()  # of the prompt's full `prefix_block` tokens: equal ids are equal content before
     prefix_block: int = 0  # tokens of one of `prefix_ids`
     priority: int = 0  # as in vLLM: below zero is urgent
-    tbt_s: float | None = None  # the SLO between two of its tokens
+    ttft_s: float | None = None  # the SLO of its first token
+    tbt_s: float | None = None  # ... between two of its tokens
     degree: int | None = None  # the tensor-parallel degree that it asks for; 1 is dp, None: any
 
 
@@ -28,6 +29,7 @@ class LiveRequest:
 
     arrival: Arrival
     num_generated: int = 0
+    came_s: float = 0.0  # by the loop's time
     at: InstanceKey | None = None  # the leader that it was sent to
     scheduled_s: float | None = None  # its first step began
     first_token_s: float | None = None
@@ -50,6 +52,10 @@ class LiveRequest:
     def num_tokens(self) -> int:
         """Prompt and what has been generated: what it computes again where its KV is lost."""
         return self.arrival.prompt_tokens + self.num_generated
+
+    def gone(self, now_s: float) -> float:
+        """Share of the time to its first token that is gone; 0 where it has no SLO for it."""
+        return (now_s - self.came_s) / self.arrival.ttft_s if self.arrival.ttft_s else 0.0
 
     def deposit_tokens(self, now_s: float) -> int:
         """Tokens that a client who is sent one an SLO interval has not been sent (OrbitFlow section 3.2)."""

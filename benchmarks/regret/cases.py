@@ -40,6 +40,7 @@ class Variant:
     policy: str
     options: Mapping[str, Any] = field(default_factory=dict)
     cluster: Mapping[str, Any] = field(default_factory=dict)
+    tells_slo: bool = False  # requests say within what time they want their first tokens; vLLM cannot be told
 
 
 STATIC = (
@@ -55,8 +56,9 @@ LEVERS = (
     Variant(label="migrate", policy="migration"),
     Variant(label="dispatch", policy="pengserve"),
 )
-WHOLE = Variant(label=OURS, policy="pengserve", cluster={"degrees": WIDEST, "max_stages": MOST_STAGES})
-VARIANTS = (*STATIC, WHOLE, *LEVERS)
+UNTOLD = Variant(label="untold", policy="pengserve", cluster={"degrees": WIDEST, "max_stages": MOST_STAGES})
+WHOLE = replace(UNTOLD, label=OURS, tells_slo=True)
+VARIANTS = (*STATIC, WHOLE, UNTOLD, *LEVERS)
 STATIC_LABELS = tuple(variant.label for variant in STATIC)
 
 

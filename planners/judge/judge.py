@@ -131,18 +131,24 @@ def pays(priced: Priced, owed: Mapping[What, float], config: JudgeConfig) -> boo
 
     What only makes use of spare compute must gain much: it costs throughput. What makes the slowest first tokens later
     must gain more still: where many answers run, a little sooner for each of their tokens adds up to much, and users
-    judge a service by its tail. Where nothing runs and nothing comes, instances that are alone hold themselves ready
-    for either.
+    judge a service by its tail.
     """
     least_s = config.least(priced.keep.cost_s)
     if priced.then.slowest_s > LATER * priced.keep.slowest_s > 0.0:
         return priced.gain_s > DEARER * least_s
     if priced.gain_s > least_s:
         return True
-    if priced.change.verb == "restore" and priced.keep.cost_s <= IDLE_S:
-        return True
     saved_s = owed.get(priced.change.what, 0.0)
     return not priced.change.is_spare and saved_s > max(config.least_s, OWED * priced.price_s)
+
+
+def readies(priced: Priced, pricing: Pricing) -> bool:
+    """Whether a pipeline should end where nothing runs and nothing comes: a request alone is to be served no later.
+
+    A pipeline that reads long prompts sooner than its members stays, if prompts were long of late.
+    """
+    is_idle = priced.change.verb == "restore" and priced.keep.cost_s <= IDLE_S
+    return is_idle and pricing.saved_alone_s(priced.change) >= 0.0
 
 
 def pricing_of(
@@ -186,7 +192,7 @@ def judge(
     now_s = snapshot.time_s
     owed = history.owed_now(priced, now_s, pricing.horizon_s)
     history = replace(history, owed=owed, judged_s=now_s)
-    paying = [p for p in priced if pays(p, owed, config)]
+    paying = [p for p in priced if pays(p, owed, config) or readies(p, pricing)]
     paying.sort(key=lambda p: (-p.gain_s, p.change.group.members))
     if paying:
         forecasts_of = {

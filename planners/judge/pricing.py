@@ -98,6 +98,16 @@ class Pricing:
             gain_s=keep.cost_s - then.cost_s - price_s,
         )
 
+    def saved_alone_s(self, change: Change) -> float:
+        """Request-seconds that a change saves one usual request, if that comes now and is alone; 0 if not known."""
+        one = GroupState(waiting=1.0, waiting_tokens=self._traffic.prompt_tokens)
+        rows = [self._table.add(groups[0], one, 0.0, self._num_routes) for groups in (change.before, change.after)]
+        before, after = rows
+        if before is None or after is None:
+            return 0.0
+        cost_s = self._table.fates((EXPECTED,))[0].cost_s
+        return float(cost_s[before] - cost_s[after])
+
     def rows_after(self, change: Change) -> Rows:
         """What a priced change leads to, at the expected rate of requests."""
         return self._table.expected(self._rows_after[change])

@@ -68,6 +68,7 @@ class Contract:
     # median. 0: nothing is predicted.
     low_tokens: int = 0
     median_tokens: int = 0
+    waited_s: float = 0.0  # where there is an SLO: from its arrival at the ingress until it was sent to an instance
 
 
 NO_CONTRACT = Contract()

@@ -12,10 +12,11 @@ they are scheduled as one, and cost the same as one.
 """
 
 from bisect import bisect_right
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from pengserve.planners.cost_model import Chunk
+from pengserve.planners.late_prompts import LateOrder, Waiting
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.planners.types.units import blocks_for
 from pengserve.simulator.engine.draft import Draft, draft_ahead
@@ -40,8 +41,14 @@ class _Mixed(NamedTuple):
 class FastScheduler:
     """A `LaneScheduler` in plain Python, without prefix caching. Equal decode steps are scheduled as one."""
 
-    def __init__(self, capacity: KvCapacity, options: SchedulerOptions | None = None) -> None:
-        self.capacity = capacity
+    def __init__(
+        self,
+        capacity: KvCapacity,
+        options: SchedulerOptions | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`clock`: seconds, by which prompts are late."""
+        self.capacity, self._clock, self._lates = capacity, clock, LateOrder()
         self.options = options = options or SchedulerOptions()
         self._state = FastState(capacity, options)
         self._unfinished: UnfinishedSteps[Any] = UnfinishedSteps(options.most_in_flight)
@@ -154,6 +161,8 @@ class FastScheduler:
     def schedule(self, max_steps: int = 1) -> SimStep | None:
         """The next step, or up to `max_steps` equal ones as one; None where there is nothing to compute now."""
         self._unfinished.require_room()
+        if self.options.late_prompts and self._state.waiting:
+            self._hurry()
         step = self._schedule_decodes(max_steps) if self.options.num_stages == 1 else None
         step = step or self._schedule_mixed()
         if step is not None:
@@ -167,6 +176,21 @@ class FastScheduler:
         ended = self._finish_mixed(handle) if isinstance(handle, _Mixed) else self._finish_decodes(handle, num_steps)
         self._let_go(ended)
         return [entry.live for entry in ended]
+
+    def _hurry(self) -> None:
+        """As `replicas/engine/scheduling/late_prompts.py`."""
+        queue, lates, now_s = self._state.waiting, self._lates, self._clock()
+        if not lates.is_due(now_s, _gone(queue.head(), now_s)):
+            return
+        entries, by_priority = list(queue), self.options.policy == "priority"
+        waiting = [Waiting(e.order[2], _gone(e, now_s), e.order[1], e.order[0], e.has_begun) for e in entries]
+        places = lates.order(waiting, by_priority=by_priority)
+        if by_priority:
+            for place in places:
+                entry = entries[place.at]
+                entry.order = entry.order[0], place.time_s, entry.order[2]
+        queue.order([entries[place.at] for place in places])
+        lates.rest(now_s)
 
     def _let_go(self, entries: Collection[Entry]) -> None:
         self._state.let_go(entries)
@@ -296,3 +320,7 @@ class FastScheduler:
         if self._formation is not None:
             self._formation.came_back([entry.live.request_id for entry, _ in step.tokens])
         return ended
+
+
+def _gone(entry: Entry, now_s: float) -> float:
+    return 0.0 if entry.has_begun else entry.live.gone(now_s)

@@ -24,6 +24,7 @@ class SchedulerOptions:
         None  # with "swap": blocks that fit the host, beyond which it recomputes; None: any number
     )
     short_prompts: bool = False  # overtake long ones, as in PengServe; vLLM alone reads prompts as they come
+    late_prompts: bool = False  # yield to those that can have their first tokens in time, as in PengServe
     num_stages: int = 1  # of a pipeline
     max_in_flight: int = 0  # steps that may be unfinished at once; 0: one a stage
     lookahead: CostModel | None = None  # with stages: microbatches cost the same by it; None: each takes all it can

@@ -13,6 +13,7 @@ class Entry:
     __slots__ = (
         "blocks",
         "computed",
+        "has_begun",
         "host_blocks",
         "in_flight",
         "is_decoding",
@@ -36,6 +37,7 @@ class Entry:
         self.blocks = 0
         self.room = 0  # tokens that its blocks hold
         self.host_blocks = 0  # that were swapped out
+        self.has_begun = False  # it was preempted, or came from elsewhere
         self.is_decoding = False  # computes one token a step from now on
 
 
@@ -66,7 +68,8 @@ class WaitingQueue:
             self._entries.append(entry)
 
     def prepend(self, entry: Entry) -> None:
-        """Puts one before all others, or where its priority is."""
+        """Puts one that has begun before all others, or where its priority is."""
+        entry.has_begun = True
         if self._by_priority:
             self.append(entry)
         else:
@@ -83,6 +86,10 @@ class WaitingQueue:
         """Takes this one out, wherever it is."""
         self._entries.remove(entry)
         self.num_tokens -= entry.tokens
+
+    def order(self, entries: Collection[Entry]) -> None:
+        """All that wait are in this order from now on."""
+        self._entries = deque(entries)
 
     def remove(self, entries: Collection[Entry]) -> None:
         """Takes some out, wherever they are."""

@@ -6,12 +6,13 @@ In place of a runner's output it is told that every request that was due has got
 
 import contextlib
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 from pengserve.planners.cost_model import Chunk
 from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.replicas.engine.scheduling.late_prompts import LatePrompts
 from pengserve.replicas.engine.scheduling.microbatches import Microbatches
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.scheduling.short_prompts import ShortPrompts
@@ -37,13 +38,37 @@ class _Handle(NamedTuple):
     sampled: list[list[int]]  # by request, in the order of `output.num_scheduled_tokens`
 
 
+class _FirstTokens:
+    """When requests are to have their first tokens."""
+
+    def __init__(self, lives: Mapping[str, LiveRequest], clock: Callable[[], float]) -> None:
+        self._lives, self._clock = lives, clock
+
+    @property
+    def num_hurried(self) -> int:
+        """Whether a request could have an SLO: any that is here."""
+        return len(self._lives)
+
+    def gone(self, request_id: str) -> float:
+        """Share of the time to its first token that is gone."""
+        return self._lives[request_id].gone(self._clock())
+
+
 class VllmScheduler:
     """A `LaneScheduler` whose decisions are those of vLLM's scheduler and KV cache manager."""
 
-    def __init__(self, capacity: KvCapacity, options: SchedulerOptions | None = None, *, is_terse: bool = True) -> None:
+    def __init__(
+        self,
+        capacity: KvCapacity,
+        options: SchedulerOptions | None = None,
+        clock: Callable[[], float] = lambda: 0.0,
+        *,
+        is_terse: bool = True,
+    ) -> None:
         """Builds the scheduler.
 
         Args:
+            clock: seconds, by which prompts are late.
             is_terse: leaves out what vLLM prepares for a runner and for clients; no decision stands on it.
 
         Raises:
@@ -62,6 +87,8 @@ class VllmScheduler:
         self._steps = self._prompted = self._generated = self._preempted = self._resumed = 0
         self._prefix_queries = self._prefix_hits = 0
         self._shorts = ShortPrompts(self._scheduler, capacity.block_size) if options.short_prompts else None
+        known = _FirstTokens(self._lives, clock)
+        self._lates = LatePrompts(self._scheduler, known, clock) if options.late_prompts else None
         self._microbatches = (
             Microbatches(self._scheduler, options.num_stages, options.lookahead, shorts=self._shorts)
             if options.lookahead is not None and options.num_stages > 1
@@ -198,6 +225,8 @@ class VllmScheduler:
         return step
 
     def _form(self) -> SchedulerOutput:
+        if self._lates is not None:
+            self._lates.renew()
         if self._microbatches is not None:
             in_flight = [handle.output for handle in self._unfinished]
             return self._microbatches.schedule(in_flight, self.options.most_in_flight)

@@ -39,4 +39,5 @@ class PengServePolicy(Policy):
             dispatch=self.dispatch,
             host="tiers" if facts.has_host else "unused",
             short_prompts=True,
+            late_prompts=True,
         )

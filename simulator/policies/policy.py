@@ -54,6 +54,7 @@ class Setup:
     offload: Callable[[], OffloadPlanner] | None = None  # of each instance, where `host` is "offload"
     swap: SwapOptions | None = None  # where `host` is "swap"
     short_prompts: bool = False  # overtake long ones
+    late_prompts: bool = False  # yield to those that can be in time
     companion: Companion | None = None
 
 

@@ -457,7 +457,7 @@ class RequestBook:
             record.output_token_ids,
             is_tried_alone=self._trials.is_tried_alone(record),
             predicted_hit_tokens=hit_tokens,
-            contract=self._expected.contract_of(record),
+            contract=self._expected.contract_of(record, self._clock()),
         )
         self._copies.sent(record, link, request.request_id)
         record.sent_s, record.num_tokens_when_sent = self._clock(), len(record.output_token_ids)

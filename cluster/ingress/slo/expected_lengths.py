@@ -15,8 +15,10 @@ class ExpectedLengths:
     def __init__(self) -> None:
         self._predictor = LengthPredictor()
 
-    def contract_of(self, record: RequestRecord) -> Contract:
-        """What goes out with a copy of a request: its contract, and with an SLO what is expected of its answer."""
+    def contract_of(self, record: RequestRecord, now_s: float) -> Contract:
+        """What goes out with a copy of a request: its contract, and with an SLO what is expected of its answer, and how
+        long it has waited.
+        """
         contract, params = record.options.contract, record.request.sampling_params
         if contract.slo is None:
             return contract
@@ -27,7 +29,8 @@ class ExpectedLengths:
             params.max_tokens if params is not None and params.max_tokens is not None else 1 << 30,
         )
         record.expected = record.expected or found
-        return replace(contract, low_tokens=found.low, median_tokens=found.median)
+        waited_s = max(0.0, now_s - record.created_s)
+        return replace(contract, low_tokens=found.low, median_tokens=found.median, waited_s=waited_s)
 
     def ended(self, record: RequestRecord, finish: str) -> None:
         """An answer has ended as `finish` says."""

@@ -381,6 +381,7 @@ class DpLane(Lane):
         """Around a step that vLLM schedules: what it may choose from."""
         if self._pins is not None and self._pins.num_sessions:
             self._pins.make_room(self._most_blocks_of_a_step())
+        self._hurry()
         if gate is None and self._chunking() is FREE:
             return self._choosing()
         return self._limited(gate)

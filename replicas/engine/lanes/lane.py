@@ -16,6 +16,7 @@ from pengserve.replicas.engine.placement.placement_notes import PlacementNotes
 from pengserve.replicas.engine.placement.slo_gate import Contracts, SloGate
 from pengserve.replicas.engine.placement.slo_placement import SloPlacement
 from pengserve.replicas.engine.scheduling.chunk_shares import ChunkShares
+from pengserve.replicas.engine.scheduling.late_prompts import LatePrompts
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle, is_prefilling
 from pengserve.replicas.engine.scheduling.short_prompts import ShortPrompts
 from pengserve.replicas.engine.tiers.residency import ResidentRequests
@@ -36,6 +37,7 @@ class Lane(ABC):
     """Requests in, tokens out. Belongs to the thread that steps; all members of a group have one of the same shape."""
 
     _slo_gate: SloGate | None = None  # where contracts are known, and this member schedules
+    _lates: LatePrompts | None = None  # ...
     _slo_placement: SloPlacement | None = None  # ... and KV is on device and host, layer by layer
 
     def __init__(self, *, shape: str, capacity: KvCapacity, scheduler: Any, block_hasher: Any) -> None:
@@ -152,12 +154,12 @@ class Lane(ABC):
     # SLOs ------------------------------------------------------------------------------------------------------------
 
     def keep_slos(self, contracts: Contracts, notes: PlacementNotes, *, places: bool) -> None:
-        """From now on prompts begin as the SLOs of requests that decode allow. For a leader.
+        """From now on prompts begin as SLOs allow: of those that decode, and of their own first tokens. For a leader.
 
         Args:
             places: KV is placed so, too, where there is a host tier.
         """
-        self._slo_gate = SloGate(self.scheduler, contracts)
+        self._slo_gate, self._lates = SloGate(self.scheduler, contracts), LatePrompts(self.scheduler, contracts)
         if not places or self.residency is None:
             return
         early = EarlyOffload(self.scheduler, self.residency, contracts, self._slo_gate.prefill_s)
@@ -168,6 +170,11 @@ class Lane(ABC):
         if self._slo_placement is not None:
             self._slo_placement.close()
         self._slo_placement = None
+
+    def _hurry(self) -> None:
+        """Before a step: puts what waits in the order in which it begins."""
+        if self._lates is not None:
+            self._lates.renew()
 
     def _gating(self) -> AbstractContextManager[None]:
         """Of the next step, what keeps prompts back that would break another request's SLO."""

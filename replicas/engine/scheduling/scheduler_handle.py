@@ -346,10 +346,14 @@ class SchedulerHandle(SchedulerBlocks):
 
     def _put_back(self, before: Sequence[Request]) -> None:
         """What waits is in this order again, behind what is not in it; a queue by priority is sorted anew."""
-        queue, places = self.waiting, {request: place for place, request in enumerate(before)}
-        waiting = sorted(queue, key=lambda request: places.get(request, -1))
-        queue.remove_requests(set(waiting))
-        for request in waiting:
+        places = {request: place for place, request in enumerate(before)}
+        self.order_waiting(sorted(self.waiting, key=lambda request: places.get(request, -1)))
+
+    def order_waiting(self, requests: Sequence[Request]) -> None:
+        """All that wait and hold no KV are in this order from now on; a queue by priority goes by it and by arrival."""
+        queue = self.waiting
+        queue.remove_requests(set(requests))
+        for request in requests:
             queue.add_request(request)
 
     @contextlib.contextmanager

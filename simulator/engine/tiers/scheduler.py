@@ -44,7 +44,7 @@ class TieredScheduler(VllmScheduler):
             times: of steps, without any stall.
             clock: virtual seconds.
         """
-        super().__init__(capacity, options)
+        super().__init__(capacity, options, clock)
         self.tiers = VirtualTiers(
             num_layers=tiers.num_layers,
             device_blocks=tiers.device_blocks,

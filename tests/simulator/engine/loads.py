@@ -62,14 +62,14 @@ class Load:
 
     capacity: KvCapacity
     options: SchedulerOptions
-    requests: tuple[tuple[int, int, int], ...]  # prompt, output, priority
+    requests: tuple[tuple[int, int, int, float | None], ...]  # prompt, output, priority, SLO of the first token
     events: tuple[tuple[int, str, int], ...]  # tick, what, index
 
     def lives(self) -> list[LiveRequest]:
         """New requests of this load."""
         return [
-            live(f"r{index}", prompt, output, at_s=float(index), priority=priority)
-            for index, (prompt, output, priority) in enumerate(self.requests)
+            live(f"r{index}", prompt, output, at_s=float(index), priority=priority, ttft_s=ttft_s)
+            for index, (prompt, output, priority, ttft_s) in enumerate(self.requests)
         ]
 
 
@@ -87,6 +87,7 @@ def loads(
             "policy": draw(st.sampled_from(["fcfs", "priority"])),
             "watermark": draw(st.sampled_from([0.0, 0.0, 0.1])),
             "short_prompts": draw(st.booleans()),
+            "late_prompts": draw(st.booleans()),
             "num_stages": num_stages,
             "lookahead": draw(st.sampled_from([None, MODEL])) if num_stages > 1 else None,
             **fixed,
@@ -96,7 +97,7 @@ def loads(
     for index in range(draw(st.integers(1, 14))):
         prompt = draw(st.integers(1, min(60, room.num_tokens - 1)))
         output = draw(st.integers(1, min(40, room.num_tokens - prompt)))
-        requests.append((prompt, output, draw(st.integers(-1, 1))))
+        requests.append((prompt, output, draw(st.integers(-1, 1)), draw(st.sampled_from([None, 0.1, 0.3]))))
         events.append((draw(st.integers(0, 30)), draw(st.sampled_from(kinds)), index))
     if "add" not in kinds or len(kinds) > 1:
         events += [(draw(st.integers(0, 60)), "remove", index) for index in range(len(requests)) if draw(st.booleans())]

@@ -24,6 +24,15 @@ Maker = Callable[..., LaneScheduler]
 MANY = settings(max_examples=examples(100), suppress_health_check=[HealthCheck.too_slow])
 
 
+class Clock:
+    """Seconds, as the test says."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
 def ids(requests: Any) -> list[str]:
     return [request.request_id for request in requests]
 
@@ -65,13 +74,17 @@ def do(scheduler: LaneScheduler, what: str, request: LiveRequest) -> Any:
     return scheduler.add(request)
 
 
-def record(scheduler: LaneScheduler, load: Load) -> list[Any]:
+def record(make: Maker, load: Load) -> list[Any]:
     """All that can be seen of a run, step by step."""
+    clock = Clock()
+    scheduler = make(load.capacity, load.options, clock)
     requests, seen = load.lives(), list[Any]()
     events, flights = deque(load.events), deque[SimStep]()
     for tick in range(4000):
+        clock.now_s = 0.06 * tick  # orders of late prompts are renewed in every second step
         while events and events[0][0] <= tick:
             _, what, index = events.popleft()
+            requests[index].came_s = requests[index].came_s or clock.now_s - 0.05 * index
             seen.append(do(scheduler, what, requests[index]))
         while len(flights) < load.options.num_stages:
             step = scheduler.schedule()
@@ -89,7 +102,7 @@ def record(scheduler: LaneScheduler, load: Load) -> list[Any]:
 
 
 def agree(load: Load, one: Maker = FastScheduler, other: Maker = VllmScheduler) -> None:
-    ours, theirs = record(one(load.capacity, load.options), load), record(other(load.capacity, load.options), load)
+    ours, theirs = record(one, load), record(other, load)
     for number, (our, their) in enumerate(zip(ours, theirs, strict=False)):
         assert our == their, f"record {number}"
     assert len(ours) == len(theirs)
