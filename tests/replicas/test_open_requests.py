@@ -1,5 +1,6 @@
 """A request's contract is known where the request is, and goes along with it."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -71,6 +72,20 @@ def test_it_goes_along_to_another_instance() -> None:
         assert there.contract(request_id) == expected
     here.moved(["r"], InstanceKey(instance_id=InstanceId(1), incarnation=0), carried=True)
     assert here.contract("r") == NO_CONTRACT
+
+
+def test_how_much_of_the_time_to_the_first_token_is_gone_counts_from_the_ingress() -> None:
+    """It goes on where a request is sent again, as its ingress says how long it has waited."""
+    server: Any = FakeServer()
+    now_s = [100.0]
+    requests = OpenRequests(server, clock=lambda: now_s[0])
+    requests.add(asked("r"), replace(CONTRACT, waited_s=0.3))
+    requests.add(asked("plain"), Contract(slo=Slo(tbt_s=0.1)))
+    assert requests.num_hurried == 1 and requests.gone("r") == pytest.approx(0.3 / 1.5)
+    now_s[0] += 1.5
+    assert requests.gone("r") == pytest.approx(1.2) and requests.gone("plain") == requests.gone("unknown") == 0.0
+    requests.remove(0, ["r"])
+    assert requests.num_hurried == 0 and requests.gone("r") == 0.0
 
 
 def test_it_is_forgotten_with_its_request() -> None:

@@ -43,6 +43,14 @@ def test_nothing_known_promises_one_token() -> None:
     assert (contract.low_tokens, contract.median_tokens) == (1, 1)
 
 
+def test_how_long_it_has_waited_goes_along() -> None:
+    cluster = Cluster(1)
+    cluster.request(1, LENGTH, ASKING)
+    cluster.passed_s += 3.0
+    link = cluster.connect(cluster.instances[0])
+    assert 3.0 <= link.contracts[-1].waited_s < 4.0
+
+
 def test_without_an_slo_nothing_goes_along() -> None:
     assert sent(*taught(MIN_ANSWERS), NO_OPTIONS) is NO_CONTRACT
 

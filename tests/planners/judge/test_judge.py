@@ -124,15 +124,22 @@ def test_a_burst_that_memory_holds_is_left_alone() -> None:
         assert plan is None, plan
 
 
-def test_a_pipeline_that_nothing_needs_ends_though_nothing_would_be_gained_now() -> None:
+@pytest.mark.parametrize(("prompt", "expected"), [(300, "restore pp2@(0,1)"), (30_000, "")])
+def test_a_pipeline_that_nothing_needs_ends_unless_it_reads_prompts_like_the_last_ones_sooner(
+    prompt: int, expected: str
+) -> None:
     history, plan = SelectorHistory(), None
     for at, seen in enumerate(served(2, "pp2@(0,1)", rate=0.0, running=0, seconds=8)):
-        stats = [replace(i.stats, total_requests=0 if i.stats.is_follower else 7) for i in seen.instances]
+        came = [0 if i.stats.is_follower else 7 for i in seen.instances]
+        stats = [
+            replace(i.stats, total_requests=count, total_request_tokens=count * prompt)
+            for i, count in zip(seen.instances, came, strict=True)
+        ]
         idle = tuple(replace(i, stats=s) for i, s in zip(seen.instances, stats, strict=True))
         plan, history, _ = select(replace(seen, instances=idle), MERGE, DROP, history)
         if plan is not None and at > 3:
             break
-    assert what(plan) == "restore pp2@(0,1)"
+    assert what(plan) == expected
 
 
 def test_a_pipeline_that_no_memory_needs_is_restored() -> None:

@@ -226,7 +226,9 @@ def test_every_message_of_a_run_begins_with_its_stamp_and_goes_to_the_member_of_
 
 def test_a_leader_holds_prompts_back_as_dp_does() -> None:
     """In each shape: the gate comes with the run, and vLLM schedules within it."""
-    contracts = SimpleNamespace(num_paced=1, contract=lambda request_id: NO_CONTRACT, deposit_tokens=lambda name: 0)
+    contracts = SimpleNamespace(
+        num_paced=1, num_hurried=0, contract=lambda request_id: NO_CONTRACT, deposit_tokens=lambda name: 0
+    )
     keys = tuple(InstanceKey(instance_id=InstanceId(i), incarnation=1) for i in range(2))
     run: Any = GroupRun(communicator=SimpleNamespace(name="g/3", members=keys), seed=1, post=None)  # type: ignore[arg-type]
     slots: dict[str, list[int]] = {"tp": [], "pp": []}

@@ -379,6 +379,13 @@ def test_chosen_prompts_begin_before_others_and_a_chunk_is_no_longer_than_it_may
     assert step(handle).num_scheduled_tokens == {"c": 11, "a": 11, "b": 11}, "later steps are vLLM's own"
 
 
+def test_what_waits_is_in_the_order_that_it_is_given(handle: SchedulerHandle) -> None:
+    for name in ("a", "b", "c"):
+        handle.add(scheduled_request(name, 30))
+    handle.order_waiting([handle.request(name) for name in ("c", "a", "b")])
+    assert [request.request_id for request in handle.waiting] == ["c", "a", "b"]
+
+
 def test_blocks_that_are_given_up_hold_nothing_and_are_not_handed_out() -> None:
     options = SchedulerOptions(max_num_batched_tokens=64, prefix_caching=True)
     handle = Counted(build_vllm_scheduler(CAPACITY, options, is_terse=False))
