@@ -15,7 +15,7 @@ DEFAULT_CLASS = "default"
 class SloPolicy(StrEnum):
     """What becomes of a request whose SLO is predicted to be missed."""
 
-    BEST_EFFORT = "best_effort"  # it is served late, and the miss is counted
+    BEST_EFFORT = "best_effort"  # it is served late, behind those that can be in time, and the miss is counted
     REJECT = "reject"  # it is refused at admission, with the TTFT that was predicted
 
 

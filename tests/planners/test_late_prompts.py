@@ -65,7 +65,8 @@ def test_one_that_got_another_time_from_elsewhere_stands_there() -> None:
     for _ in range(TURN - 1):
         places = order.order(told, by_priority=True)
         told = [told[place.at]._replace(time_s=place.time_s) for place in places]
-    assert [request.request_id for request in told] == ["late", "new"] and [place.time_s for place in places] == [0.5, 2.0]
+    assert [request.request_id for request in told] == ["late", "new"]
+    assert [place.time_s for place in places] == [0.5, 2.0]
 
 
 def test_long_queues_are_ordered_less_often() -> None:
