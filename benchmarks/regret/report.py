@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.regret import plot
-from benchmarks.regret.cases import OURS, SEED, STATIC_LABELS, all_cases, left_out, small_cases
+from benchmarks.regret.cases import OURS, SEED, STATIC_LABELS, UNTOLD, all_cases, left_out, small_cases
 from benchmarks.regret.law import (
     LEAST_GOODPUT,
     MOST_TTFT,
@@ -78,7 +78,23 @@ def summary(found: Sequence[Measured]) -> list[str]:
         f"Goodput at least {WON:g} times the best static layout's in {len(won)} cases, of {len(roomy)} in which it can"
         f" be: in the others that layout serves more than {1 / WON:.0%} of the requests in time.",
         f"Geometric mean of the goodput ratios {mean:.3f}; the lowest is {_goodput(worst):.2f}, of {worst.case.name}.",
+        *_untold(found),
         *routed,
+    ]
+
+
+def _untold(found: Sequence[Measured]) -> list[str]:
+    """What becomes of the law where requests do not say within what time they want their first tokens."""
+    here = [measured for measured in found if measured.row(UNTOLD.label) is not None]
+    if not here:
+        return []
+    lost = [m for m in here if "goodput" in broken(m, UNTOLD.label)]
+    slow = [m for m in here if "ttft" in broken(m, UNTOLD.label)]
+    won = [m for m in here if (over := _ratios_of(m, UNTOLD.label)) and over.goodput >= WON]
+    return [
+        f"Where PengServe is not told the limit of TTFT (`{UNTOLD.label}`): goodput below {LEAST_GOODPUT:g} in"
+        f" {len(lost)} cases, P99 TTFT above {MOST_TTFT:g} times in {len(slow)}, goodput at least {WON:g} times in"
+        f" {len(won)}."
     ]
 
 
@@ -116,7 +132,8 @@ def text(found: Sequence[Measured], picture: str) -> str:
         " of the requests are in time, 2 % count. The best static layout has the highest goodput of dp, tp2, tp4, pp2"
         " and pp4; of those within 0.5 % it is the one with the lowest P99 TTFT. All other columns are PengServe's over"
         " that layout's: goodput is better above 1, latencies are better below. The columns of single levers are ratios"
-        " of goodput.", "",
+        " of goodput. Requests tell PengServe within what time they want their first tokens; vLLM cannot be told, nor"
+        " are single levers, and `untold` is PengServe that is not.", "",
         f"The law: goodput at least {LEAST_GOODPUT:g}; P99 TTFT at most {MOST_TTFT:g} where at least {STABLE:.0%} of"
         " the best static layout's requests are within the limits.", "",
         *(f"- {sentence}" for sentence in summary(found)), "",
