@@ -38,7 +38,7 @@ def sampling(index: int, max_tokens: int) -> SamplingParams:
 class AllAlike:
     """Contracts of requests that all have one SLO for their tokens, and no deposit."""
 
-    num_paced = 1
+    num_paced, num_hurried = 1, 0
 
     def __init__(self, slo_s: float) -> None:
         self._contract = Contract(slo=Slo(tbt_s=slo_s))
