@@ -162,6 +162,9 @@ bench-papers: setup ## The papers' scenarios in virtual time: their ratios besid
 bench-slo: setup ## SLOs kept by plain vLLM, a static placement and PengServe: long prompts, long decodes; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.slo
 
+bench-late: setup ## First tokens in time under twice the load that an instance serves, with SLOs and without; writes benchmarks/results/
+	@$(BIN)/python -m benchmarks.late
+
 bench-tiers: setup ## KV on device and host: bursts, churn and second turns against plain vLLM; writes benchmarks/results/
 	@$(BIN)/python -m benchmarks.tiers
 

@@ -40,6 +40,7 @@ class Request:
     at_s: float = 0.0  # after the load's start
     priority: int = 0  # OpenAI's extension: below zero is urgent
     prompt_tokens: int = 0  # about; for the choice among several servers
+    ttft_ms: int = 0  # that it wants its first token within; 0: it does not say
 
     def body(self, model: str) -> dict[str, Any]:
         """The request as JSON."""
@@ -52,7 +53,8 @@ class Request:
             "ignore_eos": True,
             "temperature": 0,
         }
-        return body | ({"priority": self.priority} if self.priority else {})
+        slo = {"slo": {"ttft_ms": self.ttft_ms}} if self.ttft_ms else {}
+        return body | slo | ({"priority": self.priority} if self.priority else {})
 
 
 @dataclass
