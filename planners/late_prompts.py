@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 IN_TIME, LATE = 0.7, 2.0
 TURN = 4
-PERIOD_S = 0.1  # between two orders
-COST = 0.01  # share of the time that ordering may take: long queues are ordered less often
+PERIOD_S = 0.02  # between two orders
+COST = 0.05  # share of the time that ordering may take: long queues are ordered less often
 
 
 class Waiting(NamedTuple):

@@ -97,7 +97,7 @@ def loads(
     for index in range(draw(st.integers(1, 14))):
         prompt = draw(st.integers(1, min(60, room.num_tokens - 1)))
         output = draw(st.integers(1, min(40, room.num_tokens - prompt)))
-        requests.append((prompt, output, draw(st.integers(-1, 1)), draw(st.sampled_from([None, 0.1, 0.3]))))
+        requests.append((prompt, output, draw(st.integers(-1, 1)), draw(st.sampled_from([None, 0.02, 0.06]))))
         events.append((draw(st.integers(0, 30)), draw(st.sampled_from(kinds)), index))
     if "add" not in kinds or len(kinds) > 1:
         events += [(draw(st.integers(0, 60)), "remove", index) for index in range(len(requests)) if draw(st.booleans())]

@@ -81,10 +81,10 @@ def record(make: Maker, load: Load) -> list[Any]:
     requests, seen = load.lives(), list[Any]()
     events, flights = deque(load.events), deque[SimStep]()
     for tick in range(4000):
-        clock.now_s = 0.06 * tick  # orders of late prompts are renewed in every second step
+        clock.now_s = 0.012 * tick  # orders of late prompts are renewed in every second step
         while events and events[0][0] <= tick:
             _, what, index = events.popleft()
-            requests[index].came_s = requests[index].came_s or clock.now_s - 0.05 * index
+            requests[index].came_s = requests[index].came_s or clock.now_s - 0.01 * index
             seen.append(do(scheduler, what, requests[index]))
         while len(flights) < load.options.num_stages:
             step = scheduler.schedule()
