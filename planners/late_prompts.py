@@ -16,7 +16,7 @@ Until then nothing is changed: where only some come a little late, a new order w
 from collections.abc import Sequence
 from typing import NamedTuple
 
-IN_TIME, LATE = 0.7, 2.0
+IN_TIME, LATE = 0.7, 3.0
 TURN = 4
 PERIOD_S = 0.02  # between two orders
 COST = 0.05  # share of the time that ordering may take: long queues are ordered less often

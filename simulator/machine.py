@@ -81,7 +81,8 @@ class Machine:
             owner.stepped(leader.key)
 
         if not shape.startswith(GroupKind.PP):
-            scheduler = self._scheduler(capacity, self.options, times)
+            is_short = self.options.short_first_steps and degree_of(shape) == 1  # as of a `DpLane`
+            scheduler = self._scheduler(capacity, replace(self.options, short_first_steps=is_short), times)
 
             def swap_s(out_bytes: int, in_bytes: int) -> float:
                 # Copies go both ways at once, beside the step before (as InferCept overlaps them).
@@ -99,6 +100,7 @@ class Machine:
         max_in_flight = microbatches_in_flight(num_stages, self.processors)
         options = replace(
             self.options,
+            short_first_steps=False,
             num_stages=num_stages,
             max_in_flight=max_in_flight,
             lookahead=self.lookahead,

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from pengserve.planners.cost_model import Chunk
+from pengserve.planners.first_step import first_step_tokens
 from pengserve.planners.late_prompts import LateOrder, Waiting
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.planners.types.units import blocks_for
@@ -282,9 +283,17 @@ class FastScheduler:
 
     def _draft(self) -> Draft:
         if self._formation is None:
-            return Draft(self._state, self.options.max_num_batched_tokens)
+            return Draft(self._state, self._first_step_tokens() or self.options.max_num_batched_tokens)
         in_flight_s = [handle.cost_s for handle in self._unfinished if isinstance(handle, _Mixed)]
         return draft_ahead(self._state, self._formation, in_flight_s)
+
+    def _first_step_tokens(self) -> int | None:
+        """As `replicas/engine/scheduling/first_step.py`; None: the next step need not be short."""
+        state = self._state
+        if not self.options.short_first_steps or state.running or state.holding or len(state.waiting) != 1:
+            return None
+        entry = state.waiting.head()
+        return first_step_tokens(entry.tokens - entry.computed, self.options.max_num_batched_tokens)
 
     def _cost_s(self, num_decodes: int, context: int, chunks: Sequence[Chunk]) -> float:
         if self._formation is None:

@@ -25,6 +25,7 @@ class SchedulerOptions:
     )
     short_prompts: bool = False  # overtake long ones, as in PengServe; vLLM alone reads prompts as they come
     late_prompts: bool = False  # yield to those that can have their first tokens in time, as in PengServe
+    short_first_steps: bool = False  # of long prompts, where the lane was idle, as in PengServe
     num_stages: int = 1  # of a pipeline
     max_in_flight: int = 0  # steps that may be unfinished at once; 0: one a stage
     lookahead: CostModel | None = None  # with stages: microbatches cost the same by it; None: each takes all it can

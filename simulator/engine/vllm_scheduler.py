@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from pengserve.planners.cost_model import Chunk
 from pengserve.planners.types.snapshot import KvCapacity
+from pengserve.replicas.engine.scheduling.first_step import first_step
 from pengserve.replicas.engine.scheduling.late_prompts import LatePrompts
 from pengserve.replicas.engine.scheduling.microbatches import Microbatches
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
@@ -230,7 +231,9 @@ class VllmScheduler:
         if self._microbatches is not None:
             in_flight = [handle.output for handle in self._unfinished]
             return self._microbatches.schedule(in_flight, self.options.most_in_flight)
-        with self._shorts.step() if self._shorts is not None and self._shorts.is_on else contextlib.nullcontext():
+        first = first_step(self._scheduler) if self.options.short_first_steps else None
+        shorts = self._shorts.step() if self._shorts is not None and self._shorts.is_on else None
+        with first or contextlib.nullcontext(), shorts or contextlib.nullcontext():
             return self._scheduler.schedule()
 
     def _step(self, output: SchedulerOutput, preempted: tuple[LiveRequest, ...]) -> SimStep:

@@ -40,4 +40,5 @@ class PengServePolicy(Policy):
             host="tiers" if facts.has_host else "unused",
             short_prompts=True,
             late_prompts=True,
+            short_first_steps=bool(facts.degrees) or facts.max_stages > 1,
         )

@@ -55,6 +55,7 @@ class Setup:
     swap: SwapOptions | None = None  # where `host` is "swap"
     short_prompts: bool = False  # overtake long ones
     late_prompts: bool = False  # yield to those that can be in time
+    short_first_steps: bool = False  # of long prompts, of instances alone that were idle
     companion: Companion | None = None
 
 

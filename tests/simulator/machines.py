@@ -107,6 +107,7 @@ def simulation_of(config: SimulationConfig, arrivals: Sequence[Arrival], *, kv_t
             policy=cluster.scheduling,
             preemption=setup.preemption,
             short_prompts=setup.short_prompts,
+            short_first_steps=setup.short_first_steps,
         ),
         activation_bytes=8192,
         host_bytes_per_s=25e9,

@@ -63,3 +63,18 @@ def test_short_prompts_are_answered_while_long_ones_are_read(
     third_s = sorted(first_s[:NUM_LONG])[2]
     assert max(first_s[NUM_LONG:]) < third_s
     cluster.require_memory()
+
+
+@pytest.mark.parametrize(("shape", "num_steps"), [("dp", 17), ("tp2", 16)])  # the last one has no tokens: it cleans up
+def test_an_idle_instance_begins_a_long_prompt_with_a_short_step(
+    cluster: ElasticCluster, traffic: Traffic, shape: str, num_steps: int
+) -> None:
+    def steps() -> int:
+        return sum(instance.stats.step for instance in cluster.snapshot().instances)
+
+    cluster.set_layout(shape)
+    before = steps()
+    prompt = [10 + index % 400 for index in range(15 * STEP_TOKENS)]
+    assert not traffic.start(prompt, 1).result(ENDS_WITHIN_S).error
+    cluster.wait(lambda snapshot: sum(i.stats.step for i in snapshot.instances) - before >= num_steps)
+    assert steps() - before == num_steps

@@ -25,6 +25,7 @@ from pengserve.replicas.engine.lanes.shared_model import plain_weights
 from pengserve.replicas.engine.lanes.warm_up import marked_as_lane
 from pengserve.replicas.engine.placement.placement_notes import PlacementNotes
 from pengserve.replicas.engine.placement.slo_gate import Contracts, SloGate
+from pengserve.replicas.engine.scheduling.first_step import first_step
 from pengserve.replicas.engine.scheduling.grammar_budget import bound_grammars
 from pengserve.replicas.engine.scheduling.grammars import explaining_rejections, guide_config
 from pengserve.replicas.engine.tiers.lane_tiers import LaneTiers
@@ -141,7 +142,7 @@ class DpLane(Lane):
         arguments = AsyncEngineArgs(**engine_arguments(config), worker_cls=worker_class_name(config.device))
         # What `vllm serve` gives: vLLM's defaults for the size of steps go by it, 8,192 tokens for 2,048 on an H100.
         vllm_config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
-        is_elastic = config.changes_shape
+        self._changes_shape = is_elastic = config.changes_shape
         self.pristine_config: Any = _copied(vllm_config) if is_elastic else None  # before it holds a model
         if is_elastic:
             # A group may hold longer contexts than one instance: the dp lane takes as much context as fits its memory.
@@ -382,13 +383,14 @@ class DpLane(Lane):
         if self._pins is not None and self._pins.num_sessions:
             self._pins.make_room(self._most_blocks_of_a_step())
         self._hurry()
-        if gate is None and self._chunking() is FREE:
+        first = first_step(self.scheduler) if self._changes_shape else None
+        if gate is None and first is None and self._chunking() is FREE:
             return self._choosing()
-        return self._limited(gate)
+        return self._limited(gate, first or FREE)
 
     @contextlib.contextmanager
-    def _limited(self, gate: SloGate | None) -> Iterator[None]:
-        with gate.limiting() if gate is not None else FREE, self._choosing(), self._chunking():
+    def _limited(self, gate: SloGate | None, first: AbstractContextManager[None]) -> Iterator[None]:
+        with gate.limiting() if gate is not None else FREE, first, self._choosing(), self._chunking():
             yield
 
     def use_contracts(self, contracts: Contracts) -> None:

@@ -88,6 +88,7 @@ def loads(
             "watermark": draw(st.sampled_from([0.0, 0.0, 0.1])),
             "short_prompts": draw(st.booleans()),
             "late_prompts": draw(st.booleans()),
+            "short_first_steps": draw(st.booleans()),
             "num_stages": num_stages,
             "lookahead": draw(st.sampled_from([None, MODEL])) if num_stages > 1 else None,
             **fixed,

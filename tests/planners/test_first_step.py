@@ -1,0 +1,17 @@
+"""The first step of an idle instance reads a little of a prompt that is longer than a step."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pengserve.planners.first_step import SHARE, first_step_tokens
+
+
+@given(st.integers(1, 1 << 20), st.integers(1, 1 << 15))
+def test_a_long_prompt_takes_one_step_more_at_most_and_others_as_many(num_tokens: int, step_tokens: int) -> None:
+    first = first_step_tokens(num_tokens, step_tokens)
+    if num_tokens <= step_tokens:
+        assert first is None
+        return
+    assert first is not None and 1 <= first <= max(1, step_tokens / SHARE)
+    alone, kept_short = -(-num_tokens // step_tokens), 1 + -(-(num_tokens - first) // step_tokens)
+    assert alone <= kept_short <= alone + 1

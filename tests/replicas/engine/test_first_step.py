@@ -1,0 +1,59 @@
+"""Over vLLM's own scheduler, without a model: the first step after an idle time is short where a prompt is long."""
+
+import contextlib
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from pengserve.planners.first_step import SHARE
+from pengserve.replicas.engine.scheduling.first_step import first_step
+from tests.support.vllm_requests import scheduled_request
+from tests.support.vllm_schedulers import capacity_of, give_tokens, scheduler_handle
+
+STEP_TOKENS, FIRST = 128, 128 // SHARE
+
+
+class Engine:
+    """Steps of an instance."""
+
+    def __init__(self) -> None:
+        capacity = capacity_of(400, 16, max_num_seqs=8, max_model_len=4000)
+        self.handle = scheduler_handle(capacity, max_num_batched_tokens=STEP_TOKENS)
+
+    def add(self, name: str, num_tokens: int, max_tokens: int = 1) -> None:
+        self.handle.add(scheduled_request(name, num_tokens, max_tokens=max_tokens))
+
+    def step(self) -> list[int]:
+        """Tokens of each request in one step."""
+        with first_step(self.handle) or contextlib.nullcontext():
+            output = self.handle.schedule()
+        give_tokens(self.handle, output)
+        return list(output.num_scheduled_tokens.values())
+
+
+def test_the_first_step_is_short_and_those_after_it_are_whole() -> None:
+    engine = Engine()
+    for name in ("first", "after"):  # each comes when nothing runs
+        engine.add(name, 300)
+        assert [engine.step() for _ in range(4)] == [[FIRST], [128], [128], [300 - 256 - FIRST]]
+        assert not engine.step()
+
+
+def test_a_prompt_that_fits_into_a_step_is_read_in_one() -> None:
+    engine = Engine()
+    engine.add("whole", STEP_TOKENS)
+    assert engine.step() == [STEP_TOKENS]
+
+
+def test_no_step_is_short_where_something_runs_or_others_wait() -> None:
+    engine = Engine()
+    engine.add("one", 300)
+    engine.add("other", 300)
+    assert engine.step() == [STEP_TOKENS]
+    engine = Engine()
+    engine.add("answers", 16, max_tokens=20)
+    engine.step()
+    engine.add("long", 300)
+    assert engine.step() == [1, STEP_TOKENS - 1]
+    assert first_step(engine.handle) is None
