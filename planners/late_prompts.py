@@ -14,6 +14,7 @@ Until then nothing is changed: where only some come a little late, a new order w
 """
 
 from collections.abc import Sequence
+from math import inf, nextafter
 from typing import NamedTuple
 
 IN_TIME, LATE = 0.7, 3.0
@@ -75,7 +76,7 @@ class LateOrder:
         else:
             places.sort(key=lambda at: (not waiting[at].has_begun, 0.0 if waiting[at].has_begun else came_s[at]))
         # The times stay the same, and who has which of them changes: requests that come now stand behind all of these.
-        times_s = [came_s[at] for at in places]
+        times_s = _apart([(waiting[at].band, came_s[at]) for at in places])
         self.num_orders += 1
         self._is_changed = any(request.gone >= LATE for request in waiting)
         if self._is_changed and self.num_orders % TURN:
@@ -91,3 +92,15 @@ class LateOrder:
         """When it came; it may have got another time from elsewhere meanwhile."""
         came_s, given_s = self._times.get(request.request_id, (request.time_s, request.time_s))
         return came_s if given_s == request.time_s else request.time_s
+
+
+def _apart(places: Sequence[tuple[int, float]]) -> list[float]:
+    """Of places by band and time the times, with none twice in a band: equal ones would be ordered by their ids.
+
+    One that has begun keeps the time that it was given, which another one may have got back when it is preempted.
+    """
+    found, last = list[float](), dict[int, float]()
+    for band, time_s in places:
+        last[band] = max(time_s, nextafter(last.get(band, -inf), inf))
+        found.append(last[band])
+    return found

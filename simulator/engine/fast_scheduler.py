@@ -52,6 +52,7 @@ class FastScheduler:
         self.capacity, self._clock, self._lates = capacity, clock, LateOrder()
         self.options = options = options or SchedulerOptions()
         self._state = FastState(capacity, options)
+        self._begun_short = ""  # whose first step was kept short last
         self._unfinished: UnfinishedSteps[Any] = UnfinishedSteps(options.most_in_flight)
         self._steps = self._prompted = self._generated = self._resumed = 0
         self._formation = (
@@ -293,7 +294,11 @@ class FastScheduler:
         if not self.options.short_first_steps or state.running or state.holding or len(state.waiting) != 1:
             return None
         entry = state.waiting.head()
-        return first_step_tokens(entry.tokens - entry.computed, self.options.max_num_batched_tokens)
+        most = first_step_tokens(entry.tokens - entry.computed, self.options.max_num_batched_tokens)
+        if most is None or entry.live.request_id == self._begun_short:
+            return None
+        self._begun_short = entry.live.request_id
+        return most
 
     def _cost_s(self, num_decodes: int, context: int, chunks: Sequence[Chunk]) -> float:
         if self._formation is None:

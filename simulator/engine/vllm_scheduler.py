@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pengserve.planners.cost_model import Chunk
 from pengserve.planners.types.snapshot import KvCapacity
-from pengserve.replicas.engine.scheduling.first_step import first_step
+from pengserve.replicas.engine.scheduling.first_step import FirstStep
 from pengserve.replicas.engine.scheduling.late_prompts import LatePrompts
 from pengserve.replicas.engine.scheduling.microbatches import Microbatches
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
@@ -87,6 +87,7 @@ class VllmScheduler:
         self._unfinished: UnfinishedSteps[_Handle] = UnfinishedSteps(options.most_in_flight)
         self._steps = self._prompted = self._generated = self._preempted = self._resumed = 0
         self._prefix_queries = self._prefix_hits = 0
+        self._first_step = FirstStep(self._scheduler) if options.short_first_steps else None
         self._shorts = ShortPrompts(self._scheduler, capacity.block_size) if options.short_prompts else None
         known = _FirstTokens(self._lives, clock)
         self._lates = LatePrompts(self._scheduler, known, clock) if options.late_prompts else None
@@ -231,9 +232,11 @@ class VllmScheduler:
         if self._microbatches is not None:
             in_flight = [handle.output for handle in self._unfinished]
             return self._microbatches.schedule(in_flight, self.options.most_in_flight)
-        first = first_step(self._scheduler) if self.options.short_first_steps else None
-        shorts = self._shorts.step() if self._shorts is not None and self._shorts.is_on else None
-        with first or contextlib.nullcontext(), shorts or contextlib.nullcontext():
+        shorts = self._shorts if self._shorts is not None and self._shorts.is_on else None
+        with (
+            self._first_step.step() if self._first_step is not None else contextlib.nullcontext(),
+            shorts.step() if shorts is not None else contextlib.nullcontext(),
+        ):
             return self._scheduler.schedule()
 
     def _step(self, output: SchedulerOutput, preempted: tuple[LiveRequest, ...]) -> SimStep:

@@ -117,3 +117,15 @@ def test_under_twice_the_load_most_of_what_is_served_is_in_time_and_no_late_one_
         oldest.append(min(came for came, _ in waiting))
     assert in_time > 700, "first come, first served: 40"
     assert oldest[-1] > 1000 / (2 * TURN) - 20, "a fourth of what is served are the oldest"
+
+
+def test_no_two_of_a_band_have_one_time() -> None:
+    """vLLM would order them by their ids: here a late one that has got its time back, and one that has it as well."""
+    waiting = [
+        Waiting("a", gone=LATE, time_s=6.0),
+        Waiting("b", gone=0.0, time_s=6.0, has_begun=True),
+        Waiting("c", gone=0.0, time_s=6.0, band=1),
+    ]
+    places = LateOrder().order(waiting, by_priority=True)
+    assert [waiting[place.at].request_id for place in places] == ["b", "a", "c"]
+    assert 6.0 == places[0].time_s < places[1].time_s < 6.000001 and places[2].time_s == 6.0

@@ -25,7 +25,7 @@ from pengserve.replicas.engine.lanes.shared_model import plain_weights
 from pengserve.replicas.engine.lanes.warm_up import marked_as_lane
 from pengserve.replicas.engine.placement.placement_notes import PlacementNotes
 from pengserve.replicas.engine.placement.slo_gate import Contracts, SloGate
-from pengserve.replicas.engine.scheduling.first_step import first_step
+from pengserve.replicas.engine.scheduling.first_step import FirstStep
 from pengserve.replicas.engine.scheduling.grammar_budget import bound_grammars
 from pengserve.replicas.engine.scheduling.grammars import explaining_rejections, guide_config
 from pengserve.replicas.engine.tiers.lane_tiers import LaneTiers
@@ -142,7 +142,7 @@ class DpLane(Lane):
         arguments = AsyncEngineArgs(**engine_arguments(config), worker_cls=worker_class_name(config.device))
         # What `vllm serve` gives: vLLM's defaults for the size of steps go by it, 8,192 tokens for 2,048 on an H100.
         vllm_config = arguments.create_engine_config(UsageContext.OPENAI_API_SERVER)
-        self._changes_shape = is_elastic = config.changes_shape
+        is_elastic = config.changes_shape
         self.pristine_config: Any = _copied(vllm_config) if is_elastic else None  # before it holds a model
         if is_elastic:
             # A group may hold longer contexts than one instance: the dp lane takes as much context as fits its memory.
@@ -178,6 +178,7 @@ class DpLane(Lane):
             ),
         )
 
+        self._first_step = FirstStep(self.scheduler) if is_elastic else None
         if (tiers := self.tiers) is not None:
             tiers.watch_uses(self.scheduler.uses)
             self.residency = ResidentRequests(self.scheduler, LaneTiers(tiers), self.num_unsaved, self)
@@ -383,7 +384,7 @@ class DpLane(Lane):
         if self._pins is not None and self._pins.num_sessions:
             self._pins.make_room(self._most_blocks_of_a_step())
         self._hurry()
-        first = first_step(self.scheduler) if self._changes_shape else None
+        first = self._first_step.limiting() if self._first_step is not None else None
         if gate is None and first is None and self._chunking() is FREE:
             return self._choosing()
         return self._limited(gate, first or FREE)

@@ -1,13 +1,11 @@
 """Over vLLM's own scheduler, without a model: the first step after an idle time is short where a prompt is long."""
 
-import contextlib
-
 import pytest
 
 pytest.importorskip("vllm")
 
 from pengserve.planners.first_step import SHARE
-from pengserve.replicas.engine.scheduling.first_step import first_step
+from pengserve.replicas.engine.scheduling.first_step import FirstStep
 from tests.support.vllm_requests import scheduled_request
 from tests.support.vllm_schedulers import capacity_of, give_tokens, scheduler_handle
 
@@ -20,13 +18,14 @@ class Engine:
     def __init__(self) -> None:
         capacity = capacity_of(400, 16, max_num_seqs=8, max_model_len=4000)
         self.handle = scheduler_handle(capacity, max_num_batched_tokens=STEP_TOKENS)
+        self.first_step = FirstStep(self.handle)
 
     def add(self, name: str, num_tokens: int, max_tokens: int = 1) -> None:
         self.handle.add(scheduled_request(name, num_tokens, max_tokens=max_tokens))
 
     def step(self) -> list[int]:
         """Tokens of each request in one step."""
-        with first_step(self.handle) or contextlib.nullcontext():
+        with self.first_step.step():
             output = self.handle.schedule()
         give_tokens(self.handle, output)
         return list(output.num_scheduled_tokens.values())
@@ -56,4 +55,12 @@ def test_no_step_is_short_where_something_runs_or_others_wait() -> None:
     engine.step()
     engine.add("long", 300)
     assert engine.step() == [1, STEP_TOKENS - 1]
-    assert first_step(engine.handle) is None
+    assert engine.first_step.limiting() is None
+
+
+def test_a_request_of_which_the_short_step_read_nothing_has_a_whole_one_next() -> None:
+    engine = Engine()
+    engine.add("indivisible", 300)
+    limiting = engine.first_step.limiting()
+    assert limiting is not None, "vLLM chose nothing within it"
+    assert engine.step() == [STEP_TOKENS]
