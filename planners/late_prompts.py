@@ -76,7 +76,9 @@ class LateOrder:
         else:
             places.sort(key=lambda at: (not waiting[at].has_begun, 0.0 if waiting[at].has_begun else came_s[at]))
         # The times stay the same, and who has which of them changes: requests that come now stand behind all of these.
-        times_s = _apart([(waiting[at].band, came_s[at]) for at in places])
+        times_s = [came_s[at] for at in places]
+        if by_priority:
+            times_s = _apart([(waiting[at].band, came_s[at]) for at in places])
         self.num_orders += 1
         self._is_changed = any(request.gone >= LATE for request in waiting)
         if self._is_changed and self.num_orders % TURN:

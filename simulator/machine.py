@@ -80,9 +80,11 @@ class Machine:
         def on_step() -> None:
             owner.stepped(leader.key)
 
+        # As in production, groups begin long prompts with whole steps.
+        is_short = self.options.short_first_steps and degree_of(shape) == 1
+        options = replace(self.options, short_first_steps=is_short)
         if not shape.startswith(GroupKind.PP):
-            is_short = self.options.short_first_steps and degree_of(shape) == 1  # as of a `DpLane`
-            scheduler = self._scheduler(capacity, replace(self.options, short_first_steps=is_short), times)
+            scheduler = self._scheduler(capacity, options, times)
 
             def swap_s(out_bytes: int, in_bytes: int) -> float:
                 # Copies go both ways at once, beside the step before (as InferCept overlaps them).
@@ -99,8 +101,7 @@ class Machine:
         num_stages = degree_of(shape)
         max_in_flight = microbatches_in_flight(num_stages, self.processors)
         options = replace(
-            self.options,
-            short_first_steps=False,
+            options,
             num_stages=num_stages,
             max_in_flight=max_in_flight,
             lookahead=self.lookahead,

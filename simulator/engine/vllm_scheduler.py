@@ -232,11 +232,9 @@ class VllmScheduler:
         if self._microbatches is not None:
             in_flight = [handle.output for handle in self._unfinished]
             return self._microbatches.schedule(in_flight, self.options.most_in_flight)
-        shorts = self._shorts if self._shorts is not None and self._shorts.is_on else None
-        with (
-            self._first_step.step() if self._first_step is not None else contextlib.nullcontext(),
-            shorts.step() if shorts is not None else contextlib.nullcontext(),
-        ):
+        first = self._first_step.limiting() if self._first_step is not None else None
+        shorts = self._shorts.step() if self._shorts is not None and self._shorts.is_on else None
+        with first or contextlib.nullcontext(), shorts or contextlib.nullcontext():
             return self._scheduler.schedule()
 
     def _step(self, output: SchedulerOutput, preempted: tuple[LiveRequest, ...]) -> SimStep:

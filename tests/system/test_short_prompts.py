@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pengserve.planners.types.snapshot import ClusterSnapshot
 from tests.support.elastic import ElasticCluster, elastic_cluster
 from tests.support.traffic import TimedStream, Traffic
 from tests.system.test_shape_exactness import MEMORY_BYTES
@@ -69,12 +70,12 @@ def test_short_prompts_are_answered_while_long_ones_are_read(
 def test_an_idle_instance_begins_a_long_prompt_with_a_short_step(
     cluster: ElasticCluster, traffic: Traffic, shape: str, num_steps: int
 ) -> None:
-    def steps() -> int:
-        return sum(instance.stats.step for instance in cluster.snapshot().instances)
+    def steps_of(snapshot: ClusterSnapshot) -> int:
+        return sum(instance.stats.step for instance in snapshot.instances)
 
     cluster.set_layout(shape)
-    before = steps()
+    before = steps_of(cluster.snapshot())
     prompt = [10 + index % 400 for index in range(15 * STEP_TOKENS)]
     assert not traffic.start(prompt, 1).result(ENDS_WITHIN_S).error
-    cluster.wait(lambda snapshot: sum(i.stats.step for i in snapshot.instances) - before >= num_steps)
-    assert steps() - before == num_steps
+    cluster.wait(lambda snapshot: steps_of(snapshot) - before >= num_steps)
+    assert steps_of(cluster.snapshot()) - before == num_steps

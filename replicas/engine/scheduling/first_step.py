@@ -1,6 +1,6 @@
 """Keeps the first step short in which vLLM reads a long prompt after an idle time, as `planners/first_step.py` says."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 from pengserve.planners.first_step import first_step_tokens
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
@@ -30,7 +30,3 @@ class FirstStep:
             return None
         self._request_id = request.request_id
         return scheduler.limited(max_tokens=most)
-
-    def step(self) -> AbstractContextManager[None]:
-        """As `limiting`, for all steps."""
-        return self.limiting() or nullcontext()
