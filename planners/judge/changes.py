@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 from heapq import nsmallest
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -61,9 +62,10 @@ def tp_changes(
         yield Change("split", group, (), (group,), alone(group.members), f"{group} computes as its members alone")
     is_hard = config.load_strategy == SwitchStrategy.HARD  # it would pause what runs for as long as the group stands
     by_degree: dict[int, list[tuple[float, Group]]] = {}
-    most = OVERLOAD if config.merge_below > 0 else 0.0  # 0: people want no merge for load
+    profiled = _profiled(view)
+    most = (inf if profiled else OVERLOAD) if config.merge_below > 0 else 0.0  # 0: people want no merge for load
     for group, load, is_known in projected_loads(view, config.max_degree, most):
-        if is_known and group not in standing:
+        if is_known and group not in standing and (load < OVERLOAD or group.shape in profiled):
             by_degree.setdefault(group.degree, []).append((load, group))
     for found in by_degree.values():
         count = 0
@@ -77,6 +79,15 @@ def tp_changes(
             count += 1
             if count == MOST:
                 break
+
+
+def _profiled(view: ClusterView) -> frozenset[str]:
+    """Tensor-parallel shapes whose steps were profiled, at the first instance: those of a cluster are alike.
+
+    Where its steps are a guess, a group is formed at low load alone.
+    """
+    lanes = next((instance.lanes for instance in view.instances.values()), ())
+    return frozenset(lane.shape for lane in lanes if lane.shape.startswith(GroupKind.TP) and lane.step_cost is not None)
 
 
 def pp_changes(

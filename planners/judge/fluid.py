@@ -101,10 +101,10 @@ def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
         # Read, as far as there are memory, slots and time; a request will need more memory than its prompt.
         had = done / np.maximum(waiting, 1e-9)  # of its answer
         to_come, grown = lengths.after(had), 1.0 + RESERVE * output / mean
-        middle, num_steps, to_read = running, live / steps.decode_s, waiting_tokens
+        at, num_steps, to_read = running, live / steps.decode_s, waiting_tokens
         many, too_many = num_steps, zero
         for attempt in range(ATTEMPTS):  # from the second one on at the batch of the middle of this slice
-            steps, taken = steps_of(rows, middle, each, mean), np.maximum(num_steps, 1e-4 * lengths.rest)
+            steps, taken = steps_of(rows, at, each, mean), np.maximum(num_steps, 1e-4 * lengths.rest)
             later, (still, meanwhile) = cohorts.after(taken), to_come.begun(taken)
             by_memory = np.maximum(0.0, kv - later.held_tokens) / (grown * still)
             by_slots = np.maximum(0.0, rows.slots - later.running) * mean / still
@@ -112,14 +112,16 @@ def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
             busy, new = np.minimum(live, read / steps.rate), read / mean
             fit = busy / steps.full_s + (live - busy) / steps.decode_s
             middle, missing = later.mean + new * meanwhile, fit - num_steps
-            if attempt and (np.abs(missing) <= NEAR * fit).all():
+            is_near = (np.abs(missing) <= NEAR * fit) & (attempt > 0)
+            if is_near.all():
                 break
             # More steps end more requests; with their memory more is read, and fewer steps fit. Where many end at
             # once, what fits would lead to and fro: the truth is between too many and too few.
             is_few = missing > 0.0
             between = num_steps + (many - num_steps) * missing / np.maximum(1e-9, missing + too_many)
             many, too_many = np.where(is_few, many, num_steps), np.where(is_few, too_many, -missing)
-            num_steps = np.where(is_few, between, fit)
+            # A row that is near stays as it is, so that what is predicted of it does not depend on the other rows.
+            at, num_steps = np.where(is_near, (at, num_steps), (middle, np.where(is_few, between, fit)))
         end = later.running + new * still
         ended = np.maximum(0.0, running + new - end)
         chance, longest_s = behind(rows, rate, steps)

@@ -14,7 +14,7 @@ from pengserve.planners.judge.prediction import Prediction, Priced, PricedMove
 from pengserve.planners.judge.row_table import EXPECTED, FEW, MOST, RowTable
 from pengserve.planners.judge.rows import Rows
 from pengserve.planners.judge.switch_costs import SwitchPrices
-from pengserve.planners.judge.watch import MIN_SEEN_S, Traffic
+from pengserve.planners.judge.watch import Traffic
 from pengserve.planners.types.config import JudgeConfig
 from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.snapshot import ClusterSnapshot
@@ -208,7 +208,7 @@ class Pricing:
         """
         if not any(group.degree > 1 for group in plan.change.after) or plan.change.verb == "restore":
             return False
-        if is_spare and not self._traffic.is_settled and (self._is_busy(plan) or self._can_wait(plan, fates)):
+        if is_spare and not self._traffic.is_settled and self._is_busy(plan):
             return True
         scenario, most = (MOST, MOST_SPARE) if is_spare else (EXPECTED, MOST_READ)
         return float(fates[scenario].read_share[list(plan.after)].max()) > most
@@ -217,11 +217,6 @@ class Pricing:
         """Whether there are more requests than instances: where too little is known, a group could be in their way."""
         requests = sum(self._table.state(row).running + self._table.state(row).waiting for row in plan.before)
         return requests > sum(group.degree for group in plan.change.before)
-
-    def _can_wait(self, plan: _Plan, fates: Sequence[Fate]) -> bool:
-        """Whether the first requests came a moment ago, and will have their first tokens before more is known."""
-        ttft_s = float(fates[EXPECTED].ttft_s[list(plan.before)].max())
-        return max(self._traffic.since_s, ttft_s) < MIN_SEEN_S
 
 
 def _verbs(change: Change) -> tuple[str, ...]:

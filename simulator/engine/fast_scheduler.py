@@ -95,11 +95,11 @@ class FastScheduler:
 
     @property
     def prefilling_tokens(self) -> int:
-        """Tokens of running requests that no step has taken yet, without decodes."""
+        """Tokens of running requests that no step has computed yet, without decodes."""
         state = self._state
         if not state.num_prefilling:
             return 0
-        return sum(entry.tokens - entry.computed for entry in state.running if not entry.is_decoding)
+        return sum(e.tokens - e.computed + e.in_flight for e in state.running if not e.is_decoding)
 
     @property
     def totals(self) -> dict[str, int]:

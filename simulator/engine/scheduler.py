@@ -73,7 +73,7 @@ class LaneScheduler(Protocol):
 
     @property
     def prefilling_tokens(self) -> int:
-        """Tokens of running requests' prompts that are not computed yet, nor in a step that is under way."""
+        """Tokens of running requests' prompts that are not computed yet; those of a step under way are not."""
         ...
 
     @property

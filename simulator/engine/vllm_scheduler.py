@@ -129,7 +129,7 @@ class VllmScheduler:
 
     @property
     def prefilling_tokens(self) -> int:
-        """Tokens of running requests that no step has taken yet, without decodes."""
+        """Tokens of running requests that no step has computed yet, without decodes."""
         return self._scheduler.prefilling_tokens()
 
     @property

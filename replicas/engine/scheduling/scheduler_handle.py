@@ -150,8 +150,11 @@ class SchedulerHandle(SchedulerBlocks):
         return [block.block_id for block in held if block.ref_cnt > 1]
 
     def prefilling_tokens(self) -> int:
-        """Tokens of running requests that no step has taken yet. The one token of a decode does not count."""
-        left = [request.num_tokens - request.num_computed_tokens for request in self._scheduler.running]
+        """Tokens of running requests that no step has computed yet: a step under way has not. The one token of a decode
+        does not count.
+        """
+        running = self._scheduler.running
+        left = [r.num_tokens - r.num_computed_tokens + r.num_in_flight_tokens for r in running]
         return sum([count for count in left if count > 1])
 
     @property

@@ -138,7 +138,23 @@ def test_a_drop_helps_where_memory_is_short_and_not_where_compute_is() -> None:
     assert gain_s(**short_of_compute) < 0
 
 
-def test_rows_do_not_depend_on_their_neighbours() -> None:
+@settings(max_examples=examples(100))
+@given(st.lists(st.fixed_dictionaries(LOADS), min_size=2, max_size=4))
+def test_what_is_predicted_of_a_row_does_not_depend_on_what_else_is_priced(loads: list[dict[str, float]]) -> None:
+    """With it a decision would change with options that nobody takes."""
+    for load in loads:
+        load["held_tokens"] = min(load["kv_tokens"], load["running"] * load["prompt_tokens"])
+        load["waiting_tokens"] = load["waiting"] * load["prompt_tokens"]
+    rows = [row(**load) for load in loads]
+    together = predict(Rows.joined(rows), 20.0)
+    for at, one in enumerate(rows):
+        alone = predict(one, 20.0)
+        for name in ("cost_s", "ttft_s", "tail_s", "tpot_s", "queue", "missed", "full_s"):
+            expected = pytest.approx(float(getattr(alone, name)[0]), rel=1e-9, abs=1e-9)
+            assert float(getattr(together, name)[at]) == expected, name
+
+
+def test_rows_may_have_horizons_of_their_own() -> None:
     rows = [row(rate=1.0), row(TP2, rate=9.0, later_rate=1.0), row(rate=3.0, waiting=20.0, waiting_tokens=20e3)]
     horizons_s = [20.0, 7.0, 60.0]
     alike, each = predict(Rows.joined(rows), 20.0), predict(Rows.joined(rows), np.array(horizons_s))

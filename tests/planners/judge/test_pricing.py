@@ -52,18 +52,17 @@ def test_the_rest_of_a_prompt_that_is_read_waits() -> None:
     assert (state.running, state.waiting, state.waiting_tokens) == (1.25, 1.75, 1400)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "since_s", "expected"), [(100, 0.5, False), (100, 1.0, True), (8000, 0.5, True), (8000, 1.0, True)]
-)
-def test_a_group_waits_for_more_than_the_first_request_unless_that_has_its_first_token_late(
-    prompt: int, since_s: float, expected: bool
+@pytest.mark.parametrize(("num_requests", "since_s", "expected"), [(1, 0.1, True), (5, 4.9, False), (5, 5.0, True)])
+@pytest.mark.parametrize("prompt", [100, 8000])
+def test_a_group_waits_until_more_is_known_only_where_it_could_be_in_the_way(
+    prompt: int, num_requests: int, since_s: float, expected: bool
 ) -> None:
-    """An instance reads 8,000 tokens, or 100 that wait for their first token, and others stand idle."""
+    """The first instance reads a prompt, and decodes what else there is; the others stand idle."""
     history = JudgeHistory()
     for seen in served(4, rate=0.01, prompt=prompt, running=0):
         history = history.seen(seen, ready_instances(seen.instances), JudgeConfig())
     first, *others = seen.instances
-    stats = replace(first.stats, num_running=1, prefilling_tokens=prompt, kv_blocks_used=1)
+    stats = replace(first.stats, num_running=num_requests, prefilling_tokens=prompt, kv_blocks_used=num_requests)
     instances = ready_instances((replace(first, stats=stats), *others))
     traffic = replace(history.watched.traffic(), since_s=since_s)
     costs, config = history.watched.costs(instances), JudgeConfig()

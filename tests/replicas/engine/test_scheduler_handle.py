@@ -44,15 +44,19 @@ def step(handle: SchedulerHandle, output: SchedulerOutput | None = None) -> Sche
     return output
 
 
-def test_a_prompt_in_chunks_shows_what_no_step_has_taken(handle: SchedulerHandle) -> None:
+def test_a_prompt_in_chunks_shows_what_no_step_has_computed(handle: SchedulerHandle) -> None:
     handle.add(scheduled_request("long", 100))
     assert handle.prefilling_tokens() == 0, "it only waits"
     output = handle.schedule()
+    assert handle.prefilling_tokens() == 100, "the step is under way"
+    handle.update(output, ModelRunnerOutput(["long"], {"long": 0}, [[]]))
     assert handle.prefilling_tokens() == 100 - 64
-    step(handle, output)
     step(handle)
     step(handle)
     assert handle.prefilling_tokens() == 0, "it decodes"
+    output = handle.schedule()
+    assert handle.prefilling_tokens() == 0, "one token under way is no prompt"
+    step(handle, output)
 
 
 def hashed(name: str) -> Request:
