@@ -463,6 +463,16 @@ _INSTANCES = Row(
             ),
         ),
         Panel(
+            title="Prompts read in another order",
+            help="Times, by rule: band (a more urgent one), length (a short one), lateness, first_step (a short step).",
+            queries=(
+                Query(
+                    promql="sum by (rule) (rate(pengserve_instance_departures_total{$where}[$__rate_interval]))",
+                    legend="{{rule}}",
+                ),
+            ),
+        ),
+        Panel(
             title="Taken over from others",
             queries=_per_instance("increase(pengserve_instance_resumed_total{$where}[$__rate_interval])"),
         ),

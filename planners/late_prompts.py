@@ -47,7 +47,7 @@ class LateOrder:
         self._next_s = 0.0  # when the next order is due
         self._is_changed = False  # the order is another than that of arrival
         self._times: dict[str, tuple[float, float]] = {}  # when a request came, and the time that it was given instead
-        self.num_orders = 0
+        self._num_orders = 0
 
     @property
     def is_changed(self) -> bool:
@@ -79,9 +79,9 @@ class LateOrder:
         times_s = [came_s[at] for at in places]
         if by_priority:
             times_s = _apart([(waiting[at].band, came_s[at]) for at in places])
-        self.num_orders += 1
+        self._num_orders += 1
         self._is_changed = any(request.gone >= LATE for request in waiting)
-        if self._is_changed and self.num_orders % TURN:
+        if self._is_changed and self._num_orders % TURN:
             places.sort(key=lambda at: (waiting[at].band if by_priority else 0, waiting[at].gone > IN_TIME))
         self._times = {waiting[at].request_id: (came_s[at], time_s) for at, time_s in zip(places, times_s, strict=True)}
         return [Place(at, time_s) for at, time_s in zip(places, times_s, strict=True)]

@@ -296,6 +296,14 @@ INSTANCE_RESUMED = _counter(
     "Half-decoded requests the instance took over from others.",
     "instance_id",
 )
+DEPARTURES = _counter(
+    "pengserve_instance_departures_total",
+    _INSTANCES,
+    "times",
+    "Times that prompts were not read in the order in which they came, by rule: band, length, lateness, first_step.",
+    "instance_id",
+    "rule",
+)
 
 # Memory: what each instance holds.
 KV_BLOCKS_USED = _gauge(

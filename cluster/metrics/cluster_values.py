@@ -40,6 +40,12 @@ _TIER_BYTES: tuple[tuple[str, str, str], ...] = (  # direction, reason, field
     ("to_host", "behind", "total_behind_bytes"),
     ("none", "reuse", "total_reused_bytes"),
 )
+_DEPARTURES: tuple[tuple[str, str], ...] = (  # rule, field
+    ("band", "total_departures_by_band"),
+    ("length", "total_departures_by_length"),
+    ("lateness", "total_departures_by_lateness"),
+    ("first_step", "total_short_first_steps"),
+)
 _TIER_GAUGES: tuple[tuple[MetricSpec, str], ...] = (
     (catalog.DEVICE_BLOCKS, "device_blocks"),
     (catalog.DEVICE_BLOCKS_USED, "device_blocks_used"),
@@ -157,6 +163,10 @@ class ClusterValues:
             grown = getattr(stats, field) - getattr(before, field)
             if grown > 0:
                 metrics.counter(catalog.TIER_BYTES, instance_id=slot, direction=direction, reason=reason).inc(grown)
+        for rule, field in _DEPARTURES:
+            grown = getattr(stats, field) - getattr(before, field)
+            if grown > 0:
+                metrics.counter(catalog.DEPARTURES, instance_id=slot, rule=rule).inc(grown)
         for spec, field in _TOTALS:
             grown = getattr(stats, field) - getattr(before, field)
             if grown > 0:

@@ -50,8 +50,8 @@ def use_idle_time(lane: DpLane) -> dict[str, Any]:
     """Profiles in idle time, called away after every second step; the answers in between, and what changed."""
     totals, free = lane.kept_totals(), lane.num_free()
     untimely = IdleProfile(lane)
-    counts, work = totals
-    lane.put_back_totals(((0,) * len(counts), type(work)()))
+    counts, work, departures = totals
+    lane.put_back_totals(((0,) * len(counts), type(work)(), departures))
     untimely.advance(lambda: False)  # nothing was served, and its patience has just begun
     began_at_once = untimely.spent_s > 0
     lane.put_back_totals(totals)

@@ -16,6 +16,7 @@ from pengserve.replicas.engine.placement.placement_notes import PlacementNotes
 from pengserve.replicas.engine.placement.slo_gate import Contracts, SloGate
 from pengserve.replicas.engine.placement.slo_placement import SloPlacement
 from pengserve.replicas.engine.scheduling.chunk_shares import ChunkShares
+from pengserve.replicas.engine.scheduling.departures import Departures
 from pengserve.replicas.engine.scheduling.late_prompts import LatePrompts
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle, is_prefilling
 from pengserve.replicas.engine.scheduling.short_prompts import ShortPrompts
@@ -45,6 +46,7 @@ class Lane(ABC):
         self.shape, self.capacity = shape, capacity
         self._block_hasher = block_hasher
         self._handle = SchedulerHandle(scheduler) if scheduler is not None else None
+        self._departures = self._handle.departures if self._handle is not None else Departures()
         self._chunks = ChunkShares(self._handle) if self._handle is not None else None
         self._shorts = (
             ShortPrompts(self._handle, capacity.block_size, self.num_available) if self._handle is not None else None
@@ -416,6 +418,7 @@ class Lane(ABC):
             "total_finished": self._finished,
             "total_finished_tokens": self._finished_tokens,
             **self._work.named(),
+            **self._departures.named(),
         }
 
     def count_on_from(self, other: "Lane") -> None:
@@ -423,6 +426,7 @@ class Lane(ABC):
         for name in _TOTALS:
             setattr(self, name, getattr(other, name))
         self._work = replace(other._work)
+        self._departures.count_from(other._departures)
 
     @property
     def has_served(self) -> bool:
@@ -431,11 +435,12 @@ class Lane(ABC):
 
     def kept_totals(self) -> "KeptTotals":
         """The totals as they are, for `put_back_totals`."""
-        return tuple(getattr(self, name) for name in _TOTALS), replace(self._work)
+        return tuple(getattr(self, name) for name in _TOTALS), replace(self._work), replace(self._departures)
 
     def put_back_totals(self, totals: "KeptTotals") -> None:
         """Counts on from `totals`: the steps since then belonged to no client's request."""
-        counts, self._work = totals
+        counts, self._work, departures = totals
+        self._departures.count_from(departures)
         for name, value in zip(_TOTALS, counts, strict=True):
             setattr(self, name, value)
 
@@ -481,5 +486,5 @@ class Lane(ABC):
         self._work.add(seconds, num_tokens, num_seqs, context // num_in_flight, pairs)
 
 
-KeptTotals = tuple[tuple[int, ...], StepTotals]
+KeptTotals = tuple[tuple[int, ...], StepTotals, Departures]
 """The totals of a lane at one moment."""

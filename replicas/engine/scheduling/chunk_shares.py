@@ -30,7 +30,6 @@ class ChunkShares:
         self._num_passing = 0  # steps in a row in which one was, since the last turn
         self._tried: list[tuple[Request, int]] = []  # who was to be read in place of others, and its tokens before
         self._rest = 0  # steps in which none is passed over, as more urgent ones could not begin
-        self.num_passed_steps = 0  # in which a prompt was passed over
         self._read = self._reading_s = 0.0  # tokens of prompts, and the time of the steps that read them, decayed
         self._was_reading = False
 
@@ -90,7 +89,7 @@ class ChunkShares:
         self._num_passing = self._num_passing + 1 if chunks.passed and not chunks.is_turn else 0
         if self._num_passing:
             self._tried = [(r, r.num_computed_tokens) for r in prompts if r.request_id not in chunks.passed]
-        self.num_passed_steps += bool(chunks.passed)
+        self._scheduler.departures.by_band += bool(chunks.passed)
         return chunks
 
     def _share_out(self, prompts: Sequence[Request], num_decoding: int) -> Chunks:

@@ -29,4 +29,5 @@ class FirstStep:
         if most is None:
             return None
         self._request_id = request.request_id
+        scheduler.departures.first_steps += 1
         return scheduler.limited(max_tokens=most)

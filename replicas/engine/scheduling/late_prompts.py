@@ -36,11 +36,6 @@ class LatePrompts:
         self._scheduler, self._known, self._clock = scheduler, known, clock
         self._order = LateOrder()
 
-    @property
-    def num_orders(self) -> int:
-        """How often what waits was put in order."""
-        return self._order.num_orders
-
     def renew(self) -> None:
         """Orders what waits, if it is time to. Call it before a step is scheduled."""
         scheduler, order = self._scheduler, self._order
@@ -55,6 +50,7 @@ class LatePrompts:
             for place in places:
                 requests[place.at].arrival_time = place.time_s
         scheduler.order_waiting([requests[place.at] for place in places])
+        scheduler.departures.by_lateness += 1
         order.rest(now_s, self._clock() - now_s)
 
     def _waiting(self, request: Request) -> Waiting:

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from pengserve.replicas.engine.scheduling.block_groups import blocks_of
+from pengserve.replicas.engine.scheduling.departures import Departures
 from pengserve.replicas.engine.scheduling.scheduler_blocks import SchedulerBlocks
 from pengserve.replicas.engine.vllm_seam import (
     EngineCoreEventType,
@@ -42,6 +43,7 @@ class SchedulerHandle(SchedulerBlocks):
 
     def __init__(self, scheduler: Any) -> None:
         super().__init__(scheduler)
+        self.departures = Departures()  # of the rules that stand over it
         self._max_new: int | None = None  # while a step is limited to so many
 
     # Requests --------------------------------------------------------------------------------------------------------

@@ -21,7 +21,6 @@ class ShortPrompts:
         self._scheduler, self._block_size = scheduler, block_size
         self._num_free = scheduler.num_free if num_free is None else num_free
         self._reads_long = False  # a long prompt has begun, or could have in the last step
-        self.num_overtaken_steps = 0  # in which a prompt overtook another
 
     @property
     def is_on(self) -> bool:
@@ -49,7 +48,7 @@ class ShortPrompts:
         plan = self._plan([*running, *holding], new, scheduler.max_step_tokens if budget is None else budget)
         with contextlib.ExitStack() as stack:
             if plan.first:
-                self.num_overtaken_steps += 1
+                scheduler.departures.by_length += 1
                 by_id = {request.request_id: request for request in new}
                 stack.enter_context(scheduler.beginning_first([by_id[request_id] for request_id in plan.first]))
             if plan.max_chunk is not None:

@@ -24,6 +24,7 @@ from pengserve.planners.types.snapshot import (
     Route,
     RoutingTable,
 )
+from pengserve.replicas.engine.scheduling.departures import Departures
 from tests.support.simulated import SimulatedCluster
 
 CAPACITY = KvCapacity(
@@ -105,6 +106,17 @@ def test_a_counter_is_the_sum_over_all_lives_of_a_slot(lives: list[list[int]], s
     counted = sample(metrics, "pengserve_instance_generated_tokens_total", instance_id="0") or 0
     assert counted == sum(map(sum, lives))
     assert sample(metrics, "pengserve_link_lost_total", instance_id="0") == len(lives)
+
+
+def test_departures_from_the_order_of_arrival_are_told_by_rule(metrics: Metrics) -> None:
+    values = ClusterValues(metrics)
+    values.on_link_up(key(0), CAPACITY)
+    for lateness in (3, 5):
+        departures = Departures(by_band=1, by_length=2, by_lateness=lateness, first_steps=4)
+        values.on_batch(key(0), InstanceStats(**departures.named()))
+        values.publish()
+    for rule, expected in (("band", 1), ("length", 2), ("lateness", 5), ("first_step", 4)):
+        assert sample(metrics, "pengserve_instance_departures_total", instance_id="0", rule=rule) == expected
 
 
 def test_the_bubble_share_can_be_told_from_the_counters_of_a_stage(metrics: Metrics) -> None:

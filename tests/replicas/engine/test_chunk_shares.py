@@ -57,7 +57,7 @@ def test_an_urgent_prompt_that_comes_is_read_at_once_and_alone() -> None:
     engine.step()
     engine.add("guest", SHORT, 0)
     assert engine.step() == {"guest": SHORT}, "vLLM would read 128 of the flood's tokens"
-    assert engine.chunks.num_passed_steps == 1
+    assert engine.handle.departures.by_band == 1
     assert engine.step() == {"guest": 1, "flood": STEP_TOKENS // SHORT_STEP}, "short steps: another guest may come"
 
 

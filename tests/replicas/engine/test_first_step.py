@@ -39,6 +39,7 @@ def test_the_first_step_is_short_and_those_after_it_are_whole() -> None:
         engine.add(name, 300)
         assert [engine.step() for _ in range(4)] == [[FIRST], [128], [128], [300 - 256 - FIRST]]
         assert not engine.step()
+    assert engine.handle.departures.named()["total_short_first_steps"] == 2
 
 
 def test_a_prompt_that_fits_into_a_step_is_read_in_one() -> None:

@@ -127,4 +127,4 @@ def test_nothing_is_looked_at_while_no_request_has_an_slo_or_none_waits() -> Non
     engine.step()
     engine.now_s = 100.0
     engine.step()
-    assert engine.num_asked == 0 and engine.lates.num_orders == 0
+    assert engine.num_asked == 0 and engine.handle.departures.by_lateness == 0

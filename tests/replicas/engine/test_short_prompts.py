@@ -65,7 +65,7 @@ def test_its_answer_goes_on_while_the_long_prompt_is_read(policy: str) -> None:
         assert not engine.waiting()
         step = engine.step()
         assert step["short"] == 1
-    assert engine.shorts.num_overtaken_steps == 0, "it began behind the long one"
+    assert engine.handle.departures.by_length == 0, "it began behind the long one"
 
 
 @POLICIES
@@ -76,7 +76,7 @@ def test_prompts_that_wait_begin_before_a_long_one_which_has_the_rest_of_the_ste
     engine.add("a", SHORT)
     engine.add("b", SHORT - 1)
     assert engine.step() == {"a": SHORT, "b": SHORT - 1, "long": STEP_TOKENS - 2 * SHORT + 1}
-    assert engine.waiting() == ["next"] and engine.shorts.num_overtaken_steps == 1
+    assert engine.waiting() == ["next"] and engine.handle.departures.by_length == 1
     assert [engine.handle.request(name).arrival_time for name in ("a", "b")] == [2.0, 3.0]
 
 
