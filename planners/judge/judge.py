@@ -59,7 +59,7 @@ class JudgeHistory:
     def owed_now(self, priced: Sequence[Priced], now_s: float, horizon_s: float) -> dict[What, float]:
         """What each change would have saved since it began to gain without a break, if it had been made then."""
         share = min(MOST_GAP_S, max(0.0, now_s - self.judged_s)) / horizon_s
-        gaining = (p for p in priced if p.gain_s > LEAST_SHARE * p.keep.cost_s)
+        gaining = (p for p in priced if p.gain_s > LEAST_SHARE * p.kept_s)
         return {p.change.what: self.owed.get(p.change.what, 0.0) + share * p.gain_s for p in gaining}
 
     def is_same_look(self, snapshot: ClusterSnapshot) -> bool:
@@ -133,7 +133,7 @@ def pays(priced: Priced, owed: Mapping[What, float], config: JudgeConfig) -> boo
     must gain more still: where many answers run, a little sooner for each of their tokens adds up to much, and users
     judge a service by its tail.
     """
-    least_s = config.least(priced.keep.cost_s)
+    least_s = config.least(priced.kept_s)
     if priced.then.slowest_s > LATER * priced.keep.slowest_s > 0.0:
         return priced.gain_s > DEARER * least_s
     if priced.gain_s > least_s:

@@ -64,11 +64,12 @@ class Priced:
     then: Prediction  # ... and as they would be
     price_s: float  # request-seconds that the switches there and back cost
     gain_s: float  # request-seconds saved, less the price: at expected load, less half of the regret at another load
+    kept_s: float  # request-seconds without the change, at the load that the gain is of
 
     @property
     def why(self) -> str:
         """One sentence for people."""
-        return _told(self.change.why, self)
+        return _told(self.change.why, self, self.kept_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,13 +88,14 @@ class PricedMove:
     @property
     def why(self) -> str:
         """One sentence for people."""
-        return _told(f"about {self.num_requests:.0f} requests go from {self.source} to {self.target}", self)
+        what = f"about {self.num_requests:.0f} requests go from {self.source} to {self.target}"
+        return _told(what, self, self.keep.cost_s)
 
 
-def _told(what: str, priced: Priced | PricedMove) -> str:
+def _told(what: str, priced: Priced | PricedMove, kept_s: float) -> str:
     keep, then = priced.keep, priced.then
     return (
-        f"{what}: {priced.gain_s:.1f} request-seconds saved of {keep.cost_s:.1f},"
+        f"{what}: {priced.gain_s:.1f} request-seconds saved of {kept_s:.1f},"
         f" TTFT {keep.ttft_s:.2f} -> {then.ttft_s:.2f} s, P99 {keep.ttft_p99_s:.2f} -> {then.ttft_p99_s:.2f} s,"
         f" TPOT {keep.tpot_s * 1e3:.1f} -> {then.tpot_s * 1e3:.1f} ms"
     )

@@ -183,7 +183,12 @@ class Pricing:
                 there_s = plan.there_s * sum(self._table.state(row).running for row in before)
                 price_s = there_s + back_s
         # Queues grow with the square of what is too much: what would be gained in the worst case must not decide.
-        expected_s = min(gains[EXPECTED], (gains[FEW] + gains[EXPECTED]) / 2.0)
+        expected_s, kept_s = gains[EXPECTED], float(costs_s[EXPECTED, before].sum())
+        if gains[FEW] < gains[EXPECTED]:
+            expected_s = (gains[FEW] + gains[EXPECTED]) / 2.0
+            # A tensor-parallel group computes less than its members, and must gain as much as if more came.
+            if all(group.kind is not GroupKind.TP for group in plan.change.after):
+                kept_s = (float(costs_s[FEW, before].sum()) + kept_s) / 2.0
         regret_s = max(0.0, -min(gains))
         if self._is_short_of_compute(plan, fates, is_spare):
             expected_s = min(expected_s, 0.0)  # it is not to be taken
@@ -193,6 +198,7 @@ class Pricing:
             then=Prediction.of(fates[EXPECTED], after),
             price_s=price_s,
             gain_s=expected_s - self._config.regret * regret_s,
+            kept_s=kept_s,
         )
 
     def _is_spare(self, plan: _Plan, fates: Sequence[Fate]) -> bool:

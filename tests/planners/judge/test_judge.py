@@ -362,14 +362,15 @@ def test_what_makes_the_slowest_first_tokens_later_must_gain_more(
     change = Change("merge", Group.parse("tp2@(0,1)"), (), (before,), (Group.parse("tp2@(0,1)"),))
     keep = Prediction(cost_s=100.0, ttft_s=0.5, ttft_p99_s=1.0)
     then = Prediction(cost_s=50.0, ttft_s=ttft_s, ttft_p99_s=p99_s)
-    priced = Priced(change=change, keep=keep, then=then, price_s=1.0, gain_s=margins * config.least(keep.cost_s))
+    gain_s = margins * config.least(keep.cost_s)
+    priced = Priced(change=change, keep=keep, then=then, price_s=1.0, gain_s=gain_s, kept_s=keep.cost_s)
     assert pays(priced, {}, config) is expected
 
 
 def test_what_was_seen_to_gain_for_long_is_not_done_where_it_makes_first_tokens_later() -> None:
     change = Change("merge", Group.parse("tp2@(0,1)"), (), (Group.parse("dp@(0)"),), (Group.parse("tp2@(0,1)"),))
     keep, then = Prediction(cost_s=100.0, ttft_p99_s=1.0), Prediction(cost_s=90.0, ttft_p99_s=1.0)
-    priced = Priced(change=change, keep=keep, then=then, price_s=1.0, gain_s=5.0)
+    priced = Priced(change=change, keep=keep, then=then, price_s=1.0, gain_s=5.0, kept_s=keep.cost_s)
     later = replace(priced, then=replace(then, ttft_p99_s=2.0))
     assert [pays(each, {change.what: 50.0}, JudgeConfig()) for each in (priced, later)] == [True, False]
 

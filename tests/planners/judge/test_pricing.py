@@ -72,6 +72,23 @@ def test_a_group_waits_until_more_is_known_only_where_it_could_be_in_the_way(
     assert bool(priced.gain_s > config.least(priced.keep.cost_s)) == expected
 
 
+@pytest.mark.parametrize(("goal", "is_less"), [("pp4@(0..3)", True), ("tp4@(0..3)", False)])
+def test_the_margin_is_of_what_keeping_costs_at_the_load_that_the_gain_is_of(goal: str, is_less: bool) -> None:
+    """A gain that grows with the load counts half as much at few requests; a tensor-parallel group must gain more."""
+    history = JudgeHistory()
+    for seen in served(4, rate=0.05, prompt=8000, running=0):
+        history = history.seen(seen, ready_instances(seen.instances), JudgeConfig())
+    first, *others = seen.instances
+    stats = replace(first.stats, num_waiting=1, queued_tokens=8000)
+    instances = ready_instances((replace(first, stats=stats), *others))
+    costs, traffic = history.watched.costs(instances), history.watched.traffic()
+    pricing = Pricing(seen, instances, traffic, costs, history.switches, JudgeConfig(), 1e10)
+    group = Group.parse(goal)
+    (priced,) = pricing.price([Change("merge", group, (), seen.layout.groups, (group,), is_spare=True)])
+    assert 0.0 < priced.kept_s <= priced.keep.cost_s
+    assert (priced.kept_s < priced.keep.cost_s) == is_less
+
+
 def test_requests_that_hold_kv_run_and_those_that_are_parked_wait() -> None:
     """Two run, three have their KV on its way after a drop, one is parked, and four hold none."""
     *_, seen = served(2, "pp2@(0,1)", rate=2.0, running=2)
