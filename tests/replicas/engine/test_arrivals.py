@@ -34,6 +34,7 @@ def lane() -> Any:
     made._block_hasher, made.group = None, SimpleNamespace(unique_name="pp2@(0,1)")
     made.shape, made.capacity, made._queued, made._work = "pp2", capacity, ((0, 0, 0), 0), StepTotals()
     made.__dict__.update(dict.fromkeys(_TOTALS, 0))
+    made._departures = made._handle.departures
     return made
 
 
