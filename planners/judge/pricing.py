@@ -186,7 +186,7 @@ class Pricing:
         expected_s, kept_s = gains[EXPECTED], float(costs_s[EXPECTED, before].sum())
         if gains[FEW] < gains[EXPECTED]:
             expected_s = (gains[FEW] + gains[EXPECTED]) / 2.0
-            # A tensor-parallel group computes less than its members, and must gain as much as if more came.
+            # Of a tensor-parallel group, which computes less than its members, the margin is of the expected load.
             if all(group.kind is not GroupKind.TP for group in plan.change.after):
                 kept_s = (float(costs_s[FEW, before].sum()) + kept_s) / 2.0
         regret_s = max(0.0, -min(gains))
