@@ -19,6 +19,7 @@ NUM_LONG, NUM_SHORT = 6, 6
 PAUSE_S = 0.03  # until the long ones are there
 ENGINE = {"max_num_batched_tokens": STEP_TOKENS, "max_num_seqs": 16, "enable_prefix_caching": False}
 ENDS_WITHIN_S = 120.0
+HEARTBEATS_S = 1.5  # in which an idle instance tells its statistics
 SHAPES = ("dp", "tp2", "pp2")
 
 
@@ -74,7 +75,10 @@ def test_an_idle_instance_begins_a_long_prompt_with_a_short_step(
         return sum(instance.stats.step for instance in snapshot.instances)
 
     cluster.set_layout(shape)
-    before = steps_of(cluster.snapshot())
+    before = -1
+    while before != (now := steps_of(cluster.snapshot())):  # those of the shape before are told a moment later
+        before = now
+        time.sleep(HEARTBEATS_S)
     prompt = [10 + index % 400 for index in range(15 * STEP_TOKENS)]
     assert not traffic.start(prompt, 1).result(ENDS_WITHIN_S).error
     cluster.wait(lambda snapshot: steps_of(snapshot) - before >= num_steps)
