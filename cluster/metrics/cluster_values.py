@@ -33,19 +33,18 @@ _TOTALS: tuple[tuple[MetricSpec, str], ...] = (
     (catalog.HOST_HITS, "total_host_hits"),
     (catalog.COPY_WAIT_SECONDS, "total_copy_wait_s"),
 )
-_TIER_BYTES: tuple[tuple[str, str, str], ...] = (  # direction, reason, field
-    ("to_device", "stage", "total_staged_bytes"),
-    ("to_device", "bring", "total_brought_bytes"),
-    ("to_host", "evict", "total_evicted_bytes"),
-    ("to_host", "behind", "total_behind_bytes"),
-    ("none", "reuse", "total_reused_bytes"),
+_BY_LABEL: tuple[tuple[MetricSpec, dict[str, str], str], ...] = (  # metric, labels, field
+    (catalog.TIER_BYTES, {"direction": "to_device", "reason": "stage"}, "total_staged_bytes"),
+    (catalog.TIER_BYTES, {"direction": "to_device", "reason": "bring"}, "total_brought_bytes"),
+    (catalog.TIER_BYTES, {"direction": "to_host", "reason": "evict"}, "total_evicted_bytes"),
+    (catalog.TIER_BYTES, {"direction": "to_host", "reason": "behind"}, "total_behind_bytes"),
+    (catalog.TIER_BYTES, {"direction": "none", "reason": "reuse"}, "total_reused_bytes"),
+    (catalog.DEPARTURES, {"rule": "band"}, "total_departures_by_band"),
+    (catalog.DEPARTURES, {"rule": "length"}, "total_departures_by_length"),
+    (catalog.DEPARTURES, {"rule": "lateness"}, "total_departures_by_lateness"),
+    (catalog.DEPARTURES, {"rule": "first_step"}, "total_short_first_steps"),
 )
-_DEPARTURES: tuple[tuple[str, str], ...] = (  # rule, field
-    ("band", "total_departures_by_band"),
-    ("length", "total_departures_by_length"),
-    ("lateness", "total_departures_by_lateness"),
-    ("first_step", "total_short_first_steps"),
-)
+_COUNTERS = (*((spec, dict[str, str](), field) for spec, field in _TOTALS), *_BY_LABEL)
 _TIER_GAUGES: tuple[tuple[MetricSpec, str], ...] = (
     (catalog.DEVICE_BLOCKS, "device_blocks"),
     (catalog.DEVICE_BLOCKS_USED, "device_blocks_used"),
@@ -159,18 +158,10 @@ class ClusterValues:
         for spec, field in _TIER_GAUGES:
             metrics.gauge(spec, instance_id=slot).set(getattr(stats, field))
         before = self._counted.get(key, InstanceStats())
-        for direction, reason, field in _TIER_BYTES:
+        for spec, labels, field in _COUNTERS:
             grown = getattr(stats, field) - getattr(before, field)
             if grown > 0:
-                metrics.counter(catalog.TIER_BYTES, instance_id=slot, direction=direction, reason=reason).inc(grown)
-        for rule, field in _DEPARTURES:
-            grown = getattr(stats, field) - getattr(before, field)
-            if grown > 0:
-                metrics.counter(catalog.DEPARTURES, instance_id=slot, rule=rule).inc(grown)
-        for spec, field in _TOTALS:
-            grown = getattr(stats, field) - getattr(before, field)
-            if grown > 0:
-                metrics.counter(spec, instance_id=slot).inc(grown)
+                metrics.counter(spec, instance_id=slot, **labels).inc(grown)
         self._counted[key] = stats
 
     def _publish_layout(self, snapshot: ClusterSnapshot) -> None:

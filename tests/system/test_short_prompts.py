@@ -75,10 +75,15 @@ def test_an_idle_instance_begins_a_long_prompt_with_a_short_step(
         return sum(instance.stats.step for instance in snapshot.instances)
 
     cluster.set_layout(shape)
-    before = -1
-    while before != (now := steps_of(cluster.snapshot())):  # those of the shape before are told a moment later
-        before = now
+    readings = [-1]
+
+    def stands_still(snapshot: ClusterSnapshot) -> bool:  # steps of the shape before are told a moment later
         time.sleep(HEARTBEATS_S)
+        readings.append(steps_of(snapshot))
+        return readings[-1] == readings[-2]
+
+    cluster.wait(stands_still)
+    before = readings[-1]
     prompt = [10 + index % 400 for index in range(15 * STEP_TOKENS)]
     assert not traffic.start(prompt, 1).result(ENDS_WITHIN_S).error
     cluster.wait(lambda snapshot: steps_of(snapshot) - before >= num_steps)

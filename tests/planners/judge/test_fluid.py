@@ -141,7 +141,7 @@ def test_a_drop_helps_where_memory_is_short_and_not_where_compute_is() -> None:
 @settings(max_examples=examples(100))
 @given(st.lists(st.fixed_dictionaries(LOADS), min_size=2, max_size=4))
 def test_what_is_predicted_of_a_row_does_not_depend_on_what_else_is_priced(loads: list[dict[str, float]]) -> None:
-    """With it a decision would change with options that nobody takes."""
+    """Else options that are not taken would change a decision."""
     for load in loads:
         load["held_tokens"] = min(load["kv_tokens"], load["running"] * load["prompt_tokens"])
         load["waiting_tokens"] = load["waiting"] * load["prompt_tokens"]
