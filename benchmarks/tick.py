@@ -85,11 +85,13 @@ class TickPort:
     """`ReplicaPort` over answers that were made before; whatever is asked of an instance, it has done."""
 
     def __init__(self) -> None:
-        self.answers: dict[InstanceKey, InstanceSnapshot] = {}
+        self.answers: dict[InstanceKey, InstanceSnapshot] = {}  # as they come off a wire
+        self._instances: dict[InstanceKey, InstanceSnapshot] = {}  # what each knows of itself
         self._revisions: defaultdict[InstanceKey, Revisions] = defaultdict(Revisions)
 
     def _answer(self, answer: InstanceSnapshot) -> None:
-        """Lets an instance answer so from now on, as off a wire."""
+        """Lets an instance answer so from now on."""
+        self._instances[answer.key] = answer
         self.answers[answer.key] = pickle.loads(pickle.dumps(self._revisions[answer.key].numbered(answer)))
 
     async def create(self, key: InstanceKey) -> None:
@@ -109,7 +111,7 @@ class TickPort:
 
     async def connect(self, key: InstanceKey, directory: PeerDirectory) -> None:
         names = tuple(spec.name for spec in directory.groups if key in spec.members)
-        self._answer(replace(self.answers[key], groups_ready=names))
+        self._answer(replace(self._instances[key], groups_ready=names))
 
     async def prepare(self, key: InstanceKey, plan: SwitchPlan) -> None:
         pass
@@ -118,7 +120,7 @@ class TickPort:
         epoch = Epoch(plan.epoch + 1)
         for member in plan.members:
             lane = str(plan.group) if plan.is_merge else "dp"
-            self._answer(replace(self.answers[member], lane=lane, epoch=epoch))
+            self._answer(replace(self._instances[member], lane=lane, epoch=epoch))
         return SwitchReport(plan_id=plan.plan_id, epoch=epoch)
 
     async def order(self, key: InstanceKey, orders: Sequence[Migrate]) -> None:
@@ -128,6 +130,7 @@ class TickPort:
         pass
 
     async def kill(self, key: InstanceKey) -> None:
+        self._instances.pop(key, None)
         self.answers.pop(key, None)
 
     async def discover(self) -> Discovery:
@@ -135,7 +138,7 @@ class TickPort:
 
     def load(self, name: str, source: random.Random) -> None:
         """Gives each instance another load, and an answer of new objects."""
-        for answer in list(self.answers.values()):
+        for answer in list(self._instances.values()):
             self._answer(replace(answer, stats=_stats(answer, name, source)))
 
 

@@ -19,7 +19,7 @@ from pengserve.controller.slots import Slot
 from pengserve.planners.columns import group_table
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.ids import Epoch, InstanceId
-from pengserve.planners.types.layout import Group, Layout, alone
+from pengserve.planners.types.layout import Group, GroupKind, Layout, alone
 from pengserve.planners.types.plans import SwitchPlan
 
 _SHOWN_GROUPS = 16
@@ -32,7 +32,8 @@ def follow(layout: Layout, slots: Sequence[Slot], busy: Collection[InstanceId] =
 
     `busy` are the members of switches under way.
     """
-    wide = [group for group in layout.groups if len(group.members) > 1]
+    of_kind = group_table(layout.groups).of_kind
+    wide = [*of_kind[GroupKind.TP], *of_kind[GroupKind.PP]]
     broken = {group: why for group in wide if (why := _break(group, slots, busy))}
     claimed = _claimed(wide, slots, busy)
     told = [slot.snapshot.epoch for slot in slots if slot.snapshot is not None and slot.key.instance_id not in busy]
@@ -99,14 +100,11 @@ def _break(group: Group, slots: Sequence[Slot], busy: Collection[InstanceId]) ->
 
 def _claimed(wide: Sequence[Group], slots: Sequence[Slot], busy: Collection[InstanceId]) -> list[Group]:
     """Tp and pp groups that are not in `wide`, those of the layout, and that all their members say they run."""
-    members_of: dict[str, set[InstanceId]] = {}
-    for slot in [slot for slot in slots if slot.lane not in _ALONE]:
+    known, members_of = {*_ALONE, *map(str, wide)}, dict[str, set[InstanceId]]()
+    for slot in [slot for slot in slots if slot.lane not in known]:
         if not slot.lane.startswith("dp") and slot.key.instance_id not in busy:
             members_of.setdefault(slot.lane, set()).add(slot.key.instance_id)
-    if not members_of:
-        return []
-    known = {str(group) for group in wide}
-    groups = [group for lane in members_of if lane not in known and (group := _parse(lane)) is not None]
+    groups = [group for lane in members_of if (group := _parse(lane)) is not None]
     return [group for group in groups if set(group.members) == members_of[str(group)]]
 
 

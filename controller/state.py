@@ -124,8 +124,8 @@ def observe(state: ClusterState, seen: Sequence[tuple[InstanceKey, Observation]]
                 strays = (*strays, key)
         elif slot is not None:
             if isinstance(observation, InstanceSnapshot):
-                if observation.stats.hang:
-                    observation = Gone(observation.stats.hang)
+                if observation.stats.step_age_s and (hang := observation.stats.hang):
+                    observation = Gone(hang)
                 elif slot.alive and (key is slot.key or key == slot.key):
                     answers[at], seen_s[at] = observation, now_s
                     if lives.says_the_same(slot, observation):
@@ -343,7 +343,7 @@ def snapshot(state: ClusterState, *, time_s: float, started_s: float, now_s: flo
         app=state.config.app,
         time_s=time_s,
         layout=state.layout,
-        instances=_shown(state),
+        instances=_shown(state.slots, state.answers),
         routing_version=state.routing.version,
         controller_started_s=started_s,
         ranks=state.wiring.topology.ranks or wirings.ranks_of(state.slots),
@@ -354,9 +354,9 @@ def snapshot(state: ClusterState, *, time_s: float, started_s: float, now_s: flo
 
 
 @Kept
-def _shown(state: ClusterState) -> tuple[InstanceSnapshot, ...]:
-    """All slots as planners see them; a tick that begins several switches looks several times at one state."""
-    return tuple(map(lives.shown, state.slots, state.answers))
+def _shown(slots: tuple[Slot, ...], answers: tuple[InstanceSnapshot | None, ...]) -> tuple[InstanceSnapshot, ...]:
+    """All slots as planners see them; a tick that begins several switches looks at them several times."""
+    return tuple(map(lives.shown, slots, answers))
 
 
 def what(plan: SwitchPlan) -> str:

@@ -1,6 +1,8 @@
 """What must hold before anything acts on a plan. Each violation is a sentence; no violation is an empty tuple."""
 
-from pengserve.planners.columns import group_table
+from collections.abc import Mapping
+
+from pengserve.planners.columns import group_table, ready_instances
 from pengserve.planners.load import fits_alone, formable_groups, lane_capacity
 from pengserve.planners.stages import nests
 from pengserve.planners.types.ids import InstanceId, InstanceKey
@@ -8,6 +10,7 @@ from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot, InstanceState
 
+ById = Mapping[InstanceId, InstanceSnapshot]
 _END = {GroupKind.TP: "split", GroupKind.PP: "restore"}  # what must happen before its members are alone
 
 
@@ -24,7 +27,10 @@ def check_switch(plan: SwitchPlan, snapshot: ClusterSnapshot) -> tuple[str, ...]
     if plan.epoch != snapshot.epoch:
         found.append(f"the plan is for epoch {plan.epoch}, the layout is at {snapshot.epoch}: plan again")
     members = plan.group.members
-    by_id = {i.key.instance_id: i for i in snapshot.instances if i.key.instance_id in members}
+    ready = ready_instances(snapshot.instances)
+    by_id: ById = ready
+    if not all(member in ready for member in members):
+        by_id = {i.key.instance_id: i for i in snapshot.instances}
     for key in plan.members:
         found += _check_member(key, by_id.get(key.instance_id))
     if len(set(plan.members)) != len(plan.members):
@@ -45,7 +51,7 @@ def _check_member(key: InstanceKey, instance: InstanceSnapshot | None) -> list[s
     return []
 
 
-def _check_merge(plan: SwitchPlan, snapshot: ClusterSnapshot, by_id: dict[InstanceId, InstanceSnapshot]) -> list[str]:
+def _check_merge(plan: SwitchPlan, snapshot: ClusterSnapshot, by_id: ById) -> list[str]:
     found: list[str] = []
     if plan.group not in formable_groups(snapshot.groups):
         found.append(f"{plan.group} cannot be formed now: its communicators are not ready")
@@ -72,7 +78,7 @@ def _check_parts(plan: SwitchPlan) -> list[str]:
     return [f"{' '.join(map(str, plan.parts))} do not nest in {plan.group}: each must be a half of it, or of a half"]
 
 
-def _check_split(plan: SwitchPlan, snapshot: ClusterSnapshot, by_id: dict[InstanceId, InstanceSnapshot]) -> list[str]:
+def _check_split(plan: SwitchPlan, snapshot: ClusterSnapshot, by_id: ById) -> list[str]:
     if plan.group not in snapshot.layout.groups:
         return [f"{plan.group} is not in the layout"]
     leader = by_id.get(plan.group.leader)

@@ -5,39 +5,46 @@ What follows from a layout alone is made once for each layout, since it stays th
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from itertools import chain
-from operator import attrgetter, eq, itemgetter
-from typing import Generic, TypeVar, cast
+from operator import attrgetter, eq, is_, itemgetter
+from typing import Generic, TypeVar, TypeVarTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.snapshot import InstanceSnapshot, InstanceState, KvCapacity, LaneInfo
+from pengserve.planners.types.snapshot import (
+    NUMBERS,
+    PACKED_WIDTH,
+    InstanceSnapshot,
+    InstanceState,
+    KvCapacity,
+    LaneInfo,
+)
 
 Ints = NDArray[np.int64]
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
-S = TypeVar("S")
+S = TypeVarTuple("S")
 V = TypeVar("V")
 N = TypeVar("N", bound=tuple[object, ...])
 A = TypeVar("A", np.int64, np.float64, np.bool_)
 
 
-class Kept(Generic[S, V]):
-    """A function of an immutable value that keeps its newest answer, for as long as it is asked of the same object."""
+class Kept(Generic[*S, V]):
+    """A function of immutable values that keeps its newest answer, for as long as it is asked of the same objects."""
 
-    def __init__(self, make: Callable[[S], V]) -> None:
+    def __init__(self, make: Callable[[*S], V]) -> None:
         self._make = make
-        self._newest: tuple[S, V] | None = None
+        self._newest: tuple[tuple[*S], V] | None = None
 
-    def __call__(self, source: S) -> V:
+    def __call__(self, *sources: *S) -> V:
         newest = self._newest
-        if newest is None or newest[0] is not source:
-            newest = self._newest = source, self._make(source)
+        if newest is None or not all(map(is_, newest[0], sources)):
+            newest = self._newest = sources, self._make(*sources)
         return newest[1]
 
 
@@ -130,7 +137,7 @@ def whole_groups(groups: tuple[Group, ...], instances: Mapping[InstanceId, Insta
 class ReadyInstances(dict[InstanceId, InstanceSnapshot]):
     """The READY instances of one look, and their numbers in columns by instance id: 0 for an id that is not READY.
 
-    A column is made when the first planner asks for it; the others of the same look find it.
+    They are made when the first planner asks for one; the others of the same look find them.
     """
 
     def __init__(self, instances: tuple[InstanceSnapshot, ...]) -> None:
@@ -140,30 +147,45 @@ class ReadyInstances(dict[InstanceId, InstanceSnapshot]):
         self.ids = ints(self)
         self.size = max(self if len(known) == len(instances) else map(_ID, instances), default=-1) + 1
         self._stats = list(map(_STATS, known))
+        self._numbers: Ints | None = None  # of all stats, `[number, one of ids]`
+        self._columns: dict[str, Ints] = {}  # of these by instance id, that were asked for
         lanes = list(map(_LANES, known))
         self._common_lanes: tuple[LaneInfo, ...] = ()  # where all have the same, as in most clusters
         if lanes and lanes.count(lanes[0]) == len(lanes):
             self._common_lanes = lanes[0]
-        self._columns: dict[str, Ints] = {}
         self._lanes: dict[str, LaneColumns] = {}
         self._runs: tuple[GroupTable, Bools] | None = None
 
     def stat(self, name: str) -> Ints:
         """The whole numbers that their stats have by that name."""
         if name not in self._columns:
-            self._columns[name] = spread(self.ids, column(self._stats, name), self.size)
+            self._columns[name] = spread(self.ids, self._packed()[_PLACE_OF[name]], self.size)
         return self._columns[name]
 
-    def stats(self, names: Sequence[str]) -> dict[str, Ints]:
-        """Several of these, which are read instance by instance: what one has answered lies together in memory."""
-        missing = [name for name in names if name not in self._columns]
-        if len(missing) > 1:
-            values = chain.from_iterable(map(attrgetter(*missing), self._stats))
-            found = np.fromiter(values, dtype=np.int64, count=len(missing) * len(self._stats))
-            table = np.zeros((len(missing), self.size), dtype=np.int64)
-            table[:, self.ids] = found.reshape(-1, len(missing)).T
-            self._columns.update(zip(missing, table, strict=True))
-        return {name: self.stat(name) for name in names}
+    def stats(self, names: Sequence[str]) -> Ints:
+        """The whole numbers that their stats have by these names, `[name, one of ids]`."""
+        return self._packed()[[_PLACE_OF[name] for name in names]]
+
+    def _packed(self) -> Ints:
+        if self._numbers is None:
+            found = np.frombuffer(b"".join(map(_PACKED, self._stats)), dtype=np.int64)
+            self._numbers = found.reshape(-1, PACKED_WIDTH)[:, : len(NUMBERS)].T
+        return self._numbers
+
+    @cached_property
+    def run(self) -> list[str]:
+        """The shape that each of `ids` says it runs."""
+        return list(map(_SHAPE_OF_STATS, self._stats))
+
+    @cached_property
+    def shapes(self) -> list[str]:
+        """By instance id, the shape that each says it runs; empty for an id that is not READY."""
+        if len(self) == self.size and (self.ids[:-1] < self.ids[1:]).all():
+            return self.run
+        found = [""] * self.size
+        for at, shape in zip(self, self.run, strict=True):
+            found[at] = shape
+        return found
 
     def lanes(self, shape: str) -> "LaneColumns":
         """What they can hold in `shape`."""
@@ -178,7 +200,7 @@ class ReadyInstances(dict[InstanceId, InstanceSnapshot]):
     def runs(self, table: GroupTable) -> Bools:
         """Whether the leader of each of `table`'s groups says that it runs the group's shape."""
         if self._runs is None or self._runs[0] is not table:
-            said = map(_RUN_SHAPE, map(self.__getitem__, table.leaders))
+            said = map(self.shapes.__getitem__, table.leaders)
             self._runs = table, np.fromiter(map(eq, said, table.shapes), dtype=np.bool_, count=len(table.leaders))
         return self._runs[1]
 
@@ -258,5 +280,6 @@ def capacities(instances: Sequence[InstanceSnapshot], shape: str) -> list[KvCapa
 
 
 _LANES, _SHAPE, _CAPACITY = attrgetter("lanes"), attrgetter("shape"), attrgetter("capacity")
-_MEMBERS, _STATS, _RUN_SHAPE = attrgetter("members"), attrgetter("stats"), attrgetter("stats.shape")
+_PACKED, _PLACE_OF = attrgetter("packed"), {name: place for place, name in enumerate(NUMBERS)}
+_MEMBERS, _STATS, _SHAPE_OF_STATS = attrgetter("members"), attrgetter("stats"), attrgetter("shape")
 _ID = attrgetter("key.instance_id")

@@ -9,6 +9,7 @@ from pengserve.planners.drop import Verdict, plan_drop
 from pengserve.planners.judge.changes import Change, drop_changes, pp_changes, restore_changes, tp_changes
 from pengserve.planners.judge.judge import JudgeHistory, Judgement, judge
 from pengserve.planners.judge.prediction import Priced
+from pengserve.planners.judge.urgency import Urgency
 from pengserve.planners.merge import LoadHistory, Proposal, propose
 from pengserve.planners.overload import DemandHistory, MemoryDemand, predict_demand
 from pengserve.planners.steps import make_plan, next_step
@@ -44,13 +45,13 @@ Found = tuple[SwitchPlan | None, Memory, Decision]
 def decide_by_gain(snapshot: ClusterSnapshot, instances: ReadyInstances, configs: Configs, memory: Memory) -> Found:
     """The next switch or None, what to remember, and why; with the outcomes of earlier decisions."""
     plan, memory, decision = _decide(snapshot, instances, configs, memory)
+    memory = replace(memory, judge=memory.judge.settled())
     return plan, memory, replace(decision, outcomes=memory.judge.outcomes)
 
 
 def _decide(snapshot: ClusterSnapshot, instances: ReadyInstances, configs: Configs, memory: Memory) -> Found:
-    degrees = {group.degree for group in snapshot.groups if group.kind is GroupKind.TP} if snapshot.demands else ()
-    slow = memory.judge.slow_degrees(instances, degrees) if degrees else frozenset[int]()
-    proposal = propose(snapshot, configs.merge, memory.load, is_judged=True, slow_degrees=slow)
+    urgency = Urgency(snapshot, instances, configs.judge, configs.drop, memory.judge)
+    proposal = propose(snapshot, configs.merge, memory.load, is_judged=True, urgency=urgency)
     demand, demand_history = predict_demand(snapshot, configs.drop, memory.demand)
     memory = replace(memory, load=proposal.history, demand=demand_history)
     if proposal.plan is not None:  # wishes come one after another, as each changes what the next should be

@@ -136,7 +136,8 @@ class ClusterView:
 
     def num_paused(self, group: Group) -> int:
         """Requests that wait in lanes of `group`'s members while others run."""
-        return sum(self.instances[m].stats.num_paused for m in group.members if m in self.instances)
+        num_paused = self.instances.stat("num_paused")
+        return sum(int(num_paused[m]) for m in group.members if m < self.instances.size)
 
 
 def part_capacity(instances: Mapping[InstanceId, InstanceSnapshot], part: Group) -> KvCapacity | None:

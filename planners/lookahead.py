@@ -11,7 +11,7 @@ in order. A range is cut where its two sides, priced *after* the cut, cost what 
 """
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from math import ceil
@@ -124,6 +124,15 @@ def next_budget(
         target_s = min(target_s, max(CLIMB * max(flight_s), FLOOR * model.load_s))
     stop = line.stop if ready_s <= (1.0 + REST) * target_s else line.reach(target_s)
     return {part.request_id: part.num_tokens for part in line.work(0, min(stop, line.fill(0, limits)))}
+
+
+def chunks_within(work: Iterable[Work], budget: Mapping[str, int]) -> list[Chunk]:
+    """What `budget` has of `work`, as a cost model prices it."""
+    return [
+        Chunk(prefix_tokens=item.prefix_tokens, num_tokens=budget[item.request_id])
+        for item in work
+        if item.request_id in budget
+    ]
 
 
 def next_by_tokens(ready: Sequence[Work], model: CostModel, limits: MicrobatchLimits) -> Mapping[str, int]:

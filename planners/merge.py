@@ -8,16 +8,17 @@ What keeps the layout from flapping:
 
     reason        merges                                        splits
     long context  at once                                       when no such request runs or is on its way
-    priority      at once                                       `min_dwell_s` after the last such request
+    priority      at once, if `urgency` allows the group        `min_dwell_s` after the last such request
     load          low for `quiet_s`, and `min_dwell_s` after    above `split_above` after `min_dwell_s`;
                   the last split for load                       at once where requests queue
 
 So a burst never waits for a dwell, and load changes the layout back and forth at most once in `min_dwell_s`.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from heapq import nsmallest
 
 import numpy as np
 
@@ -31,9 +32,11 @@ from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot
 from pengserve.planners.types.strategy import SwitchStrategy
+from pengserve.planners.urgency import ANY_GROUP, Urgency
 
 YOUNG_S = 1.0  # a new group is not split: what it was made for is still on its way
 ON_THE_WAY_S = 2.0  # ... of a group for a long request: that waited at an ingress, and must show up
+MOST = 3  # groups that stand, of which one is to serve urgent requests
 QUEUE_S = 0.3  # a queue that stands for so long is one; a shorter one is an arrival between two steps
 
 
@@ -89,7 +92,7 @@ class Look:
     config: MergeConfig
     history: LoadHistory
     claimed: dict[InstanceId, Group]
-    slow_degrees: Collection[int] = ()  # groups that have tokens later than an instance alone: not for urgent requests
+    urgency: Urgency
 
     @property
     def now_s(self) -> float:
@@ -104,6 +107,14 @@ class Look:
 
     def age_s(self, group: Group) -> float:
         return self.now_s - self.history.running_groups[group].since_s
+
+    def useful_degrees(self, groups: Iterable[Group]) -> set[int]:
+        """Those of `groups` that are of use to urgent requests."""
+        return {degree for degree in {group.degree for group in groups} if not self.urgency.is_slow(degree)}
+
+    def harmful(self, groups: Sequence[Group]) -> frozenset[Group]:
+        """Those that urgent requests leave alone, because they cost others too much."""
+        return self.urgency.harmful(self.view, groups)
 
     def may_split(self, group: Group) -> bool:
         return self.age_s(group) >= YOUNG_S and can_split(self.view, group)
@@ -130,7 +141,7 @@ def propose(
     history: LoadHistory,
     *,
     is_judged: bool = False,
-    slow_degrees: Collection[int] = (),
+    urgency: Urgency = ANY_GROUP,
 ) -> Proposal:
     """The next merge or split, for a caller that may choose another switch.
 
@@ -139,7 +150,7 @@ def propose(
 
     Args:
         is_judged: merges and splits for load are the judge's: only what requests need is proposed.
-        slow_degrees: of groups that were measured to be slower than an instance alone: none is formed for urgency.
+        urgency: which groups urgent requests get.
     """
     if not snapshot.policy.is_auto:
         return Proposal(history=history, followed=history)
@@ -149,7 +160,7 @@ def propose(
     lasting_queues = (i for i, since_s in queues.items() if snapshot.time_s - since_s >= QUEUE_S)
     view = ClusterView.of(snapshot, config.busy_requests, lasting_queues)
     history = _observe(view, config, replace(history, queue_since_s=queues, seen_s=snapshot.time_s), is_judged)
-    look = Look(view=view, config=config, history=history, claimed=snapshot.claims, slow_degrees=slow_degrees)
+    look = Look(view=view, config=config, history=history, claimed=snapshot.claims, urgency=urgency)
     step = _for_long_context(look) or _for_wishes(look)
     if step is None:
         step = _resume_paused(look) if is_judged else _for_load(look)
@@ -273,30 +284,33 @@ def _for_wishes(look: Look) -> _Step | None:
     # Groups that run come first: two wishes that exclude each other must not take turns.
     unmet = [degree for degree in wanted_degrees if not _claim_running(look, {degree})]
     is_any_tp_wanted = look.history.priority_s is not None and not any(degree > 1 for degree in wanted_degrees)
-    if is_any_tp_wanted and not _claim_running(
-        look, {g.degree for g in look.tp_groups()}.difference(look.slow_degrees)
-    ):
+    if is_any_tp_wanted and not _claim_running(look, look.useful_degrees(look.tp_groups()), is_urgency=True):
         unmet += _priority_degrees(look)
     for degree in unmet:
-        step = _dp_for_wish(look) if degree == 1 else _tp_for_wish(look, degree)
+        step = _dp_for_wish(look) if degree == 1 else _tp_for_wish(look, degree, is_urgency=is_any_tp_wanted)
         if step is not None:
             return step
     return None
 
 
-def _claim_running(look: Look, degrees: set[int]) -> bool:
+def _claim_running(look: Look, degrees: set[int], *, is_urgency: bool = False) -> bool:
     """Claims a group of the layout for wishes; the widest, and rather one that stands for a wish.
 
-    One that keeps paused requests waiting for long comes last, so that it can end where another serves as well.
+    One that keeps paused requests waiting for long comes last, so that it can end where another serves as well. Only
+    the first few of many are asked for what they cost others.
     """
     running_groups = look.history.running_groups
     able = [g for g in look.view.groups() if g.tensor_degree in degrees and not _is_needed_by_all(look, g)]
-    if not able:
-        return False
     for_others = [g.kind is GroupKind.TP and running_groups[g].reason is not Reason.PRIORITY for g in able]
     holds_up = [_holds_up(look, g) for g in able]
     ranked = zip(holds_up, for_others, able, strict=True)
-    *_, found = min(ranked, key=lambda row: (row[0], row[1], -row[2].tensor_degree, row[2].degree, row[2].members))
+    first = nsmallest(
+        MOST, ranked, key=lambda row: (row[0], row[1], -row[2].tensor_degree, row[2].degree, row[2].members)
+    )
+    left = look.harmful([group for *_, group in first]) if is_urgency else ()
+    found = next((group for *_, group in first if group not in left), None)
+    if found is None:
+        return False
     if found.kind is not GroupKind.PP:  # one that is restored serves a wish for dp all the more
         look.claim(found)
     return True
@@ -321,8 +335,7 @@ def _is_needed_by_all(look: Look, group: Group) -> bool:
 
 def _priority_degrees(look: Look) -> list[int]:
     """The degree of a group for urgent requests: the widest that leaves half of the instances, else the narrowest."""
-    possible = {g.degree for g in look.view.tp_groups if g.degree <= look.config.max_degree}
-    degrees = sorted(possible.difference(look.slow_degrees))
+    degrees = sorted(look.useful_degrees(g for g in look.view.tp_groups if g.degree <= look.config.max_degree))
     halves = [d for d in degrees if 2 * d <= len(look.view.instances)]
     return halves[-1:] or degrees[:1]
 
@@ -336,13 +349,15 @@ def _dp_for_wish(look: Look) -> _Step | None:
     return _Step(group=group, is_merge=False, reason=Reason.PRIORITY, why=why, strategy=look.config.priority_strategy)
 
 
-def _tp_for_wish(look: Look, degree: int) -> _Step | None:
+def _tp_for_wish(look: Look, degree: int, *, is_urgency: bool) -> _Step | None:
     able = [
         g for g in look.view.tp_groups if g.degree == degree and _is_possible(look, g) and not _starves_others(look, g)
     ]
     if not able:
         return None
     goal = min(able, key=lambda g: _cost(look, g))
+    if is_urgency and look.harmful([goal]):
+        return None
     strategy = look.config.priority_strategy
     if goal.degree >= len(look.view.instances) and _num_requests(look) > 0:
         strategy = SwitchStrategy.CARRY  # no other instance can serve paused requests: all must go on

@@ -21,10 +21,13 @@ class _Alone:
     kv_share: Floats
 
 
-def projected_loads(view: ClusterView, max_degree: int, below: float) -> Iterator[tuple[Group, float, bool]]:
+def projected_loads(
+    view: ClusterView, max_degree: int, below: float, most: int | None = None
+) -> Iterator[tuple[Group, float, bool]]:
     """Tp groups of at most `max_degree` that could be built of groups of the layout: load, and whether it is known.
 
-    Those whose load is known, and not `below` that, are left out.
+    Those whose load is known, and not `below` that, are left out. Of those of instances that are alone only so many of
+    each degree need be there as `most` says, the idlest; with others that are as idle.
     """
     buckets = [
         (groups, members) for groups, members in _by_degree(view.tp_groups) if 1 < groups[0].degree <= max_degree
@@ -34,7 +37,7 @@ def projected_loads(view: ClusterView, max_degree: int, below: float) -> Iterato
     for groups, members in buckets:
         is_alone: Bools = np.asarray(alone.is_alone[members].all(axis=1))
         at = np.flatnonzero(is_alone)
-        yield from _of_instances(view, alone, groups, members[at], at, below)
+        yield from _of_instances(view, alone, groups, members[at], at, below, most)
         for i in np.flatnonzero(~(is_alone | is_bound[members].any(axis=1))).tolist():
             load = view.projected(groups[i])
             if load is not None and (load.load < below or not load.is_known):
@@ -42,7 +45,7 @@ def projected_loads(view: ClusterView, max_degree: int, below: float) -> Iterato
 
 
 def _of_instances(
-    view: ClusterView, alone: _Alone, groups: list[Group], members: Ints, at: Ints, below: float
+    view: ClusterView, alone: _Alone, groups: list[Group], members: Ints, at: Ints, below: float, most: int | None
 ) -> Iterator[tuple[Group, float, bool]]:
     """Of `groups` those at these positions, whose `members` are all alone."""
     degree = members.shape[1]
@@ -55,6 +58,9 @@ def _of_instances(
     load = np.where(alone.is_queue[members].any(axis=1), np.maximum(load, OVERLOAD), load)
     is_known: Bools = np.asarray(alone.is_known[members].all(axis=1))
     shown = np.flatnonzero(lanes.exists[first] & ((load < below) | ~is_known))
+    if most is not None and len(shown) > most:
+        known_load = np.where(is_known[shown], load[shown], np.inf)
+        shown = shown[known_load <= np.partition(known_load, most - 1)[most - 1]]
     for i, value, known in zip(at[shown].tolist(), load[shown].tolist(), is_known[shown].tolist(), strict=True):
         yield groups[i], value, known
 

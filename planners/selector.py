@@ -71,7 +71,7 @@ def select(
     """
     if not snapshot.policy.is_auto:
         # The judge watches all the same: it must know the load when the layout is released.
-        watched = history.judge.seen(snapshot, ready_instances(snapshot.instances), judge_config)
+        watched = history.judge.seen(snapshot, ready_instances(snapshot.instances), judge_config).settled()
         return _towards_target(snapshot, drop, replace(history, judge=watched), strategy)
     configs = Configs(merge=merge, drop=drop, judge=judge_config)
     if history.judge.is_same_look(snapshot):
@@ -85,7 +85,7 @@ def select(
         plan, memory, decision = decide_by_gain(snapshot, instances, configs, memory)
         history = replace(history, load=memory.load, demand=memory.demand, judge=memory.judge)
         return plan, history, decision
-    return _by_rules(snapshot, merge, drop, history)
+    return _by_rules(snapshot, merge, drop, replace(history, judge=judged.settled()))
 
 
 def _by_rules(

@@ -461,7 +461,7 @@ SWITCH_PHASE_SECONDS = _histogram(
     _SHAPE,
     "seconds",
     "Parts of a switch: `prepare` (all members agree), `drain` (running requests end; sequential and soft), `meet` "
-    "(all members reach a step boundary; the leader goes on stepping), `cutover` (nothing steps).",
+    "(all members reach a step boundary; the leader goes on in short steps), `cutover` (nothing steps).",
     "phase",
     buckets=_SWITCH_BUCKETS_S,
 )

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 from heapq import nsmallest
+from itertools import islice
 from math import inf
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.strategy import SwitchStrategy
 
 MOST = 5  # of each kind and degree, after a cheap filter: a thousand instances could do hundreds of things
+# ... of those that only make use of spare compute, among more than so many instances: the idlest of many are alike.
+MANY, MOST_OF_MANY = 128, 3
 
 
 class Change(NamedTuple):
@@ -60,25 +63,30 @@ def tp_changes(
     ends = [g for g in full if is_free(g) and may_split(g)][:MOST]
     for group in ends:
         yield Change("split", group, (), (group,), alone(group.members), f"{group} computes as its members alone")
+    most_spare = _most_spare(view)
     is_hard = config.load_strategy == SwitchStrategy.HARD  # it would pause what runs for as long as the group stands
     by_degree: dict[int, list[tuple[float, Group]]] = {}
     profiled = _profiled(view)
     most = (inf if profiled else OVERLOAD) if config.merge_below > 0 else 0.0  # 0: people want no merge for load
-    for group, load, is_known in projected_loads(view, config.max_degree, most):
+    for group, load, is_known in projected_loads(view, config.max_degree, most, 2 * most_spare):
         if is_known and group not in standing and (load < OVERLOAD or group.shape in profiled):
             by_degree.setdefault(group.degree, []).append((load, group))
     for found in by_degree.values():
         count = 0
-        for load, goal in nsmallest(2 * MOST, found, key=lambda pair: (pair[0], pair[1].members)):
+        for load, goal in nsmallest(2 * most_spare, found, key=lambda pair: (pair[0], pair[1].members)):
             step = next_step(view, goal, may_split) if is_free(goal) else None
             if step is None or (is_hard and load > 0):
                 continue
             group, is_merge = step
             why, before = f"{goal} computes each layer together", view.groups_over(goal.members)
-            yield Change("merge" if is_merge else "split", group, (), before, _with_rest(goal, before), why, True)
+            yield Change("merge" if is_merge else "split", group, (), before, with_rest(goal, before), why, True)
             count += 1
-            if count == MOST:
+            if count == most_spare:
                 break
+
+
+def _most_spare(view: ClusterView) -> int:
+    return MOST if len(view.instances) <= MANY else MOST_OF_MANY
 
 
 def _profiled(view: ClusterView) -> frozenset[str]:
@@ -105,11 +113,12 @@ def pp_changes(
     is_free[view.instances.ids] = True
     is_free[list(claimed)] = False
     groups, buckets = pipeline_buckets(view.snapshot.groups)
+    most_spare = _most_spare(view)
     for bucket in buckets:
         if bucket.members.shape[1] > config.max_stages:
             continue
         able = np.flatnonzero(is_free[bucket.members].all(axis=1))
-        fullest = able[np.argsort(-requests[bucket.members[able]].sum(axis=1), kind="stable")[: 2 * MOST]]
+        fullest = able[np.argsort(-requests[bucket.members[able]].sum(axis=1), kind="stable")[: 2 * most_spare]]
         count = 0
         for goal in (groups[bucket.start + at] for at in fullest.tolist()):
             step = next_step(view, goal, may_split) if goal not in planned else None
@@ -117,13 +126,13 @@ def pp_changes(
                 group, is_merge = step
                 why = f"the stages of {goal} read prompts side by side, and share their memory"
                 before = view.groups_over(goal.members)
-                yield Change("drop" if is_merge else "split", group, (), before, _with_rest(goal, before), why, True)
+                yield Change("drop" if is_merge else "split", group, (), before, with_rest(goal, before), why, True)
                 count += 1
-            if count == MOST:
+            if count == most_spare:
                 break
 
 
-def _with_rest(goal: Group, before: Collection[Group]) -> tuple[Group, ...]:
+def with_rest(goal: Group, before: Collection[Group]) -> tuple[Group, ...]:
     """What becomes of the groups that end for `goal`: their members that it has no need of are alone."""
     rest = [member for group in before for member in group.members if member not in goal.members]
     return (goal, *alone(rest))
@@ -134,7 +143,7 @@ def drop_changes(demand: MemoryDemand, verdict: Verdict) -> Iterator[Change]:
     for pipeline in verdict.plan.pipelines[:MOST] if verdict.plan is not None else ():
         group = pipeline.group
         before = tuple(dict.fromkeys(demand.by_member[m].group for m in group.members))
-        yield Change("drop", group, (), before, _with_rest(group, before), pipeline.why)
+        yield Change("drop", group, (), before, with_rest(group, before), pipeline.why)
 
 
 def restore_changes(
@@ -147,10 +156,11 @@ def restore_changes(
     """Pipelines whose requests surely fit into what they could end in, the emptiest first."""
     if config.restore_below <= 0:  # people want none
         return
-    table, columns = demand.by_member.table, demand.by_member.columns
-    pipelines = [g for g in table.of_kind[GroupKind.PP] if not any(m in claimed for m in g.members)]
-    pipelines.sort(key=lambda g: (int(columns.demand_blocks[table.position_of[g.leader]]), g.members))
-    for group in pipelines[:MOST]:
+    table, demand_blocks = demand.by_member.table, demand.by_member.columns.demand_blocks
+    pipelines = table.of_kind[GroupKind.PP]
+    blocks = demand_blocks[[table.position_of[group.leader] for group in pipelines]]
+    emptiest = (pipelines[at] for at in np.argsort(blocks, kind="stable").tolist())
+    for group in islice((g for g in emptiest if not any(m in claimed for m in g.members)), MOST):
         if not demand.by_member[group.leader].is_known:
             continue
         for way in ways(group, groups):

@@ -41,12 +41,6 @@ class Lengths(NamedTuple):
         """Of what is still to come after so many tokens."""
         return Lengths(np.maximum(0.0, self.sure - age), self.rest)
 
-    def running(self, age: Floats, num_steps: Floats) -> tuple[Floats, Floats]:
-        """Share of those of this age that run after so many more tokens; and in the mean until then."""
-        sure = np.minimum(np.maximum(self.sure - age, 0.0), num_steps)  # `np.clip` takes twice as long for few
-        ended = -np.expm1((sure - num_steps) / self.rest)
-        return 1.0 - ended, (sure + self.rest * ended) / num_steps
-
     def begun(self, num_steps: Floats) -> tuple[Floats, Floats]:
         """Of those that begin evenly during so many tokens: the share that runs at the end, and in the mean."""
         sure = np.minimum(self.sure, num_steps)
@@ -130,6 +124,12 @@ def _sum(cohorts: Floats) -> Floats:
     return found
 
 
+def _dot(cohorts: Floats, others: Floats) -> Floats:
+    """The products of all cohorts, added up by row."""
+    found: Floats = np.einsum("cr,cr->r", cohorts, others)
+    return found
+
+
 class Later(NamedTuple):
     """What becomes of cohorts within some tokens."""
 
@@ -139,43 +139,75 @@ class Later(NamedTuple):
     held_tokens: Floats  # KV at the end
 
 
-class Cohorts:
-    """Requests that run, `[cohort, row]`, the oldest first; and their KV."""
+class Outlook:
+    """Cohorts as they are now, to be asked again and again what will become of them."""
 
-    def __init__(self, running: Floats, held_tokens: Floats, ages: Floats, lengths: Lengths) -> None:
-        """`ages` is `[row, cohort]`."""
-        num = ages.shape[1]
-        self._lengths = lengths
-        self.count = np.repeat(running[None] / num, num, axis=0)
-        self.age = np.ascontiguousarray(ages.T[::-1])
-        each = held_tokens / np.maximum(running, 1e-9)
-        base = np.maximum(1.0, each - self.age.mean(axis=0))
-        self.base = np.repeat(base[None], num, axis=0)  # tokens before the answer
+    def __init__(self, counts: Floats, sure: Floats, sizes: Floats, rest: Floats) -> None:
+        """`[cohort, row]`.
+
+        Args:
+            sure: tokens that each will surely have.
+            sizes: of the KV of each.
+            rest: mean of the tokens that come after those.
+        """
+        self._counts, self._sure, self._sizes, self._rest = counts, sure, sizes, rest
+        self._running, self._by_rest = _sum(counts), -1.0 / rest
 
     def after(self, num_steps: Floats) -> Later:
         """What becomes of them within so many tokens."""
-        end, mean = self._lengths.running(self.age, num_steps)
-        count = self.count * end
-        held = _sum(count * (self.base + self.age + num_steps))
-        return Later(count, _sum(count), _sum(self.count * mean), held)
+        sure = np.minimum(self._sure, num_steps)
+        counts = np.subtract(num_steps, sure)  # ... and what is left of these, in place: such arrays are large
+        counts *= self._by_rest
+        np.exp(counts, out=counts)
+        counts *= self._counts
+        running = _sum(counts)
+        mean = (_dot(self._counts, sure) + self._rest * (self._running - running)) / num_steps
+        return Later(counts, running, mean, _dot(counts, self._sizes) + num_steps * running)
+
+
+class Cohorts:
+    """Requests that run, `[cohort, row]`, the oldest first; and their KV.
+
+    There is room for as many more as will begin, so that nothing is copied when they do.
+    """
+
+    def __init__(self, running: Floats, held_tokens: Floats, ages: Floats, lengths: Lengths, num_more: int) -> None:
+        """`ages` is `[row, cohort]`."""
+        self._num = num = ages.shape[1]
+        self._lengths = lengths
+        self._counts, self._ages, self._sizes = np.empty((3, num + num_more, len(running)))
+        self._counts[:num] = running / num
+        self._ages[:num] = ages.T[::-1]
+        each = held_tokens / np.maximum(running, 1e-9)
+        base = np.maximum(1.0, each - self._ages[:num].mean(axis=0))  # tokens before the answer
+        self._sizes[:num] = base + self._ages[:num]
+
+    def outlook(self) -> Outlook:
+        """Of those that run now."""
+        num = self._num
+        sure, rest = self._lengths.after(self._ages[:num])
+        return Outlook(self._counts[:num], sure, self._sizes[:num], rest)
 
     def move(self, later: Later, num_steps: Floats, new: Floats, read: Floats, done: Floats) -> Floats:
         """They become that, and `new` ones run that began meanwhile; the KV of all.
 
         `read`: tokens of each of the new ones that were read, of which those `done` belong to their answers.
         """
-        grown = np.minimum(0.5 * num_steps, self._lengths.after(done).mean_age)
-        self.count = np.concatenate([later.counts, new[None]])
-        self.age = np.concatenate([self.age + num_steps, (done + grown)[None]])
-        self.base = np.concatenate([self.base, (read - done)[None]])
-        held: Floats = later.held_tokens + new * (read + grown)
+        grown, num = np.minimum(0.5 * num_steps, self._lengths.after(done).mean_age), self._num
+        size = read + grown
+        self._counts[:num] = later.counts
+        self._ages[:num] += num_steps
+        self._sizes[:num] += num_steps
+        self._counts[num], self._ages[num], self._sizes[num] = new, done + grown, size
+        self._num += 1
+        held: Floats = later.held_tokens + new * size
         return held
 
     def preempt(self, excess_tokens: Floats) -> tuple[Floats, Floats]:
         """The newest lose their KV, as far as there is too much: how many requests, and tokens of their answers."""
-        sizes = self.base + self.age
-        held = self.count * sizes
+        counts, sizes = self._counts[: self._num], self._sizes[: self._num]
+        held = counts * sizes
         newer = np.cumsum(held[::-1], axis=0)[::-1] - held
         lost = np.clip(excess_tokens - newer, 0.0, held) / sizes
-        self.count = self.count - lost
-        return lost.sum(axis=0), (lost * self.age).sum(axis=0)
+        counts -= lost
+        return lost.sum(axis=0), (lost * self._ages[: self._num]).sum(axis=0)

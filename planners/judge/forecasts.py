@@ -11,22 +11,27 @@ from math import exp, log
 
 import numpy as np
 
-from pengserve.planners.columns import ReadyInstances, group_table
+from pengserve.planners.columns import Floats, ReadyInstances, group_table
 from pengserve.planners.judge.fluid import predict
 from pengserve.planners.judge.prediction import Prediction
-from pengserve.planners.judge.rows import Rows
+from pengserve.planners.judge.rows import Rows, RowSets
 from pengserve.planners.judge.watch import Traffic
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceStats
+from pengserve.planners.types.snapshot import ClusterSnapshot
 
 KEEP = "keep"  # the action of a forecast of the layout as it is
 STANDING = KEEP, "migrate"  # actions whose groups stand already
 MOST_GROUPS = 16  # of one forecast
+MOST_FOLLOWED = 24  # at a time: what a thousand instances change tells as much as that
+MOST_TOLD = 4  # forecasts that one look tells the outcome of; the others wait for the next looks
 LEARN, LEARN_OWN = 0.3, 0.1  # weights of the newest error in what all shapes are wrong by, and in what one is beside
 MOST_CORRECTION = log(1.5)
 MIN_REQUEST_S = 5.0  # request-seconds that were measured; fewer say little
 LATE_S = 5.0  # a change that does not stand after so long has failed
+_COUNTED = (
+    "total_requests", "total_finished", "total_generated_tokens", "num_waiting", "num_running", "num_holding"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,43 +82,43 @@ class Forecast:
     horizon_s: float
     begun_s: float | None = None  # since when the groups stand
     seen_s: float = 0.0
-    first: tuple[int, int, int] = (0, 0, 0)  # requests, finished, generated
+    first: tuple[int, ...] = (0, 0, 0)  # requests, finished, generated
     measured: Measured = field(default_factory=Measured)
 
-    def seen(
-        self, snapshot: ClusterSnapshot, instances: ReadyInstances, group_of: Mapping[InstanceId, Group]
-    ) -> "Forecast | None":
-        """With this look; None where its groups do not stand any more, or never came to stand.
+    @property
+    def leaders(self) -> list[InstanceId]:
+        """Of its groups."""
+        return [group.leader for group in self.groups]
 
-        `group_of`: the group of each member, in the layout.
-        """
-        now_s, stats = snapshot.time_s, list[InstanceStats]()
-        for group in self.groups:
-            leader = instances.get(group.leader)
-            if leader is None or group_of.get(group.leader) != group or leader.stats.shape != group.shape:
-                return self if self.begun_s is None and now_s - self.made_s < LATE_S else None
-            stats.append(leader.stats)
-        counts = (
-            sum(s.total_requests for s in stats),
-            sum(s.total_finished for s in stats),
-            sum(s.total_generated_tokens for s in stats),
+    def stands(self, instances: ReadyInstances, group_of: Mapping[InstanceId, Group]) -> bool:
+        """Whether its groups are in the layout, and run. `group_of`: the group of each member, in the layout."""
+        return all(
+            group_of.get(leader) == group and leader in instances and instances.shapes[leader] == group.shape
+            for leader, group in zip(self.leaders, self.groups, strict=True)
         )
+
+    def seen(self, counts: Sequence[int], now_s: float) -> "Forecast":
+        """With this look, in which its groups stand. `counts`: what their leaders count together (`_COUNTED`)."""
+        *totals, waiting, running, holding = counts
         if self.begun_s is None:
-            return replace(self, begun_s=now_s, seen_s=now_s, first=counts)
-        waiting = sum(s.num_waiting - s.num_holding for s in stats)
-        running = sum(s.num_running + s.num_holding for s in stats)
+            return replace(self, begun_s=now_s, seen_s=now_s, first=tuple(totals))
+        waiting, running = waiting - holding, running + holding
         gap_s, before = now_s - self.seen_s, self.measured
         measured = Measured(
             seconds=now_s - self.begun_s,
             request_s=before.request_s + gap_s * (waiting + running),
             run_s=before.run_s + gap_s * running,
             wait_s=before.wait_s + gap_s * waiting,
-            requests=counts[0] - self.first[0],
-            finished=counts[1] - self.first[1],
-            generated_tokens=counts[2] - self.first[2],
+            requests=totals[0] - self.first[0],
+            finished=totals[1] - self.first[1],
+            generated_tokens=totals[2] - self.first[2],
             queue=waiting,
         )
         return replace(self, seen_s=now_s, measured=measured)
+
+    def may_come(self, now_s: float) -> bool:
+        """Whether its groups may still come to stand; else they ended, or never stood."""
+        return self.begun_s is None and now_s - self.made_s < LATE_S
 
     def again(self, traffic: Traffic) -> Rows:
         """What the model predicts from, with the requests that really came."""
@@ -141,39 +146,62 @@ class Forecast:
         )
 
 
-def outcomes_of(over: Sequence[Forecast], traffic: Traffic) -> tuple[Outcome, ...]:
-    """What became of forecasts whose time is over. A tick in which ten end predicts once, and not ten times."""
-    if not over:
-        return ()
-    parts = [forecast.again(traffic) for forecast in over]
-    sizes = [len(rows.servers) for rows in parts]
-    horizons_s = np.repeat([max(1e-3, forecast.measured.seconds) for forecast in over], sizes)
-    request_s = np.split(predict(Rows.joined(parts), horizons_s).request_s, np.cumsum(sizes)[:-1])
-    return tuple(forecast.outcome(float(found.sum())) for forecast, found in zip(over, request_s, strict=True))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecasts:
     """Those under way, and what errors have taught. A value: a look returns the next one."""
 
     open: tuple[Forecast, ...] = ()
+    over: tuple[Forecast, ...] = ()  # whose time is over, and that were not held against the model yet
     log_error: float = 0.0  # of the newest ones, of all shapes alike,
     log_errors: Mapping[str, float] = field(default_factory=dict)  # ... and by shape, beside it
 
-    def seen(
-        self, snapshot: ClusterSnapshot, instances: ReadyInstances, traffic: Traffic
-    ) -> "tuple[Forecasts, tuple[Outcome, ...]]":
-        """With this look; and the outcomes of those whose time is over."""
+    def seen(self, snapshot: ClusterSnapshot, instances: ReadyInstances) -> "Forecasts":
+        """With this look."""
         if not self.open:
-            return self, ()
-        group_of = group_table(snapshot.layout.groups).group_of
+            return self
+        group_of, now_s = group_table(snapshot.layout.groups).group_of, snapshot.time_s
+        standing = [forecast.stands(instances, group_of) for forecast in self.open]
+        counts = iter(_counts([f.leaders for f, stands in zip(self.open, standing, strict=True) if stands], instances))
+        num_begun = sum(forecast.begun_s is not None for forecast in self.open)
         left, over = list[Forecast](), list[Forecast]()
-        for forecast in self.open:
-            found = forecast.seen(snapshot, instances, group_of)
-            if found is not None:
+        for forecast, stands in zip(self.open, standing, strict=True):
+            if stands:
+                if forecast.begun_s is None:
+                    if num_begun >= MOST_FOLLOWED:
+                        continue
+                    num_begun += 1
+                found = forecast.seen(next(counts), now_s)
                 (left if found.measured.seconds < found.horizon_s else over).append(found)
-        outcomes = outcomes_of(over, traffic)
-        return replace(self, open=tuple(left)).learned(outcomes), outcomes
+            elif forecast.may_come(now_s):
+                left.append(forecast)
+        return replace(self, open=tuple(left), over=(*self.over, *over))
+
+    def again(self, traffic: Traffic) -> tuple[Rows, Floats] | None:
+        """What the model must predict once more, to tell what became of the first of those that are `over`: their
+        groups with the requests that really came, and the horizon of each, in seconds. None where none is over.
+        """
+        if not self.over:
+            return None
+        told = self.over[:MOST_TOLD]
+        horizons_s = np.repeat([max(1e-3, forecast.measured.seconds) for forecast in told], self._sizes)
+        return Rows.joined([forecast.again(traffic) for forecast in told]), horizons_s
+
+    def told(self, request_s: Floats) -> "tuple[Forecasts, tuple[Outcome, ...]]":
+        """With what became of the first that are `over`. `request_s`: request-seconds of each row of `again`."""
+        parts = np.split(request_s, np.cumsum(self._sizes)[:-1])
+        told, later = self.over[:MOST_TOLD], self.over[MOST_TOLD:]
+        outcomes = tuple(f.outcome(float(found.sum())) for f, found in zip(told, parts, strict=True))
+        return replace(self, over=later).learned(outcomes), outcomes
+
+    def settled(self, traffic: Traffic) -> "tuple[Forecasts, tuple[Outcome, ...]]":
+        """As `told`, where nothing else is predicted in this look."""
+        again = self.again(traffic)
+        return self.told(predict(*again).request_s) if again is not None else (self, ())
+
+    @property
+    def _sizes(self) -> list[int]:
+        """Rows of the first of those that are `over`."""
+        return [len(forecast.rows.servers) for forecast in self.over[:MOST_TOLD]]
 
     def learned(self, outcomes: Sequence[Outcome]) -> "Forecasts":
         """With what these were wrong by, where they were of one shape and many requests."""
@@ -200,3 +228,12 @@ class Forecasts:
         """Groups that a change has begun to lead to, and that do not stand yet."""
         waiting = (f.groups for f in self.open if f.begun_s is None and f.action not in STANDING)
         return tuple(group for groups in waiting for group in groups if group.kind is not GroupKind.DP)
+
+
+def _counts(leaders: Sequence[Sequence[InstanceId]], instances: ReadyInstances) -> list[list[int]]:
+    """What each of some sets of leaders counts together, in the order of `_COUNTED`."""
+    if not leaders:
+        return []
+    sets, by_leader = RowSets(leaders), np.stack([instances.stat(name) for name in _COUNTED])
+    found: list[list[int]] = sets.sum(by_leader).T.tolist()
+    return found

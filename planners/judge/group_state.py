@@ -21,6 +21,11 @@ class GroupState:
     waiting: float = 0.0
     waiting_tokens: float = 0.0
 
+    @property
+    def figures(self) -> tuple[float, float, float, float]:
+        """In the order above."""
+        return self.running, self.held_tokens, self.waiting, self.waiting_tokens
+
     def __add__(self, other: "GroupState") -> "GroupState":
         return GroupState(
             self.running + other.running,
@@ -48,6 +53,8 @@ class GroupStates:
         self._instances, self._traffic = instances, traffic
         self._num_members = max(1, len(instances))
         self._outside = sum(d.num_waiting for d in snapshot.demands if not d.longest_waiting_tokens)
+        sizes = traffic.prompt_tokens + np.array(traffic.ages)
+        self._unequal = float(sizes.std() / sizes.mean())  # requests that run
 
     def knows(self, group: Group) -> bool:
         """Whether its leader is up, whose figures are the group's."""
@@ -75,9 +82,8 @@ class GroupStates:
 
         The first one stands for the one that gets the longest ones.
         """
-        sizes = self._traffic.prompt_tokens + np.array(self._traffic.ages)
         each = whole.running / max(1, len(groups))
-        more = min(1.0, float(sizes.std() / sizes.mean()) / sqrt(max(1.0, each))) if len(groups) > 1 else 0.0
+        more = min(1.0, self._unequal / sqrt(max(1.0, each))) if len(groups) > 1 else 0.0
         for at, group in enumerate(groups):
             state = whole.share(group.degree / num_members)
             share = more if at == 0 else -more / (len(groups) - 1)

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 
 from pengserve.planners.columns import ReadyInstances
 from pengserve.planners.judge.changes import Change
@@ -10,7 +9,7 @@ from pengserve.planners.judge.forecasts import KEEP, MOST_GROUPS, Forecast, Fore
 from pengserve.planners.judge.prediction import Prediction, Priced
 from pengserve.planners.judge.pricing import Pricing
 from pengserve.planners.judge.switch_costs import SwitchPrices, first_link
-from pengserve.planners.judge.watch import Watched, traffic_of
+from pengserve.planners.judge.watch import Watched, costs_of, traffic_of
 from pengserve.planners.types.config import DropConfig, JudgeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind, Layout
@@ -53,8 +52,15 @@ class JudgeHistory:
         watched, switches = self.watched.seen(snapshot, instances), self.switches.learned(snapshot)
         if not watched.is_known:
             return replace(self, watched=watched, switches=switches, outcomes=())
-        forecasts, outcomes = self.forecasts.seen(snapshot, instances, traffic_of(watched))
-        return replace(self, watched=watched, switches=switches, forecasts=forecasts, outcomes=outcomes)
+        forecasts = self.forecasts.seen(snapshot, instances)
+        return replace(self, watched=watched, switches=switches, forecasts=forecasts, outcomes=())
+
+    def settled(self) -> "JudgeHistory":
+        """With what became of forecasts whose time is over, where no price was asked for at this look."""
+        if not self.forecasts.over:
+            return self
+        forecasts, outcomes = self.forecasts.settled(traffic_of(self.watched))
+        return replace(self, forecasts=forecasts, outcomes=outcomes)
 
     def owed_now(self, priced: Sequence[Priced], now_s: float, horizon_s: float) -> dict[What, float]:
         """What each change would have saved since it began to gain without a break, if it had been made then."""
@@ -94,22 +100,7 @@ class JudgeHistory:
         return self._has_price(instances) and all(group.kind is GroupKind.DP for group in snapshot.layout.groups)
 
     def _has_price(self, instances: ReadyInstances) -> bool:
-        return self.watched.costs(instances).of(GroupKind.DP) is not None
-
-    def slow_degrees(self, instances: ReadyInstances, degrees: Collection[int]) -> frozenset[int]:
-        """Tensor-parallel groups of these degrees have tokens later than an instance alone, as far as is known."""
-        if not self.knows(instances):
-            return frozenset()
-        costs, traffic = self.watched.costs(instances), traffic_of(self.watched)
-        batch = max(1.0, float(instances.stat("num_running").sum()) / max(1, len(instances)))
-        held = batch * (traffic.prompt_tokens + 0.5 * traffic.output_tokens)
-
-        def token_s(shape: str) -> float:
-            cost = costs.of(shape)
-            return inf if cost is None else cost.step_s(batch, batch, held)
-
-        alone_s = token_s(GroupKind.DP)
-        return frozenset(degree for degree in degrees if alone_s <= token_s(f"{GroupKind.TP}{degree}") < inf)
+        return costs_of(self.watched, instances).of(GroupKind.DP) is not None
 
     def expecting(self, forecast: Forecast) -> "JudgeHistory":
         """With one forecast more."""
@@ -142,13 +133,14 @@ def pays(priced: Priced, owed: Mapping[What, float], config: JudgeConfig) -> boo
     return not priced.change.is_spare and saved_s > max(config.least_s, OWED * priced.price_s)
 
 
-def readies(priced: Priced, pricing: Pricing) -> bool:
-    """Whether a pipeline should end where nothing runs and nothing comes: a request alone is to be served no later.
+def readying(priced: Sequence[Priced], pricing: Pricing) -> list[Priced]:
+    """Pipelines that should end where nothing runs and nothing comes: a request alone is to be served no later.
 
     A pipeline that reads long prompts sooner than its members stays, if prompts were long of late.
     """
-    is_idle = priced.change.verb == "restore" and priced.keep.cost_s <= IDLE_S
-    return is_idle and pricing.saved_alone_s(priced.change) >= 0.0
+    idle = [p for p in priced if p.change.verb == "restore" and p.keep.cost_s <= IDLE_S]
+    saved_s = pricing.saved_alone_s([p.change for p in idle])
+    return [p for p, alone_s in zip(idle, saved_s, strict=True) if alone_s >= 0.0]
 
 
 def pricing_of(
@@ -164,11 +156,11 @@ def pricing_of(
         snapshot,
         instances,
         traffic_of(watched),
-        watched.costs(instances),
+        costs_of(watched, instances),
         history.switches,
         config,
         first_link(snapshot, drop),
-        history.forecasts.correction,
+        history.forecasts,
     )
 
 
@@ -187,12 +179,17 @@ def judge(
     """
     if not changes:
         return Judgement(history=replace(history, owed={}))
-    forecasts, pricing = history.forecasts, pricing_of(snapshot, instances, config, drop, history)
-    priced = pricing.price(changes)
+    pricing = pricing_of(snapshot, instances, config, drop, history)
+    stands = snapshot.layout.groups[:MOST_GROUPS] if not history.forecasts.open else ()
+    priced = pricing.price(changes, beside=stands)
+    history = replace(history, forecasts=pricing.forecasts, outcomes=pricing.outcomes)
     now_s = snapshot.time_s
     owed = history.owed_now(priced, now_s, pricing.horizon_s)
     history = replace(history, owed=owed, judged_s=now_s)
-    paying = [p for p in priced if pays(p, owed, config) or readies(p, pricing)]
+    paying, rest = list[Priced](), list[Priced]()
+    for p in priced:
+        (paying if pays(p, owed, config) else rest).append(p)
+    paying += readying(rest, pricing)
     paying.sort(key=lambda p: (-p.gain_s, p.change.group.members))
     if paying:
         forecasts_of = {
@@ -215,9 +212,7 @@ def judge(
         )
         after = replace(history, ranked=ranked).expecting(forecasts_of[paying[0].change])
         return Judgement(history=after, best=paying[0], priced=priced)
-    if forecasts.open:
-        return Judgement(history=history, priced=priced)
-    kept = pricing.keep(snapshot.layout.groups[:MOST_GROUPS])
+    kept = pricing.keep(stands)
     if kept is None:
         return Judgement(history=history, priced=priced)
     groups, rows, prediction = kept

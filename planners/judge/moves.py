@@ -13,6 +13,7 @@ from pengserve.planners.judge.forecasts import Forecast
 from pengserve.planners.judge.judge import JudgeHistory, pricing_of
 from pengserve.planners.judge.prediction import PricedMove
 from pengserve.planners.types.config import DropConfig, JudgeConfig
+from pengserve.planners.types.layout import Group
 from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.snapshot import ClusterSnapshot
 
@@ -40,14 +41,14 @@ def judge_moves(
         return JudgedMoves(orders=tuple(orders))
     group_of = group_table(snapshot.layout.groups).group_of
     pricing = pricing_of(snapshot, instances, config, drop, history)
-    priced: list[tuple[PricedMove, Migrate]] = []
+    known, wanted = list[Migrate](), list[tuple[Group, Group, float]]()
     for order in orders:
         source, target = (group_of.get(key.instance_id) for key in (order.source, order.target))
-        if source is None or target is None:
-            continue
-        move = pricing.move(source, target, order.max_tokens)
-        if move is not None:
-            priced.append((move, order))
+        if source is not None and target is not None:
+            known.append(order)
+            wanted.append((source, target, order.max_tokens))
+    moves = pricing.moves(wanted)
+    priced = [(move, order) for move, order in zip(moves, known, strict=True) if move is not None]
     if not priced:
         return JudgedMoves()
     priced.sort(key=lambda pair: (-pair[0].gain_s, pair[1].source))

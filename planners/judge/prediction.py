@@ -1,14 +1,12 @@
 """What is predicted of a change: for people, for the log, and to be held against what becomes of it."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pengserve.planners.columns import Floats, Kept
 from pengserve.planners.judge.changes import Change
 from pengserve.planners.judge.fluid import Fate
-from pengserve.planners.judge.rows import Rows
+from pengserve.planners.judge.rows import Rows, RowSets
 from pengserve.planners.types.layout import Group
 
 
@@ -31,10 +29,27 @@ class Prediction:
         return max(self.ttft_s, self.ttft_p99_s)
 
     @classmethod
-    def of(cls, fate: Fate, rows: Sequence[int]) -> "Prediction":
-        """Of some rows of the fluid model together."""
-        sums: list[float] = _additive(fate)[:, list(rows)].sum(axis=1).tolist()
-        begun, ttft_s, tpot_s, tail_s, cost_s, queue, finished, recomputed_tokens, missed = sums
+    def of(cls, fate: Fate, sets: RowSets) -> "list[Prediction]":
+        """Of each of these sets of rows of the fluid model."""
+        # What can be added up over rows, `[figure, row]`.
+        begun = fate.finished + fate.running + 1e-9
+        means = fate.ttft_s * begun, fate.tpot_s * begun, fate.tail_s * begun
+        totals = fate.cost_s, fate.queue, fate.finished, fate.recomputed_tokens, fate.missed
+        return [cls._of_sums(*sums) for sums in sets.sum(np.stack([begun, *means, *totals])).T.tolist()]
+
+    @classmethod
+    def _of_sums(
+        cls,
+        begun: float,
+        ttft_s: float,
+        tpot_s: float,
+        tail_s: float,
+        cost_s: float,
+        queue: float,
+        finished: float,
+        recomputed_tokens: float,
+        missed: float,
+    ) -> "Prediction":
         return cls(
             cost_s=cost_s,
             ttft_s=ttft_s / begun,
@@ -45,14 +60,6 @@ class Prediction:
             missed=missed,
             ttft_p99_s=tail_s / begun,
         )
-
-
-@Kept
-def _additive(fate: Fate) -> Floats:
-    """What can be added up over rows, `[figure, row]`: all changes of a look are predicted from one fate."""
-    begun = fate.finished + fate.running + 1e-9
-    means = fate.ttft_s * begun, fate.tpot_s * begun, fate.tail_s * begun
-    return np.stack([begun, *means, fate.cost_s, fate.queue, fate.finished, fate.recomputed_tokens, fate.missed])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,18 +1,20 @@
 """The price of each change: what becomes of its groups with it and without it, at few, expected and many requests."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
-from pengserve.planners.columns import Floats, ReadyInstances, lane_capacity
+from pengserve.planners.columns import ReadyInstances, lane_capacity
 from pengserve.planners.judge.changes import Change
 from pengserve.planners.judge.costs import Costs
 from pengserve.planners.judge.fluid import WAIT_WEIGHT, Fate
+from pengserve.planners.judge.forecasts import Forecasts, Outcome
 from pengserve.planners.judge.group_state import GroupState, GroupStates
 from pengserve.planners.judge.prediction import Prediction, Priced, PricedMove
-from pengserve.planners.judge.row_table import EXPECTED, FEW, MOST, RowTable
-from pengserve.planners.judge.rows import Rows
+from pengserve.planners.judge.row_table import EXPECTED, FEW, MOST, SCENARIOS, RowTable
+from pengserve.planners.judge.rows import Rows, RowSets
 from pengserve.planners.judge.switch_costs import SwitchPrices
 from pengserve.planners.judge.watch import Traffic
 from pengserve.planners.types.config import JudgeConfig
@@ -20,8 +22,10 @@ from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.snapshot import ClusterSnapshot
 
 MOST_READ = 1.0  # share of a pipeline's time that prompts may take: beyond it compute is short, and not memory
-# Share of a group's time that prompts may take where it is formed for latency, even if many requests come.
-MOST_SPARE = 0.4
+# Share of a group's time that prompts may take where it is formed for latency, even if many requests come; and where
+# its tokens come little sooner.
+MOST_SPARE, LITTLE_SPARE = 0.5, 0.4
+SOONER = 0.8  # of the time by token without a group: at most so much counts as much sooner
 MOVE_S = 0.05  # that a request stalls which goes to another instance while both serve: for the last of its KV
 
 
@@ -36,6 +40,45 @@ class _Plan:
     back_s: float  # ... and on the way back
 
 
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Requests that could change their group, as rows of the model."""
+
+    source: Group
+    target: Group
+    num_requests: float
+    rows: tuple[int, ...]  # of both groups as they are, and with the move
+
+
+class _Figures(NamedTuple):
+    """What becomes of a plan's groups. Lists are by scenario."""
+
+    kept_s: list[float]  # request-seconds without the change
+    saved_s: list[float]  # ... that it saves
+    left: list[float]  # requests that run at the end, with it
+    read_share: list[float]  # the most of a group's time that prompts take, with it
+    full_s: float  # the least time for which memory is short in a group, without it; at the expected load
+    keep: Prediction
+    then: Prediction
+
+
+def _figures(plans: Sequence[_Plan], fates: Sequence[Fate]) -> Iterator[_Figures]:
+    """Of each of `plans`, from the fates of all rows by scenario."""
+    before, after = RowSets([plan.before for plan in plans]), RowSets([plan.after for plan in plans])
+    costs_s, running, read_share = (
+        np.stack([getattr(fate, name) for fate in fates]) for name in ("cost_s", "running", "read_share")
+    )
+    kept_s, expected = before.sum(costs_s), fates[EXPECTED]
+    by_scenario = kept_s, kept_s - after.sum(costs_s), after.sum(running), after.most(read_share)
+    return map(
+        _Figures,
+        *(figure.T.tolist() for figure in by_scenario),
+        before.least(expected.full_s).tolist(),
+        Prediction.of(expected, before),
+        Prediction.of(expected, after),
+    )
+
+
 class Pricing:
     """One look's working state."""
 
@@ -48,14 +91,16 @@ class Pricing:
         switches: SwitchPrices,
         config: JudgeConfig,
         link_bytes_per_s: float,
-        correction: Callable[[str], float] = lambda shape: 1.0,
+        forecasts: Forecasts | None = None,
     ) -> None:
-        """`correction`: factor on request-seconds of a shape, by which the model was wrong of late."""
+        """`forecasts`: what earlier ones have taught, by how much the model is wrong. None: nothing."""
         self._traffic, self._switches, self._config, self._link = traffic, switches, config, link_bytes_per_s
         self._states = GroupStates(snapshot, instances, traffic)
-        self._table = RowTable(instances, traffic, costs, config, correction)
+        self._table = RowTable(instances, traffic, costs, config)
+        self.forecasts, self.outcomes = forecasts or Forecasts(), tuple[Outcome, ...]()
         self._row_of: dict[Group, int] = {}  # of groups as they are
         self._rows_after: dict[Change, tuple[int, ...]] = {}
+        self._fates: list[Fate] = []  # of the rows that changes were priced by, by scenario
         self._num_members = max(1, len(instances))
         self._num_routes = max(1, len(snapshot.layout.groups))
         lane = lane_capacity(next(iter(instances.values()), None), GroupKind.DP)
@@ -66,47 +111,49 @@ class Pricing:
         """What is predicted."""
         return self._table.horizon_s
 
-    def price(self, changes: Sequence[Change]) -> tuple[Priced, ...]:
-        """Those of `changes` that can be predicted, in their order."""
+    def price(self, changes: Sequence[Change], beside: Sequence[Group] = ()) -> tuple[Priced, ...]:
+        """Those of `changes` that can be predicted, in their order.
+
+        What `keep` will be asked of the groups `beside` is predicted together with them, and what the model gives for
+        forecasts whose time is over: that takes hardly longer. Then `forecasts` have learned of these `outcomes`.
+        """
         plans = [plan for change in changes if (plan := self._plan_of(change)) is not None]
         if not plans:
             return ()
-        fates = self._table.fates()
+        for group in beside:
+            self._row_now(group)
+        again = self.forecasts.again(self._traffic)
+        fates = self._table.fates(also=again)
+        if again is not None:
+            self.forecasts, self.outcomes = self.forecasts.told(fates.pop().request_s)
+        self._fates = self._corrected(fates, range(len(fates[EXPECTED].cost_s)))
         self._rows_after = {plan.change: plan.after for plan in plans}
-        costs_s, running = np.stack([fate.cost_s for fate in fates]), np.stack([fate.running for fate in fates])
-        return tuple(self._priced(plan, fates, costs_s, running) for plan in plans)
+        return tuple(map(self._priced, plans, _figures(plans, self._fates)))
 
-    def move(self, source: Group, target: Group, num_tokens: float) -> PricedMove | None:
-        """Running requests with so many tokens of KV change their group; None where it cannot be predicted."""
-        kept, free = self._states.now(source), self._states.now(target)
-        rest, moved = kept.parted(num_tokens)
-        states = ((source, kept), (target, free), (source, rest), (target, free + moved))
-        found = (self._table.add(group, state, 0.0, self._num_routes) for group, state in states)
-        rows = [row for row in found if row is not None]
-        if len(rows) < len(states):
-            return None
-        fate, price_s = self._table.fates((EXPECTED,))[0], MOVE_S * moved.running
-        keep, then = Prediction.of(fate, rows[:2]), Prediction.of(fate, rows[2:])
-        return PricedMove(
-            source=source,
-            target=target,
-            num_requests=moved.running,
-            keep=keep,
-            then=then,
-            rows=self._table.expected(rows[2:]),
-            price_s=price_s,
-            gain_s=keep.cost_s - then.cost_s - price_s,
-        )
+    def moves(self, wanted: Sequence[tuple[Group, Group, float]]) -> list[PricedMove | None]:
+        """Running requests with so many tokens of KV would go from one group to another: each of these moves by itself.
+        None where it cannot be predicted.
+        """
+        found = [self._move(*one) for one in wanted]
+        known = [move for move in found if move is not None]
+        if not known:
+            return [None] * len(found)
+        fate = self._expected([row for move in known for row in move.rows])
+        places = range(0, 4 * len(known), 4)
+        keeps = iter(Prediction.of(fate, RowSets([(at, at + 1) for at in places])))
+        thens = iter(Prediction.of(fate, RowSets([(at + 2, at + 3) for at in places])))
+        return [None if move is None else self._priced_move(move, next(keeps), next(thens)) for move in found]
 
-    def saved_alone_s(self, change: Change) -> float:
-        """Request-seconds that a change saves one usual request, if that comes now and is alone; 0 if not known."""
+    def saved_alone_s(self, changes: Sequence[Change]) -> list[float]:
+        """Request-seconds that each change saves one usual request, if that comes now and is alone; 0 if not known."""
         one = GroupState(waiting=1.0, waiting_tokens=self._traffic.prompt_tokens)
-        rows = [self._table.add(groups[0], one, 0.0, self._num_routes) for groups in (change.before, change.after)]
-        before, after = rows
-        if before is None or after is None:
-            return 0.0
-        cost_s = self._table.fates((EXPECTED,))[0].cost_s
-        return float(cost_s[before] - cost_s[after])
+        found = [
+            [self._table.add(groups[0], one, 0.0, self._num_routes) for groups in (change.before, change.after)]
+            for change in changes
+        ]
+        rows = [row for pair in found if None not in pair for row in pair if row is not None]
+        costs_s = iter(self._expected(rows).cost_s.tolist() if rows else ())
+        return [0.0 if None in pair else next(costs_s) - next(costs_s) for pair in found]
 
     def rows_after(self, change: Change) -> Rows:
         """What a priced change leads to, at the expected rate of requests."""
@@ -118,7 +165,20 @@ class Pricing:
         if not at:
             return None
         rows = list(at.values())
-        return tuple(at), self._table.expected(rows), Prediction.of(self._table.fates((EXPECTED,))[0], rows)
+        if self._fates and max(rows) < len(self._fates[EXPECTED].cost_s):
+            fate, places = self._fates[EXPECTED], rows
+        else:
+            fate, places = self._expected(rows), list(range(len(rows)))
+        return tuple(at), self._table.expected(rows), Prediction.of(fate, RowSets([places]))[0]
+
+    def _expected(self, rows: Sequence[int]) -> Fate:
+        """The fate of these rows alone, at the expected rate of requests."""
+        return self._corrected(self._table.fates((EXPECTED,), rows), rows)[0]
+
+    def _corrected(self, fates: Sequence[Fate], rows: Sequence[int]) -> list[Fate]:
+        """With costs times what the model was wrong by of late, by shape."""
+        factors = np.array([self.forecasts.correction(self._table.shape(row)) for row in rows])
+        return [replace(fate, cost_s=fate.cost_s * factors) for fate in fates]
 
     # Rows -------------------------------------------------------------------------------------------------------------
 
@@ -148,6 +208,14 @@ class Pricing:
             self._row_of[group] = row
         return self._row_of[group]
 
+    def _move(self, source: Group, target: Group, num_tokens: float) -> _Move | None:
+        kept, free = self._states.now(source), self._states.now(target)
+        rest, moved = kept.parted(num_tokens)
+        states = ((source, kept), (target, free), (source, rest), (target, free + moved))
+        found = (self._table.add(group, state, 0.0, self._num_routes) for group, state in states)
+        rows = [row for row in found if row is not None]
+        return _Move(source, target, moved.running, tuple(rows)) if len(rows) == len(states) else None
+
     def _stalls(self, change: Change, whole: GroupState) -> tuple[float, float]:
         """Seconds that requests stall on the way there, and on the way back."""
         kv_bytes = whole.held_tokens * self._bytes_per_token
@@ -165,59 +233,69 @@ class Pricing:
 
     # Prices -----------------------------------------------------------------------------------------------------------
 
-    def _priced(self, plan: _Plan, fates: Sequence[Fate], costs_s: Floats, running: Floats) -> Priced:
-        """`costs_s`, `running`: of `fates`, `[scenario, row]`."""
-        before, after = list(plan.before), list(plan.after)
-        saved_s = (costs_s[:, before].sum(axis=1) - costs_s[:, after].sum(axis=1)).tolist()
-        left = running[:, after].sum(axis=1).tolist()
-        rate = (
-            self._traffic.coming.expected.later * sum(group.degree for group in plan.change.before) / self._num_members
+    def _priced_move(self, move: _Move, keep: Prediction, then: Prediction) -> PricedMove:
+        price_s = MOVE_S * move.num_requests
+        return PricedMove(
+            source=move.source,
+            target=move.target,
+            num_requests=move.num_requests,
+            keep=keep,
+            then=then,
+            rows=self._table.expected(move.rows[2:]),
+            price_s=price_s,
+            gain_s=keep.cost_s - then.cost_s - price_s,
         )
-        gains, price_s, is_spare = [], 0.0, self._is_spare(plan, fates)
+
+    def _priced(self, plan: _Plan, figures: _Figures) -> Priced:
+        num_members, later_rate = sum(g.degree for g in plan.change.before), self._traffic.coming.expected.later
+        rate = later_rate * num_members / self._num_members
+        gains, price_s, is_spare = [], 0.0, self._is_spare(plan, figures)
         # What only makes use of spare compute must bear as many requests as came at once before.
-        for scenario in range(len(fates) if is_spare else MOST):
+        for scenario in SCENARIOS if is_spare else SCENARIOS[:MOST]:
             # On the way back all that runs then stalls once more, and what comes meanwhile waits.
-            back_s = plan.back_s * (left[scenario] + WAIT_WEIGHT * rate * plan.back_s / 2.0)
-            gains.append(saved_s[scenario] - back_s)
+            back_s = plan.back_s * (figures.left[scenario] + WAIT_WEIGHT * rate * plan.back_s / 2.0)
+            gains.append(figures.saved_s[scenario] - back_s)
             if scenario == EXPECTED:
-                there_s = plan.there_s * sum(self._table.state(row).running for row in before)
+                there_s = plan.there_s * sum(self._table.state(row).running for row in plan.before)
                 price_s = there_s + back_s
         # Queues grow with the square of what is too much: what would be gained in the worst case must not decide.
-        expected_s, kept_s = gains[EXPECTED], float(costs_s[EXPECTED, before].sum())
+        expected_s, kept_s = gains[EXPECTED], figures.kept_s[EXPECTED]
         if gains[FEW] < gains[EXPECTED]:
             expected_s = (gains[FEW] + gains[EXPECTED]) / 2.0
             # Of a tensor-parallel group, which computes less than its members, the margin is of the expected load.
             if all(group.kind is not GroupKind.TP for group in plan.change.after):
-                kept_s = (float(costs_s[FEW, before].sum()) + kept_s) / 2.0
+                kept_s = (figures.kept_s[FEW] + kept_s) / 2.0
         regret_s = max(0.0, -min(gains))
-        if self._is_short_of_compute(plan, fates, is_spare):
+        if self._is_short_of_compute(plan, figures, is_spare):
             expected_s = min(expected_s, 0.0)  # it is not to be taken
         return Priced(
             change=plan.change,
-            keep=Prediction.of(fates[EXPECTED], before),
-            then=Prediction.of(fates[EXPECTED], after),
+            keep=figures.keep,
+            then=figures.then,
             price_s=price_s,
             gain_s=expected_s - self._config.regret * regret_s,
             kept_s=kept_s,
         )
 
-    def _is_spare(self, plan: _Plan, fates: Sequence[Fate]) -> bool:
+    def _is_spare(self, plan: _Plan, figures: _Figures) -> bool:
         """Whether a change only makes use of spare compute. A pipeline is for memory where memory will run out: no
         less than one that is planned when it has.
         """
         is_pp = any(group.kind is GroupKind.PP for group in plan.change.after)
-        return plan.change.is_spare and not (is_pp and float(fates[EXPECTED].full_s[list(plan.before)].min()) > 0.0)
+        return plan.change.is_spare and not (is_pp and figures.full_s > 0.0)
 
-    def _is_short_of_compute(self, plan: _Plan, fates: Sequence[Fate], is_spare: bool) -> bool:
+    def _is_short_of_compute(self, plan: _Plan, figures: _Figures, is_spare: bool) -> bool:
         """Whether a change forms a group though prompts take most of the time, as it computes less than its members; or
         before it is known how much they take.
         """
         if not any(group.degree > 1 for group in plan.change.after) or plan.change.verb == "restore":
             return False
-        if is_spare and not self._traffic.is_settled and self._is_busy(plan):
+        if not is_spare:
+            return figures.read_share[EXPECTED] > MOST_READ
+        if not self._traffic.is_settled and self._is_busy(plan):
             return True
-        scenario, most = (MOST, MOST_SPARE) if is_spare else (EXPECTED, MOST_READ)
-        return float(fates[scenario].read_share[list(plan.after)].max()) > most
+        is_sooner = figures.then.tpot_s <= SOONER * figures.keep.tpot_s
+        return figures.read_share[MOST] > (MOST_SPARE if is_sooner else LITTLE_SPARE)
 
     def _is_busy(self, plan: _Plan) -> bool:
         """Whether there are more requests than instances: where too little is known, a group could be in their way."""

@@ -1,8 +1,10 @@
 """The rows of the fluid model for one look: a row for each group as it is, and each that could be."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from math import exp, log, sqrt
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,18 +23,17 @@ FEW, EXPECTED, MANY, MOST = range(4)  # scenarios: how many requests come
 SCENARIOS = FEW, EXPECTED, MANY, MOST
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
+class _Row(NamedTuple):
     """What differs from group to group."""
 
     shape: str
     num_servers: int
     kv_tokens: int
     slots: int
-    state: GroupState
     stall_s: float
     share: float  # of all requests that come
     num_routes: int
+    state: GroupState
 
 
 class RowTable:
@@ -44,45 +45,47 @@ class RowTable:
         traffic: Traffic,
         costs: Costs,
         config: JudgeConfig,
-        correction: Callable[[str], float],
     ) -> None:
-        """`correction`: factor on request-seconds of a shape, by which the model was wrong of late."""
         self._instances, self._traffic, self._costs, self._config = instances, traffic, costs, config
-        self._correction = correction
         self.horizon_s = config.horizon(_life_s(traffic, costs))
         self._num_members = max(1, len(instances))
         lanes = next((instance.lanes for instance in instances.values() if instance.lanes), ())
         self._step_tokens = float(lanes[0].step_tokens if lanes else STEP_TOKENS)
         self._rows: list[_Row] = []
+        self._place_of: dict[_Row, int] = {}
         self._made: Rows | None = None
+        self._shares: Floats = np.zeros(0)
         self._terms_of: dict[str, tuple[float, ...]] = {}
         self._spread = sqrt(log(max(1.0, traffic.pairs / max(1.0, traffic.prompt_tokens))))
 
     def add(self, group: Group, state: GroupState, stall_s: float, num_routes: int) -> int | None:
-        """The place of a new row; None where the shape cannot run there, or nothing is known of its steps."""
+        """The place of a row, which groups that are alike have together; None where the shape cannot run there, or
+        nothing is known of its steps.
+        """
         cost, lane = self._costs.of(group.shape), self._lane(group)
         if cost is None or lane is None:
             return None
         self._terms_of[group.shape] = cost.terms
-        self._rows.append(
-            _Row(
-                shape=group.shape,
-                num_servers=group.degree if group.kind is GroupKind.PP else 1,
-                kv_tokens=lane.num_tokens,
-                slots=lane.max_num_seqs,
-                state=state,
-                stall_s=stall_s,
-                share=group.degree / self._num_members,
-                num_routes=num_routes,
-            )
+        row = _Row(
+            shape=group.shape,
+            num_servers=group.degree if group.kind is GroupKind.PP else 1,
+            kv_tokens=lane.num_tokens,
+            slots=lane.max_num_seqs,
+            state=state,
+            stall_s=stall_s,
+            share=group.degree / self._num_members,
+            num_routes=num_routes,
         )
-        return len(self._rows) - 1
+        place = self._place_of.setdefault(row, len(self._rows))
+        if place == len(self._rows):
+            self._rows.append(row)
+        return place
 
     def _lane(self, group: Group) -> KvCapacity | None:
         """What the group can hold: as much as its smallest member can; None where one cannot run it."""
         common = self._instances.common_lane(group.shape)
         if common is not None:
-            return common if all(m in self._instances for m in group.members) else None
+            return common if self._instances.keys() >= set(group.members) else None
         lanes = [lane_capacity(self._instances.get(m), group.shape) for m in group.members]
         known = [lane for lane in lanes if lane is not None]
         return min(known, key=lambda lane: lane.num_blocks) if len(known) == len(lanes) else None
@@ -91,29 +94,43 @@ class RowTable:
         """What it begins with."""
         return self._rows[row].state
 
-    def fates(self, scenarios: Sequence[int] = SCENARIOS) -> list[Fate]:
-        """The fate of every row in each scenario."""
-        traffic, num, count = self._traffic, len(scenarios), len(self._rows)
-        share = np.array([row.share for row in self._rows])
+    def shape(self, row: int) -> str:
+        """Of its group."""
+        return self._rows[row].shape
+
+    def fates(
+        self,
+        scenarios: Sequence[int] = SCENARIOS,
+        at: Sequence[int] | None = None,
+        also: tuple[Rows, Floats] | None = None,
+    ) -> list[Fate]:
+        """The fate of the rows in these places, or of all, in each scenario; and last that of other rows, within their
+        own horizons, where there are any.
+        """
+        expected, traffic, num = self._expected(), self._traffic, len(scenarios)
+        if at is not None:
+            expected = expected.at(at)
+        share = self._shares if at is None else self._shares[list(at)]
+        count = len(share)
         coming = [traffic.coming[scenario] for scenario in scenarios]
         rows = replace(
-            Rows.joined([self._expected()] * num),
-            rate=np.concatenate([at.now * share for at in coming]),
-            later_rate=np.concatenate([at.later * share for at in coming]),
-            burst_s=np.repeat([at.lasts_s for at in coming], count),
+            Rows.joined([expected] * num),
+            rate=np.concatenate([one.now * share for one in coming]),
+            later_rate=np.concatenate([one.later * share for one in coming]),
+            burst_s=np.repeat([one.lasts_s for one in coming], count),
         )
-        fate = predict(rows, self.horizon_s)
-        factors = [self._correction(row.shape) for row in self._rows]
-        fate = replace(fate, cost_s=fate.cost_s * np.tile(factors, num))
-        return [
-            Fate(**{f.name: getattr(fate, f.name)[at * count : (at + 1) * count] for f in fields(Fate)})
-            for at in range(num)
-        ]
+        ends = [count * (place + 1) for place in range(num)]
+        if also is None:
+            fate = predict(rows, self.horizon_s)
+        else:
+            more, horizons_s = also
+            fate = predict(Rows.joined([rows, more]), np.append(np.full(ends[-1], self.horizon_s), horizons_s))
+            ends.append(len(fate.cost_s))
+        return [fate.part(begin, end) for begin, end in pairwise([0, *ends])]
 
     def expected(self, at: Sequence[int]) -> Rows:
         """Some rows, at the expected rate of requests."""
-        rows = self._expected()
-        return Rows(**{f.name: getattr(rows, f.name)[list(at)] for f in fields(rows)})
+        return self._expected().at(at)
 
     def _expected(self) -> Rows:
         """All rows that were added so far."""
@@ -125,23 +142,21 @@ class RowTable:
         traffic, ones = self._traffic, np.ones(len(self._rows))
         coming = traffic.coming.expected
         ttft_s, tpot_s, miss_s = self._limits()
-
-        def column(get: Callable[[_Row], float]) -> Floats:
-            return np.array([get(row) for row in self._rows], dtype=np.float64)
-
-        share = column(lambda row: row.share)
+        columns: Floats = np.array([(*row.state.figures, *row[1:-1]) for row in self._rows], dtype=np.float64).T
+        running, held_tokens, waiting, waiting_tokens, servers, kv_tokens, slots, stall_s, share, routes = columns
+        self._shares = share
         return Rows(
-            servers=column(lambda row: row.num_servers),
+            servers=servers,
             cost=np.array([self._terms_of[row.shape] for row in self._rows]),
-            kv_tokens=column(lambda row: row.kv_tokens),
-            slots=column(lambda row: row.slots),
+            kv_tokens=kv_tokens,
+            slots=slots,
             step_tokens=self._step_tokens * ones,
             mates=traffic.mates * share,
-            running=column(lambda row: row.state.running),
-            held_tokens=column(lambda row: row.state.held_tokens),
-            waiting=column(lambda row: row.state.waiting),
-            waiting_tokens=column(lambda row: row.state.waiting_tokens),
-            stall_s=column(lambda row: row.stall_s),
+            running=running,
+            held_tokens=held_tokens,
+            waiting=waiting,
+            waiting_tokens=waiting_tokens,
+            stall_s=stall_s,
             rate=coming.now * share,
             later_rate=coming.later * share,
             burst_s=coming.lasts_s * ones,
@@ -155,7 +170,7 @@ class RowTable:
             ttft_limit_s=ttft_s * ones,
             tpot_limit_s=tpot_s * ones,
             miss_s=miss_s * ones,
-            routes=column(lambda row: row.num_routes),
+            routes=routes,
         )
 
     def _limits(self) -> tuple[float, float, float]:

@@ -2,10 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pengserve.planners.columns import Floats
+from pengserve.planners.columns import A, Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,3 +44,32 @@ class Rows:
     def joined(cls, parts: "Sequence[Rows]") -> "Rows":
         """All rows of `parts`, in their order: to predict them together takes hardly longer than a part alone."""
         return cls(**{f.name: np.concatenate([getattr(rows, f.name) for rows in parts]) for f in fields(cls)})
+
+    def at(self, places: Sequence[int]) -> "Rows":
+        """Those of these places."""
+        return Rows(**{f.name: getattr(self, f.name)[list(places)] for f in fields(self)})
+
+
+class RowSets:
+    """Sets of rows, to be added up or compared for all sets at once: such as the rows of each change of a look."""
+
+    def __init__(self, sets: Sequence[Sequence[int]]) -> None:
+        """No set is empty."""
+        sizes = [len(rows) for rows in sets]
+        self._rows = np.fromiter(chain.from_iterable(sets), dtype=np.int64, count=sum(sizes))
+        self._begins = np.cumsum([0, *sizes[:-1]])
+
+    def sum(self, values: NDArray[A]) -> NDArray[A]:
+        """`[..., set]` of `[..., row]`."""
+        found: NDArray[A] = np.add.reduceat(values[..., self._rows], self._begins, axis=-1)
+        return found
+
+    def least(self, values: Floats) -> Floats:
+        """`[..., set]` of `[..., row]`."""
+        found: Floats = np.minimum.reduceat(values[..., self._rows], self._begins, axis=-1)
+        return found
+
+    def most(self, values: Floats) -> Floats:
+        """`[..., set]` of `[..., row]`."""
+        found: Floats = np.maximum.reduceat(values[..., self._rows], self._begins, axis=-1)
+        return found

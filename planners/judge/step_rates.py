@@ -22,34 +22,42 @@ class Steps(NamedTuple):
     rate: Floats  # tokens of prompts that a second of full steps reads
 
 
-def steps_of(rows: Rows, running: Floats, each_tokens: Floats, prompt: Floats) -> Steps:
-    """`each_tokens`: KV of one that runs. `prompt`: tokens of one that waits."""
-    load, token, extra, seq, context, pair = rows.cost.T
-    batch = running / rows.servers
-    fixed_s = np.maximum(LEAST_STEP_S, load + seq * batch + context * batch * each_tokens)
-    decode_s = fixed_s + token * batch + extra * np.maximum(0.0, batch - KNOT_TOKENS)
-    room = np.maximum(64.0, rows.step_tokens - batch)
-    read_s = pair * rows.pairs + context  # of a token of a prompt, beside what every token costs
-    full = batch + room
-    full_s = fixed_s + token * full + extra * np.maximum(0.0, full - KNOT_TOKENS) + room * (read_s + seq / prompt)
-    rate = rows.servers * room / (full_s * rows.read_share)
-    return Steps(batch, room, fixed_s, decode_s, full_s, rate)
+class StepRates:
+    """Made once for all slices of time: what does not change from slice to slice is computed here."""
 
+    def __init__(self, rows: Rows) -> None:
+        self._servers, self._step_tokens, self._read_share = rows.servers, rows.step_tokens, rows.read_share
+        self._load, self._token, self._extra, self._seq, self._context, self._pair = np.ascontiguousarray(rows.cost.T)
+        # Of a token beyond the knot, and what that is too much by for those before it.
+        self._dear, self._knot = self._token + self._extra, self._extra * KNOT_TOKENS
+        self._read_s = self._pair * rows.pairs + self._context  # of a token of a prompt, beside what every token costs
 
-def first_token_s(rows: Rows, steps: Steps, prompt: Floats) -> Floats:
-    """From arriving to the first token, where nothing is in the way but the step under way: a prompt of so many tokens
-    waits for this step, and takes its own steps, among others' decodes.
-    """
-    _, token, extra, _, context, pair = rows.cost.T
-    num_tokens = rows.read_share * prompt
-    share = np.minimum(num_tokens, steps.room)
-    own = steps.batch + share
-    own_s = token * own + extra * np.maximum(0.0, own - KNOT_TOKENS)
-    own_s = own_s * num_tokens / share + (pair * num_tokens + context) * num_tokens
-    # The stages of a pipeline read chunks of one prompt side by side: n chunks take n + s - 1 times a stage's time,
-    # which is 1/s of a step, and of the prompt itself 1/(n s).
-    num_chunks = np.maximum(rows.servers, num_tokens / share)
-    turns = (num_chunks + rows.servers - 1.0) / rows.servers
-    waiting_s = 0.5 * np.minimum(1.0, steps.batch) * steps.decode_s / rows.servers
-    first_s: Floats = waiting_s + steps.fixed_s * turns + own_s * turns / num_chunks
-    return first_s
+    def of(self, running: Floats, each_tokens: Floats, prompt: Floats) -> Steps:
+        """`each_tokens`: KV of one that runs. `prompt`: tokens of one that waits."""
+        batch = running / self._servers
+        fixed_s = np.maximum(LEAST_STEP_S, self._load + batch * (self._seq + self._context * each_tokens))
+        room = np.maximum(64.0, self._step_tokens - batch)
+        full_s = fixed_s + self._tokens_s(batch + room) + room * (self._read_s + self._seq / prompt)
+        rate = self._servers * room / (full_s * self._read_share)
+        return Steps(batch, room, fixed_s, fixed_s + self._tokens_s(batch), full_s, rate)
+
+    def first_token_s(self, steps: Steps, prompt: Floats) -> Floats:
+        """From arriving to the first token, where nothing is in the way but the step under way: a prompt of so many
+        tokens waits for this step, and takes its own steps, among others' decodes.
+        """
+        servers, num_tokens = self._servers, self._read_share * prompt
+        share = np.minimum(num_tokens, steps.room)
+        parts = num_tokens / share
+        own_s = self._tokens_s(steps.batch + share) * parts + (self._pair * num_tokens + self._context) * num_tokens
+        # The stages of a pipeline read chunks of one prompt side by side: n chunks take n + s - 1 times a stage's time,
+        # which is 1/s of a step, and of the prompt itself 1/(n s).
+        num_chunks = np.maximum(servers, parts)
+        turns = (num_chunks + servers - 1.0) / servers
+        waiting_s = 0.5 * np.minimum(1.0, steps.batch) * steps.decode_s / servers
+        first_s: Floats = waiting_s + turns * (steps.fixed_s + own_s / num_chunks)
+        return first_s
+
+    def _tokens_s(self, num_tokens: Floats) -> Floats:
+        """What every token costs, of so many in a step: more beyond the knot."""
+        found: Floats = np.maximum(self._token * num_tokens, self._dear * num_tokens - self._knot)
+        return found

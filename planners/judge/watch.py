@@ -4,14 +4,14 @@ All of it comes from totals that instances count: what an instance that ran one 
 it did in that shape.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from operator import ne
 
 import numpy as np
-from numpy.typing import NDArray
 
-from pengserve.planners.columns import Ints, Kept, ReadyInstances
+from pengserve.planners.columns import Floats, Ints, Kept, ReadyInstances, ints
 from pengserve.planners.judge.arrivals import Arrivals, mates_of
 from pengserve.planners.judge.away import Away
 from pengserve.planners.judge.cohorts import Lengths, Sizes, ages_of
@@ -35,11 +35,12 @@ _REQUESTS = (
     "total_prefix_queries",
     "total_prefix_hits",
 )
-_PAIRS = ("total_step_pairs", "total_step_tokens")
 _STEPS = ("total_costed_steps", "total_step_tokens", "total_step_extra_tokens", "total_step_seqs")
 _WORK = (*_STEPS, "total_step_context", "total_step_pairs")  # in the order of `TERMS`
-_AGAIN = ("total_sent_back", "total_sent_again")
-_ALL = tuple(dict.fromkeys((*_REQUESTS, *_WORK, *_AGAIN, "total_step_us")))
+_ALL = (*_REQUESTS, "total_step_us", *_WORK, "total_sent_back", "total_sent_again")
+_CAME, _CAME_TOKENS, _ENDED, _ENDED_TOKENS = range(4)  # places in `_ALL`
+_SENT_BACK, _SENT_AGAIN = -2, -1
+_OF_REQUESTS, _OF_STEPS = slice(0, len(_REQUESTS)), slice(len(_REQUESTS), _SENT_BACK)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,15 +82,15 @@ class Watched:
     ends: Sizes = field(default_factory=Sizes)  # ... and of answers that ended
     away: Away = field(default_factory=Away)
     ids: Ints | None = field(default=None, compare=False)  # of the newest look
-    shapes: NDArray[np.str_] | None = field(default=None, compare=False)
-    totals: Mapping[str, Ints] = field(default_factory=dict, compare=False)
+    shapes: Sequence[str] = field(default=(), compare=False)  # ... and what each of these ran
+    totals: Ints | None = field(default=None, compare=False)  # `[one of _ALL, one of ids]`
 
     @property
     def is_known(self) -> bool:
         """Whether enough was seen to predict from."""
         looks = self.looks
         is_long = len(looks) > 1 and looks[-1].time_s - looks[0].time_s >= MIN_SEEN_S
-        return is_long and bool(self.totals["total_requests"].any())
+        return is_long and self.totals is not None and bool(self.totals[_CAME].any())
 
     def is_of_late(self, now_s: float) -> bool:
         """Whether the newest look was a moment ago."""
@@ -99,60 +100,59 @@ class Watched:
         """With this look."""
         now_s = snapshot.time_s
         before = self if self.is_of_late(now_s) else Watched(work=self.work, prompts=self.prompts, ends=self.ends)
-        ids, shapes = instances.ids, np.array([i.stats.shape for i in instances.values()], dtype=np.str_)
-        loads = instances.stats((*_ALL, "num_running", "num_waiting", "num_holding"))
-        totals = {name: loads[name][ids] for name in _ALL}
-        num_holding = float(loads["num_holding"].sum())
-        running = float(loads["num_running"].sum()) + num_holding
-        waiting = float(loads["num_waiting"].sum()) - num_holding
+        ids, shapes, totals = instances.ids, instances.run, instances.stats(_ALL)
+        num_running, num_waiting, num_holding = (
+            float(instances.stat(name).sum()) for name in ("num_running", "num_waiting", "num_holding")
+        )
+        running, waiting = num_running + num_holding, num_waiting - num_holding
         if not before.looks:
             first = _Look(now_s, (0.0,) * len(_REQUESTS), running, waiting)
             return replace(before, looks=(first,), ids=ids, shapes=shapes, totals=totals)
         if now_s <= before.looks[-1].time_s:
             return self
         deltas = before._deltas(ids, totals)
-        counts = tuple(
-            at + float(deltas[name].sum()) for at, name in zip(before.looks[-1].counts, _REQUESTS, strict=True)
-        )
-        away = before.away.seen(ids, deltas["total_sent_back"], deltas["total_sent_again"], now_s)
+        added = deltas[_OF_REQUESTS].sum(axis=1).tolist()
+        counts = tuple(at + float(more) for at, more in zip(before.looks[-1].counts, added, strict=True))
+        away = before.away.seen(ids, deltas[_SENT_BACK], deltas[_SENT_AGAIN], now_s)
         looks = (*before.looks, _Look(now_s, counts, running, waiting + away.count))
         if len(looks) > 2 and looks[1].time_s < now_s - LONG_S:
             looks = looks[1:]
         work = before._worked(shapes, ids, deltas, now_s)
         keep = float(np.exp(-(now_s - before.looks[-1].time_s) / STEP_MEMORY_S))
-        prompts = before.prompts.seen(deltas["total_requests"], deltas["total_request_tokens"], keep)
-        ends = before.ends.seen(deltas["total_finished"], deltas["total_finished_tokens"], keep)
+        prompts = before.prompts.seen(deltas[_CAME], deltas[_CAME_TOKENS], keep)
+        ends = before.ends.seen(deltas[_ENDED], deltas[_ENDED_TOKENS], keep)
         return Watched(
             looks=looks, work=work, prompts=prompts, ends=ends, away=away, ids=ids, shapes=shapes, totals=totals
         )
 
-    def _deltas(self, ids: Ints, totals: Mapping[str, Ints]) -> dict[str, Ints]:
-        """What each instance has added; 0 where it is new, or counts anew."""
-        assert self.ids is not None
-        if len(self.ids) == len(ids) and (self.ids == ids).all():
-            return {name: np.maximum(0, totals[name] - self.totals[name]) for name in _ALL}
+    def _deltas(self, ids: Ints, totals: Ints) -> Ints:
+        """What each instance has added, as `totals`; 0 where it is new, or counts anew."""
+        assert self.ids is not None and self.totals is not None
+        if np.array_equal(self.ids, ids):
+            added: Ints = np.maximum(0, totals - self.totals)
+            return added
         size = int(max(ids.max(initial=0), self.ids.max(initial=0))) + 1
-        is_old, old = np.zeros(size, dtype=np.bool_), np.zeros(size, dtype=np.int64)
+        is_old, old = np.zeros(size, dtype=np.bool_), np.zeros((len(_ALL), size), dtype=np.int64)
         is_old[self.ids] = True
-        found = {}
-        for name in _ALL:
-            old[self.ids] = self.totals[name]
-            found[name] = np.where(is_old[ids], np.maximum(0, totals[name] - old[ids]), 0)
-        return found
+        old[:, self.ids] = self.totals
+        return np.where(is_old[ids], np.maximum(0, totals - old[:, ids]), 0)
 
-    def _worked(
-        self, shapes: NDArray[np.str_], ids: Ints, deltas: Mapping[str, Ints], now_s: float
-    ) -> Mapping[str, Work]:
-        assert self.ids is not None and self.shapes is not None
-        if len(self.ids) != len(ids) or not (self.ids == ids).all():
+    def _worked(self, shapes: Sequence[str], ids: Ints, deltas: Ints, now_s: float) -> Mapping[str, Work]:
+        assert self.ids is not None
+        if not np.array_equal(self.ids, ids):
             return self.work
-        is_same = self.shapes == shapes
         keep = float(np.exp(-(now_s - self.looks[-1].time_s) / STEP_MEMORY_S))  # of shapes that run: no other is newer
         work = dict(self.work)
-        for shape in np.unique(shapes[is_same]).tolist():
-            same = is_same & (shapes == shape)
-            seconds = float(deltas["total_step_us"][same].sum()) * 1e-6
-            row = np.array([float(deltas[name][same].sum()) for name in _WORK])
+        place_of = {shape: place for place, shape in enumerate(sorted(set(shapes)))}
+        places = ints(map(place_of.__getitem__, shapes))
+        changed = len(place_of)  # where the instances are that ran another shape before
+        places[np.fromiter(map(ne, self.shapes, shapes), dtype=np.bool_, count=len(shapes))] = changed
+        microseconds, *figures = (
+            np.bincount(places, weights=counts, minlength=changed + 1) for counts in deltas[_OF_STEPS]
+        )
+        rows = np.stack(figures, axis=1)
+        for shape, place in place_of.items():
+            seconds, row = float(microseconds[place]) * 1e-6, rows[place]
             if seconds <= 0 or row[0] <= 0:
                 continue
             old = work.get(shape, Work(np.zeros((len(TERMS),) * 2), np.zeros(len(TERMS)), 0.0))
@@ -172,7 +172,8 @@ class Watched:
         came, came_tokens, ended, ended_tokens, generated, asked, found = (
             b - a for a, b in zip(first.counts, now.counts, strict=True)
         )
-        times, counts = np.array([(look.time_s, look.counts[0]) for look in looks]).T
+        columns = np.array([(k.time_s, k.running, k.waiting, k.counts[_CAME]) for k in looks]).T
+        times, _, _, counts = columns
         prompt, output = self._usual_tokens()
         if came:
             prompt = came_tokens / came
@@ -180,7 +181,9 @@ class Watched:
         spread = self.ends.spread
         under_way = min(1.0, spread * spread) * max(0.0, generated - ended_tokens)
         output = max(1.0, (ended_tokens + under_way + output) / (ended + 1.0))
-        output = min(output, self._most_tokens(output, ended, ended_tokens, recent))
+        token_rate = self._token_rate(recent)
+        oldest = self._ages(output, token_rate, columns)[-1]
+        output = min(output, self._most_tokens(oldest, ended, ended_tokens))
         begun_s = next((look.time_s for look in looks if look.counts[0] > 0), now.time_s)
         return Traffic(
             coming=Arrivals.of(times, counts),
@@ -189,7 +192,7 @@ class Watched:
             output_tokens=output,
             output_spread=spread,
             since_s=now.time_s - begun_s,
-            ages=self._ages(output, recent),
+            ages=self._ages(output, token_rate, columns),
             away=self.away,
             pairs=self._pairs(prompt),
             mates=mates_of(times, counts),
@@ -197,25 +200,27 @@ class Watched:
 
     def _usual_tokens(self) -> tuple[float, float]:
         """Means of prompts and answers since the instances began."""
-        came, came_tokens, ended, ended_tokens = (float(self.totals[name].sum()) for name in _REQUESTS[:4])
+        assert self.totals is not None
+        came, came_tokens, ended, ended_tokens = self.totals[_OF_REQUESTS].sum(axis=1).astype(float).tolist()[:4]
         prompt, output = DEFAULT_TOKENS
         return came_tokens / came if came else prompt, max(1.0, ended_tokens / ended) if ended else output
 
-    def _most_tokens(self, output_tokens: float, ended: float, ended_tokens: float, recent: _Look) -> float:
+    def _most_tokens(self, oldest: float, ended: float, ended_tokens: float) -> float:
         """The most that answers may be expected to have: those under way twice what the oldest of them have by now.
 
         While few have ended, all tokens over the answers that ended say nothing: a hundred answers that began together
         have a hundred times as many tokens as each of them.
         """
         running = self.looks[-1].running
-        oldest = self._ages(output_tokens, recent)[-1]
         known = ended_tokens + 2.0 * oldest * running
         return max(known / max(1.0, ended + running), DEFAULT_TOKENS[1] if not ended else 1.0)
 
-    def _ages(self, output_tokens: float, recent: _Look) -> tuple[float, ...]:
-        """How many tokens running requests have, from when they began and how fast tokens came since `recent`."""
-        times, running, waiting, came = np.array([(k.time_s, k.running, k.waiting, k.counts[0]) for k in self.looks]).T
-        token_rate = self._token_rate(recent)
+    def _ages(self, output_tokens: float, token_rate: float, columns: Floats) -> tuple[float, ...]:
+        """How many tokens running requests have, from when they began and how fast tokens come to each.
+
+        `columns`: seconds, requests that run and that wait, and requests that have come; of each look.
+        """
+        times, running, waiting, came = columns
         begun = np.maximum(0.0, np.diff(came) - np.diff(waiting))[::-1]
         ages = token_rate * (times[-1] - 0.5 * (times[1:] + times[:-1]))[::-1]
         lengths = Lengths.of(np.array(output_tokens), np.array(self.ends.spread))
@@ -249,4 +254,4 @@ class Watched:
         return Costs(profiles, self.work)
 
 
-traffic_of = Kept(Watched.traffic)  # one look is asked several times
+traffic_of, costs_of = Kept(Watched.traffic), Kept(Watched.costs)  # one look is asked several times

@@ -3,13 +3,17 @@
 All values are frozen. Counts are instantaneous, names that begin with `total_` only grow within one incarnation.
 """
 
+import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import attrgetter
-from typing import Any
+from struct import Struct
+from typing import TYPE_CHECKING, Any
 
+from pengserve.planners.types.codec import from_data, to_data
 from pengserve.planners.types.ids import NO_VERSION, Epoch, InstanceId, InstanceKey, Version
 from pengserve.planners.types.layout import Group, Layout
 from pengserve.planners.types.placements import PlacementNote
@@ -134,6 +138,29 @@ class InstanceStats:
             raise TypeError(f"no fields of {cls.__name__}: {', '.join(found.keys() - _NO_LOAD.keys())}")
         return made
 
+    @cached_property
+    def packed(self) -> bytes:
+        """Its numbers, eight bytes each: whole ones in the order of `NUMBERS`, of which columns of a thousand are made,
+        then the others.
+
+        They travel so, and stay so until one of them is asked for: of a thousand answers few ever are.
+        """
+        return _PACKED.pack(*_packed_of(self))
+
+    if not TYPE_CHECKING:  # else any name would do
+
+        def __getattr__(self, name: str) -> Any:
+            """A number of an answer that came off a wire: unpacks all of them, and is not called again."""
+            found = self.__dict__
+            if name not in _PACKED_NAMES or "packed" not in found:
+                raise AttributeError(f"{type(self).__name__} has no {name}")
+            found.update(zip(_PACKED_NAMES, _PACKED.unpack(found["packed"]), strict=True))
+            found["is_follower"] = bool(found["is_follower"])
+            return found[name]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _stats, (self.packed, self.shape, self.step_age_s)
+
     @property
     def hang(self) -> str:
         """Why the instance counts as dead though its other threads live, or an empty string.
@@ -146,6 +173,20 @@ class InstanceStats:
 
 
 _NO_LOAD: Mapping[str, Any] = dict(vars(InstanceStats()))
+NUMBERS = tuple(name for name, value in _NO_LOAD.items() if isinstance(value, int))
+_ASKED = ("shape", "step_age_s")  # of each answer
+_PACKED_NAMES = (*NUMBERS, *(name for name in _NO_LOAD if name not in (*NUMBERS, *_ASKED)))
+_packed_of = attrgetter(*_PACKED_NAMES)
+_PACKED = Struct(f"={len(NUMBERS)}q{len(_PACKED_NAMES) - len(NUMBERS)}d")
+PACKED_WIDTH = len(_PACKED_NAMES)  # of eight bytes
+for _name in _PACKED_NAMES:
+    delattr(InstanceStats, _name)  # the default, which would be found before `__getattr__` is asked
+
+
+def _stats(packed: bytes, shape: str, step_age_s: float) -> InstanceStats:
+    made = object.__new__(InstanceStats)
+    made.__dict__.update(packed=packed, shape=sys.intern(shape), step_age_s=step_age_s)
+    return made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,9 +215,6 @@ class LaneInfo:
     step_cost: StepCost | None = None  # as profiled; None: it was not, and what is measured counts alone
     step_tokens: int = STEP_TOKENS  # new tokens of a full step, `max_num_batched_tokens`
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _lane, (self.shape, self.capacity, self.why_not, self.step_cost, self.step_tokens)
-
 
 # What an instance can run, and where, stays as it is, and a thousand are alike: what comes off a wire becomes the
 # object that is here already. That is faster than to make another one, and comparing two answers costs next to nothing.
@@ -185,13 +223,6 @@ class LaneInfo:
 @lru_cache(maxsize=4096)
 def _capacity(*values: int) -> KvCapacity:
     return KvCapacity(**dict(zip(KvCapacity.__slots__, values, strict=True)))
-
-
-@lru_cache(maxsize=4096)
-def _lane(
-    shape: str, capacity: KvCapacity | None, why_not: str, step_cost: StepCost | None, step_tokens: int
-) -> LaneInfo:
-    return LaneInfo(shape=shape, capacity=capacity, why_not=why_not, step_cost=step_cost, step_tokens=step_tokens)
 
 
 @lru_cache(maxsize=4096)
@@ -228,10 +259,43 @@ class InstanceSnapshot:
         """The slot this instance fills."""
         return self.key.instance_id
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        loads, key = _loads_of(self), self.key
+        return _snapshot, (*loads, key.instance_id, key.incarnation, _written(self.lanes), *_rest_of(self))
 
-_OUTSIDE = ("key", "stats", "rss_bytes", "revision", "term")
-face_of = attrgetter(*(f.name for f in fields(InstanceSnapshot) if f.name not in _OUTSIDE))
+
+_LOADS = ("stats", "rss_bytes", "revision", "term")
+_FACE = tuple(f.name for f in fields(InstanceSnapshot) if f.name not in ("key", *_LOADS))
+_REST = tuple(name for name in _FACE if name != "lanes")
+_loads_of, _rest_of = attrgetter(*_LOADS), attrgetter(*_REST)
+face_of = attrgetter(*_FACE)
 """All that an answer of one life says but its loads and its term, as a tuple."""
+
+
+@lru_cache(maxsize=64)
+def _written(lanes: tuple[LaneInfo, ...]) -> str:
+    """The lanes of one instance or of a thousand: what is as long as this travels as one string, which is the key to
+    the objects that were made of it.
+    """
+    return json.dumps(to_data(lanes), separators=(",", ":"))
+
+
+@lru_cache(maxsize=4096)
+def _lanes(written: str) -> tuple[LaneInfo, ...]:
+    return tuple(from_data(LaneInfo, lane) for lane in json.loads(written))
+
+
+@lru_cache(maxsize=4096)
+def _said(instance_id: InstanceId, incarnation: int, lanes: str, *rest: Any) -> dict[str, Any]:
+    key = InstanceKey(instance_id=instance_id, incarnation=incarnation)
+    return dict(zip(_REST, rest, strict=True), key=key, lanes=_lanes(lanes))
+
+
+def _snapshot(stats: InstanceStats, rss_bytes: int, revision: int, term: int, *said: Any) -> InstanceSnapshot:
+    """What came off a wire. An instance says nearly always what it said the last time, but for its loads: that is the
+    objects which are here already.
+    """
+    return InstanceSnapshot(**_said(*said), stats=stats, rss_bytes=rss_bytes, revision=revision, term=term)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ token costs. `extra_s` is that difference; on a CPU it is about 0. `planners.cos
 """
 
 from dataclasses import dataclass, fields
-from typing import Any
 
 STEP_TOKENS = 2048
 """New tokens of a full step, as vLLM's default is (`max_num_batched_tokens`)."""
@@ -28,9 +27,6 @@ class StepCost:
     context_s: float  # a token of KV that is read
     pair_s: float  # a new token of a prompt and one that it attends to: chunk * (chunk + 2 * prefix)
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _step_cost, self.terms
-
     @property
     def terms(self) -> tuple[float, ...]:
         """The coefficients, in the order of `TERMS`."""
@@ -47,10 +43,6 @@ NOMINAL = StepCost(load_s=0.02, token_s=5e-5, extra_s=6e-5, seq_s=5e-5, context_
 """Of a 14B model on a fast GPU. Its proportions stand for those of others until they were profiled or measured."""
 
 TERMS = tuple(f.name for f in fields(StepCost))
-
-
-def _step_cost(*terms: float) -> StepCost:
-    return StepCost(**dict(zip(TERMS, terms, strict=True)))
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 
 Calls come from any thread and are carried out in the step thread, between steps. A commit goes to the leader alone:
 
-    leader   commit -> (drain) -> meet ~~ goes on stepping until all have met ~~> move requests -> commit
+    leader   commit -> (drain) -> meet ~~~~~ short steps until all have met ~~~~~> move requests -> commit
     others             (drain) -> meet: stop at a step boundary ---------------> move requests -> commit
 
 Every wait has a time-out, after which a member is back where it was, or in dp where requests had begun to move.

@@ -1,6 +1,6 @@
 """The leader's side of switches: one at a time, from the controller's call to its report.
 
-commit -> (drain, or weights come back) -> meet ~~ goes on stepping until all have met ~~> move -> commit
+commit -> (drain, or weights come back) -> meet ~~ short steps until all have met ~~> move -> commit
 
 What a switch does is its change's (`changes/`). Here is when: the same for all of them.
 """
@@ -15,6 +15,7 @@ from typing import Any
 from pengserve.planners.types.errors import EngineError, PengServeError, StepError
 from pengserve.planners.types.ids import InstanceKey
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
+from pengserve.replicas.engine.lanes.lane import Lane
 from pengserve.replicas.switching.changes.change import Change
 from pengserve.replicas.switching.changes.table import change_of
 from pengserve.replicas.switching.conversation import Conversation, foreseen
@@ -47,6 +48,7 @@ class Leading:
         self._running_group, self._on_changed = running_group, on_changed
         self._reports: OrderedDict[str, SwitchReport] = OrderedDict()
         self._draining: Draining | None = None
+        self._hastened: Lane | None = None  # whose steps are kept short
         self.switch: Switch | None = None  # under way
 
     def require_free(self) -> None:
@@ -148,11 +150,19 @@ class Leading:
                 self.fail(error)
 
     def _meet(self, switch: Switch) -> None:
-        """The other parts stop at their next step boundary. This member goes on stepping until they have."""
+        """The other parts stop at their next step boundary. This member goes on in short steps until they have."""
         self._prepared.check(switch.plan)
         switch.meet()
+        self._hasten(self._member.lanes.current)
         self._ask_to_meet(switch, switch.part_leaders, switch.others)
         self._advance(switch)
+
+    def _hasten(self, lane: Lane | None) -> None:
+        """The steps of `lane` are kept short from now on, and of no other."""
+        before, self._hastened = self._hastened, lane
+        for one, is_on in ((before, False), (lane, True)):
+            if one is not None:
+                one.keep_steps_short(is_on)
 
     def _ask_to_meet(self, switch: Switch, told: tuple[InstanceKey, ...], due: tuple[InstanceKey, ...]) -> None:
         """Those that are told see to it that all that are due stop."""
@@ -203,6 +213,7 @@ class Leading:
         """All members stand still."""
         plan, own, talk = switch.plan, self._member.key, Conversation(self._member, switch.plan)
         met_s, kept = time.perf_counter(), self._end_draining()
+        self._hasten(None)
         try:
             talk.catch_up()
             change = self._prepared.change(plan)
@@ -244,6 +255,7 @@ class Leading:
         """What is under way ends here: all is as it was, or this member is in dp already."""
         switch, self.switch = self.switch, None
         self._end_draining()
+        self._hasten(None)
         self._running_group.go_on()
         if switch is not None:
             self._running_group.pipeline.undo_return(switch.plan.plan_id)

@@ -27,6 +27,7 @@ class Draft:
         self.swapped_out = self.swapped_in = 0  # blocks
         self._state, self._budget = state, budget
         order, entries = _overtaking(state, budget, passed) if state.options.short_prompts else (IN_ORDER, {})
+        self.overtakes = bool(order.first)  # whether short prompts begin before others that wait
         self._max_chunk = budget if order.max_chunk is None else order.max_chunk
         self._passed = {*passed, *[entries[name] for name in order.passed]} if order.passed else passed
         self._first = deque([entries[name] for name in order.first])  # that wait, before all others that do

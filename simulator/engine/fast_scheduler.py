@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 from pengserve.planners.cost_model import Chunk
-from pengserve.planners.first_step import first_step_tokens
 from pengserve.planners.late_prompts import LateOrder, Waiting
+from pengserve.planners.short_steps import first_step_tokens, meeting_step_tokens
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.planners.types.units import blocks_for
 from pengserve.simulator.engine.draft import Draft, draft_ahead
@@ -53,6 +53,7 @@ class FastScheduler:
         self.options = options = options or SchedulerOptions()
         self._state = FastState(capacity, options)
         self._begun_short = ""  # whose first step was kept short last
+        self._is_meeting = False
         self._unfinished: UnfinishedSteps[Any] = UnfinishedSteps(options.most_in_flight)
         self._steps = self._prompted = self._generated = self._resumed = 0
         self._formation = (
@@ -159,6 +160,10 @@ class FastScheduler:
         return self._state.resize(num_blocks)
 
     # Steps -----------------------------------------------------------------------------------------------------------
+
+    def keep_steps_short(self, is_on: bool) -> None:
+        """Whether all steps from now on read little of prompts."""
+        self._is_meeting = is_on
 
     def schedule(self, max_steps: int = 1) -> SimStep | None:
         """The next step, or up to `max_steps` equal ones as one; None where there is nothing to compute now."""
@@ -279,18 +284,23 @@ class FastScheduler:
             preempted=tuple([entry.live for entry in preempted]),
             swap_out_bytes=swapped_out * self.capacity.bytes_per_block,
             swap_in_bytes=draft.swapped_in * self.capacity.bytes_per_block,
-            handle=_Mixed(tuple(draft.tokens.items()), tuple(due), self._cost_s(num_decodes, context, chunks)),
+            handle=_Mixed(
+                tuple(draft.tokens.items()), tuple(due), self._cost_s(num_decodes, context, chunks, draft.overtakes)
+            ),
         )
 
     def _draft(self) -> Draft:
         if self._formation is None:
-            return Draft(self._state, self._first_step_tokens() or self.options.max_num_batched_tokens)
+            return Draft(self._state, self._short_step_tokens() or self.options.max_num_batched_tokens)
         in_flight_s = [handle.cost_s for handle in self._unfinished if isinstance(handle, _Mixed)]
         return draft_ahead(self._state, self._formation, in_flight_s)
 
-    def _first_step_tokens(self) -> int | None:
-        """As `replicas/engine/scheduling/first_step.py`; None: the next step need not be short."""
+    def _short_step_tokens(self) -> int | None:
+        """As `replicas/engine/scheduling/short_steps.py`; None: the next step need not be short."""
         state = self._state
+        if self._is_meeting:
+            state.decode_first()
+            return meeting_step_tokens(len(state.running), self.options.max_num_batched_tokens)
         if not self.options.short_first_steps or state.running or state.holding or len(state.waiting) != 1:
             return None
         entry = state.waiting.head()
@@ -300,13 +310,15 @@ class FastScheduler:
         self._begun_short = entry.live.request_id
         return most
 
-    def _cost_s(self, num_decodes: int, context: int, chunks: Sequence[Chunk]) -> float:
+    def _cost_s(self, num_decodes: int, context: int, chunks: Sequence[Chunk], overtakes: bool) -> float:
+        """Where short prompts overtook, at least what the microbatch was to cost, as in production."""
         if self._formation is None:
             return 0.0
         # The model is linear in the prefix of a decode, so that decodes of the same sum cost the same.
         decodes = [Chunk(prefix_tokens=0, num_tokens=1)] * max(0, num_decodes - 1)
         decodes += [Chunk(prefix_tokens=context - num_decodes, num_tokens=1)] * (num_decodes > 0)
-        return self._formation.cost_s([*decodes, *chunks])
+        cost_s = self._formation.cost_s([*decodes, *chunks])
+        return max(cost_s, self._formation.planned_s()) if overtakes else cost_s
 
     def _finish_mixed(self, step: _Mixed) -> list[Entry]:
         state, ended = self._state, []

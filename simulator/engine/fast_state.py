@@ -57,6 +57,12 @@ class FastState:
         self.num_prefilling += 1
         return swapped_in
 
+    def decode_first(self) -> None:
+        """As `SchedulerHandle.decode_first`, where any running request does not decode."""
+        if any(entry.tokens - entry.computed > 1 for entry in self.running):
+            self.running.sort(key=lambda entry: (entry.tokens - entry.computed > 1, entry.live.arrival.priority))
+            self._lives = None
+
     # Who goes --------------------------------------------------------------------------------------------------------
 
     def victim(self) -> int:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from pengserve.planners.cost_model import Chunk, CostModel
-from pengserve.planners.lookahead import MicrobatchLimits, Work, next_budget
+from pengserve.planners.lookahead import MicrobatchLimits, Work, chunks_within, next_budget
 from pengserve.simulator.engine.queues import Entry
 
 MIN_TOKENS = 32  # no microbatch is made smaller than this, but to give every stage something to do
@@ -24,6 +24,7 @@ class Formation:
             max_tokens=max_tokens, max_requests=max_requests, min_tokens=min(MIN_TOKENS, max_tokens)
         )
         self._clock = itertools.count(1)
+        self._newest: tuple[Sequence[Work], Mapping[str, int]] = (), {}
         self._since: dict[str, int] = {}  # request -> when it became ready, in steps of the clock
 
     def budget(
@@ -32,7 +33,13 @@ class Formation:
         """New tokens by request id, in the order in which they are to be scheduled. `in_flight_s` as `cost_s` gave."""
         work = [self._work(entry, True) for entry in running if entry.tokens > entry.computed]
         work += [self._work(entry, False) for entry in waiting if entry.tokens > entry.computed]
-        return next_budget(work, in_flight_s, self._model, self._limits, max_in_flight=self._max_in_flight)
+        budget = next_budget(work, in_flight_s, self._model, self._limits, max_in_flight=self._max_in_flight)
+        self._newest = work, budget
+        return budget
+
+    def planned_s(self) -> float:
+        """What the newest microbatch was chosen to cost."""
+        return self._model.batch_s(chunks_within(*self._newest))
 
     def cost_s(self, chunks: Iterable[Chunk]) -> float:
         """What a microbatch costs on the whole model."""

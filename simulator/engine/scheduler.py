@@ -132,6 +132,15 @@ class CountsCopies(Protocol):
 
 
 @runtime_checkable
+class KeepsStepsShort(Protocol):
+    """A scheduler whose steps can be kept short, as members of a switch wait for their end."""
+
+    def keep_steps_short(self, is_on: bool) -> None:
+        """Whether all steps from now on read little of prompts."""
+        ...
+
+
+@runtime_checkable
 class TakesOrders(Protocol):
     """A scheduler whose requests can be parked, resumed and placed by order. Between two steps."""
 

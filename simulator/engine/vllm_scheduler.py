@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 from pengserve.planners.cost_model import Chunk
 from pengserve.planners.types.snapshot import KvCapacity
-from pengserve.replicas.engine.scheduling.first_step import FirstStep
 from pengserve.replicas.engine.scheduling.late_prompts import LatePrompts
 from pengserve.replicas.engine.scheduling.microbatches import Microbatches
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.scheduling.short_prompts import ShortPrompts
+from pengserve.replicas.engine.scheduling.short_steps import ShortSteps
 from pengserve.replicas.engine.vllm_seam import (
     ModelRunnerOutput,
     Request,
@@ -87,7 +87,7 @@ class VllmScheduler:
         self._unfinished: UnfinishedSteps[_Handle] = UnfinishedSteps(options.most_in_flight)
         self._steps = self._prompted = self._generated = self._preempted = self._resumed = 0
         self._prefix_queries = self._prefix_hits = 0
-        self._first_step = FirstStep(self._scheduler) if options.short_first_steps else None
+        self._short_steps = ShortSteps(self._scheduler, begins_short=options.short_first_steps)
         self._shorts = ShortPrompts(self._scheduler, capacity.block_size) if options.short_prompts else None
         known = _FirstTokens(self._lives, clock)
         self._lates = LatePrompts(self._scheduler, known, clock) if options.late_prompts else None
@@ -208,6 +208,10 @@ class VllmScheduler:
 
     # Steps -----------------------------------------------------------------------------------------------------------
 
+    def keep_steps_short(self, is_on: bool) -> None:
+        """Whether all steps from now on read little of prompts."""
+        self._short_steps.keep(is_on)
+
     def schedule(self, max_steps: int = 1) -> SimStep | None:
         """vLLM's next step, always a single one; None where there is nothing to compute now."""
         self._unfinished.require_room()
@@ -232,9 +236,8 @@ class VllmScheduler:
         if self._microbatches is not None:
             in_flight = [handle.output for handle in self._unfinished]
             return self._microbatches.schedule(in_flight, self.options.most_in_flight)
-        first = self._first_step.limiting() if self._first_step is not None else None
         shorts = self._shorts.step() if self._shorts is not None and self._shorts.is_on else None
-        with first or contextlib.nullcontext(), shorts or contextlib.nullcontext():
+        with self._short_steps.limiting() or contextlib.nullcontext(), shorts or contextlib.nullcontext():
             return self._scheduler.schedule()
 
     def _step(self, output: SchedulerOutput, preempted: tuple[LiveRequest, ...]) -> SimStep:

@@ -1,13 +1,15 @@
 """The law of planning in columns: it decides as planning value by value does (`reference.py`)."""
 
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pengserve.planners.columns import ReadyInstances
+from pengserve.planners.columns import Kept, ReadyInstances
 from pengserve.planners.demand_trend import MIN_GAP_S, MIN_LOOKS, DemandTrend
 from pengserve.planners.drop import Verdict, plan_drop
 from pengserve.planners.load import ClusterView
@@ -18,7 +20,7 @@ from pengserve.planners.restore import RestoreHistory, plan_restore
 from pengserve.planners.types.config import DropConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group
-from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceStats, LaneInfo
+from pengserve.planners.types.snapshot import NUMBERS, ClusterSnapshot, Demand, InstanceStats, LaneInfo
 from tests.planners import reference
 from tests.planners.clusters import BLOCK_SIZE, T0_S, pipeline_capacity, snapshot, stats
 from tests.support.effort import examples
@@ -39,14 +41,41 @@ LAYOUTS = [
 ]
 
 
-def test_columns_that_are_read_together_are_those_that_are_read_alone() -> None:
-    seen = snapshot(5, loads={i: stats(requests=i, waiting=7 - i, blocks=10 * i) for i in (0, 1, 3, 4)}, without=[2])
-    names = ("num_running", "num_waiting", "kv_blocks_used")
-    alone, together = ReadyInstances(seen.instances), ReadyInstances(seen.instances)
-    assert together.stat("num_waiting").tolist() == [7, 6, 0, 4, 3]  # one that is known by then
-    found = together.stats(names)
-    assert list(found) == list(names)
-    assert all((found[name] == alone.stat(name)).all() and found[name] is together.stat(name) for name in names)
+@pytest.mark.parametrize("is_off_a_wire", [False, True])
+def test_columns_are_what_each_instance_says(is_off_a_wire: bool) -> None:
+    said = {i: stats(requests=i, waiting=7 - i, blocks=10 * i) for i in (0, 1, 3, 4)}
+    said[3] = replace(said[3], is_follower=True, total_step_us=1 << 62, total_copy_wait_s=0.5)
+    seen = snapshot(5, loads=said, without=[2])
+    instances = pickle.loads(pickle.dumps(seen.instances)) if is_off_a_wire else seen.instances
+    assert instances == seen.instances and instances[3].stats.is_follower is True
+    changed = replace(instances[4], stats=replace(instances[4].stats, num_waiting=9))
+    found = ReadyInstances((*instances[:4], changed))
+    assert found.stat("num_waiting").tolist() == [7, 6, 0, 4, 9]
+    assert found.stat("is_follower").tolist() == [0, 0, 0, 1, 0]
+    for name in NUMBERS:
+        values = [getattr(found[i].stats, name) if i in found else 0 for i in map(InstanceId, range(5))]
+        assert found.stat(name).tolist() == values
+    step_us, waiting = found.stats(["total_step_us", "num_waiting"]).tolist()
+    assert found.ids.tolist() == [0, 1, 3, 4] and step_us == [0, 0, 1 << 62, 0] and waiting == [7, 6, 4, 9]
+
+
+@pytest.mark.parametrize("without", [[], [2]])
+def test_shapes_are_found_by_instance_in_any_order(without: list[InstanceId]) -> None:
+    seen = snapshot(4, "tp2@(0,1)", without=without)
+    there = {i: "tp2" if i < 2 else "dp" for i in range(4) if i not in without}
+    for order in ((0, 1, 2, 3), (3, 0, 2, 1)):
+        found = ReadyInstances(tuple(seen.instances[i] for i in order))
+        assert dict(zip(found, found.run, strict=True)) == there
+        assert found.shapes == [there.get(i, "") for i in range(4)]
+
+
+def test_what_is_kept_is_of_the_same_objects() -> None:
+    calls = list[tuple[list[int], list[int]]]()
+    kept = Kept(lambda left, right: calls.append((left, right)) or [*left, *right])
+    one, two = [1], [2]
+    assert kept(one, two) is kept(one, two) and len(calls) == 1
+    assert kept(one, [2]) == [1, 2] and len(calls) == 2, "an equal object is another one"
+    assert kept([1], two) == [1, 2] and len(calls) == 3
 
 
 @st.composite
@@ -179,6 +208,12 @@ def test_projected_loads_are_those_of_the_view(
     assert found == {
         group: (load.load, load.is_known) for group, load in expected.items() if load.load < below or not load.is_known
     }
+    # Where only some are asked for, the idlest of each degree are there.
+    some = list(projected_loads(view, max_degree, below, 2))
+    assert {group: (load, is_known) for group, load, is_known in some}.items() <= found.items()
+    for degree in (2, 4):
+        least = sorted(load for group, (load, is_known) in found.items() if group.degree == degree and is_known)[:2]
+        assert sorted(load for group, load, is_known in some if group.degree == degree and is_known)[:2] == least
 
 
 @settings(max_examples=examples(100))

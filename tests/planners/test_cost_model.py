@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pengserve.planners.cost_model import (
@@ -28,7 +28,6 @@ from pengserve.planners.cost_model import (
     tiled,
 )
 from pengserve.planners.types.errors import PlanError
-from tests.support.effort import examples
 
 TRUE = CostModel(prefix_attention_s=5e-8, self_attention_s=3e-8, kv_read_s=5e-7, ffn_s=7e-5, other_s=8e-5, load_s=4e-3)
 Batch = tuple[Chunk, ...]
@@ -97,10 +96,9 @@ def test_a_fit_finds_the_tile_behind_the_samples(tile_tokens: int) -> None:
     assert found.tile_tokens == tile_tokens and close(found, true, 1e-6)
 
 
-@given(st.integers(0, 10_000))
-@settings(max_examples=examples(20))
-def test_noise_is_not_taken_for_tiles(seed: int) -> None:
-    assert fit(samples(60, noise=0.1, seed=seed)).tile_tokens == 1
+def test_noise_is_not_taken_for_tiles() -> None:
+    """Fixed samples: of many more, noise looks like tiles in one of thousands."""
+    assert [seed for seed in range(200) if fit(samples(60, noise=0.1, seed=seed)).tile_tokens != 1] == []
 
 
 @given(st.integers(1, 2000), st.sampled_from(TILES))

@@ -1,16 +1,19 @@
 """Who gets a group from the merge planner, and for how long: long and urgent requests, and wishes for a shape."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pengserve.planners.load import ClusterView
 from pengserve.planners.merge import LoadHistory, Reason, StandingGroup, propose
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand
 from pengserve.planners.types.strategy import SwitchStrategy
+from pengserve.planners.urgency import AnyGroup
 from tests.planners.clusters import DP_TOKENS, T0_S, VirtualCluster, plan_switch, snapshot, stats
 from tests.planners.merges import CONFIG, DWELL_S, plan, running_group, snapshots, what
 
@@ -231,3 +234,32 @@ def test_paused_requests_go_on_where_another_group_serves_the_urgent_ones_as_wel
 
     assert found(CONFIG.min_dwell_s - 0.5) is None
     assert what(found(CONFIG.min_dwell_s + 0.5)) == "split tp2@(0,1)"
+
+
+class Harmful(AnyGroup):
+    """Says that these groups cost others too much."""
+
+    def __init__(self, *texts: str) -> None:
+        self._groups = frozenset(map(Group.parse, texts))
+
+    def harmful(self, view: ClusterView, groups: Sequence[Group]) -> frozenset[Group]:
+        """Those of `groups`."""
+        return self._groups.intersection(groups)
+
+
+@pytest.mark.parametrize(
+    ("harmful", "kept"), [((), (0, 1)), (("tp2@(0,1)",), (2, 3)), (("tp2@(0,1)", "tp2@(2,3)"), ())]
+)
+def test_urgent_requests_keep_a_group_that_costs_others_little(harmful: tuple[str, ...], kept: tuple[int, ...]) -> None:
+    """The judge may split what they do not keep."""
+    seen = snapshot(4, "tp2@(0,1) tp2@(2,3)", demands=[Demand(num_priority=1)], degrees=(2,))
+    found = propose(seen, CONFIG, LoadHistory(), is_judged=True, urgency=Harmful(*harmful))
+    assert found.plan is None and found.claimed == set(kept)
+
+
+def test_a_group_that_costs_others_much_is_formed_for_a_wish_alone() -> None:
+    every = Harmful("tp2@(0,1)", "tp2@(2,3)")
+    urgent, wish = Demand(num_priority=1), Demand(wanted_degrees=((2, 1),))
+    for demand, is_formed in ((urgent, False), (wish, True)):
+        seen = snapshot(4, "", demands=[demand], degrees=(2,))
+        assert bool(propose(seen, CONFIG, LoadHistory(), is_judged=True, urgency=every).plan) == is_formed

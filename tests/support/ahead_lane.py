@@ -1,12 +1,13 @@
 """vLLM's V2 runner with asynchronous scheduling on a CPU: `python -m tests.support.ahead_lane MODEL ENGINE_JSON`.
 
 Requests of every kind of sampling run in one lane, then go on there from a cut, as if another instance had begun them.
+Greedy ones run once more in short steps, as if members of a switch waited for the end of each.
 Prints one JSON line. To be started with the variables of `ahead_host.V2_ON_CPU`.
 """
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from tests.support import ahead_host
 
@@ -14,11 +15,9 @@ NUM_PROMPTS = 2
 CUTS = (1, 17, 30)
 
 
-def names() -> list[tuple[str, str, int]]:
+def names(kinds: Iterable[str]) -> list[tuple[str, str, int]]:
     """(name, kind, prompt) of each request."""
-    from tests.support.cut_requests import SAMPLING
-
-    return [(f"{kind}/{prompt}", kind, prompt) for kind in SAMPLING for prompt in range(NUM_PROMPTS)]
+    return [(f"{kind}/{prompt}", kind, prompt) for kind in kinds for prompt in range(NUM_PROMPTS)]
 
 
 def main() -> None:
@@ -31,11 +30,11 @@ def main() -> None:
 
     lane = DpLane(InstanceConfig(app="tests", model=sys.argv[1], engine=json.loads(sys.argv[2])))
 
-    def run(begun: Mapping[str, list[int]]) -> dict[str, list[int]]:
-        """Output tokens of all requests, by name; `begun` has those that were made before."""
-        tokens: dict[str, list[int]] = {name: [] for name, _, _ in names()}
+    def run(begun: Mapping[str, list[int]], kinds: Iterable[str] = SAMPLING) -> dict[str, list[int]]:
+        """Output tokens of requests of these kinds, by name; `begun` has those that were made before."""
+        tokens: dict[str, list[int]] = {name: [] for name, _, _ in names(kinds)}
         waiting = []
-        for name, kind, prompt in names():
+        for name, kind, prompt in names(kinds):
             request = make_request(name, PROMPTS[prompt], SAMPLING[kind])
             lane.prepare(request, begun.get(name, []), waiting.append)
         while len(waiting) < len(tokens):
@@ -53,7 +52,11 @@ def main() -> None:
     lane.reset_prefix_cache()
     begun = {name: tokens[: CUTS[number % len(CUTS)]] for number, (name, tokens) in enumerate(whole.items())}
     rest = run(begun)
-    result = {"whole": whole, "begun": begun, "rest": rest, "free": [num_free, lane.num_free()], **found}
+    lane.reset_prefix_cache()
+    lane.keep_steps_short(True)
+    first = lane.stats().step
+    result = {"short": run({}, ["greedy"]), "short_steps": lane.stats().step - first}
+    result |= {"whole": whole, "begun": begun, "rest": rest, "free": [num_free, lane.num_free()], **found}
     print("RESULT" + json.dumps(result), flush=True)
 
 

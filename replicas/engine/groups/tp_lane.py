@@ -216,7 +216,7 @@ class TpLane(GroupLane):
         """Leader: one step of the group."""
         started_s = time.perf_counter()
         self._hurry()
-        with self._gating(), self._choosing(), self._chunking():
+        with self._gating(), self._shortening(), self._choosing(), self._chunking():
             outputs = self._step()
         self._count(outputs.values(), time.perf_counter() - started_s)
         return outputs

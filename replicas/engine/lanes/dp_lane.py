@@ -25,7 +25,6 @@ from pengserve.replicas.engine.lanes.shared_model import plain_weights
 from pengserve.replicas.engine.lanes.warm_up import marked_as_lane
 from pengserve.replicas.engine.placement.placement_notes import PlacementNotes
 from pengserve.replicas.engine.placement.slo_gate import Contracts, SloGate
-from pengserve.replicas.engine.scheduling.first_step import FirstStep
 from pengserve.replicas.engine.scheduling.grammar_budget import bound_grammars
 from pengserve.replicas.engine.scheduling.grammars import explaining_rejections, guide_config
 from pengserve.replicas.engine.tiers.lane_tiers import LaneTiers
@@ -168,6 +167,7 @@ class DpLane(Lane):
             shape="dp",
             scheduler=scheduler,
             block_hasher=self.core.request_block_hasher,
+            begins_short=is_elastic,
             capacity=KvCapacity(
                 num_blocks=kv_config.num_blocks - 1,  # vLLM keeps block 0 as the null block
                 block_size=vllm_config.cache_config.block_size,
@@ -178,7 +178,6 @@ class DpLane(Lane):
             ),
         )
 
-        self._first_step = FirstStep(self.scheduler) if is_elastic else None
         if (tiers := self.tiers) is not None:
             tiers.watch_uses(self.scheduler.uses)
             self.residency = ResidentRequests(self.scheduler, LaneTiers(tiers), self.num_unsaved, self)
@@ -384,14 +383,14 @@ class DpLane(Lane):
         if self._pins is not None and self._pins.num_sessions:
             self._pins.make_room(self._most_blocks_of_a_step())
         self._hurry()
-        first = self._first_step.limiting() if self._first_step is not None else None
-        if gate is None and first is None and self._chunking() is FREE:
+        short = self._shortening()
+        if gate is None and short is FREE and self._chunking() is FREE:
             return self._choosing()
-        return self._limited(gate, first or FREE)
+        return self._limited(gate, short)
 
     @contextlib.contextmanager
-    def _limited(self, gate: SloGate | None, first: AbstractContextManager[None]) -> Iterator[None]:
-        with gate.limiting() if gate is not None else FREE, first, self._choosing(), self._chunking():
+    def _limited(self, gate: SloGate | None, short: AbstractContextManager[None]) -> Iterator[None]:
+        with gate.limiting() if gate is not None else FREE, short, self._choosing(), self._chunking():
             yield
 
     def use_contracts(self, contracts: Contracts) -> None:

@@ -20,6 +20,7 @@ from pengserve.replicas.engine.scheduling.departures import Departures
 from pengserve.replicas.engine.scheduling.late_prompts import LatePrompts
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle, is_prefilling
 from pengserve.replicas.engine.scheduling.short_prompts import ShortPrompts
+from pengserve.replicas.engine.scheduling.short_steps import ShortSteps
 from pengserve.replicas.engine.tiers.residency import ResidentRequests
 from pengserve.replicas.engine.vllm_seam import EngineCoreEventType, EngineCoreOutputs, Request, RequestStatus
 from pengserve.replicas.engine.wire import is_copy
@@ -40,14 +41,23 @@ class Lane(ABC):
     _slo_gate: SloGate | None = None  # where contracts are known, and this member schedules
     _lates: LatePrompts | None = None  # ...
     _slo_placement: SloPlacement | None = None  # ... and KV is on device and host, layer by layer
+    _short_steps: ShortSteps | None = None  # where this member schedules
 
-    def __init__(self, *, shape: str, capacity: KvCapacity, scheduler: Any, block_hasher: Any) -> None:
-        """`scheduler` is None on a follower, which executes what another member's scheduler decides."""
+    def __init__(
+        self, *, shape: str, capacity: KvCapacity, scheduler: Any, block_hasher: Any, begins_short: bool = False
+    ) -> None:
+        """
+        Args:
+            scheduler: None on a follower, which executes what another member's scheduler decides.
+            begins_short: the first step after an idle time is short, where a prompt is longer than a step.
+        """
         self.shape, self.capacity = shape, capacity
         self._block_hasher = block_hasher
         self._handle = SchedulerHandle(scheduler) if scheduler is not None else None
         self._departures = self._handle.departures if self._handle is not None else Departures()
         self._chunks = ChunkShares(self._handle) if self._handle is not None else None
+        if self._handle is not None:
+            self._short_steps = ShortSteps(self._handle, begins_short=begins_short)
         self._shorts = (
             ShortPrompts(self._handle, capacity.block_size, self.num_available) if self._handle is not None else None
         )
@@ -206,6 +216,18 @@ class Lane(ABC):
         if chunks is not None and chunks.is_on:
             return chunks.step()
         return shorts.step() if shorts is not None and shorts.is_on else FREE
+
+    def keep_steps_short(self, is_on: bool) -> None:
+        """Whether all steps from now on read little of prompts, as members of a switch wait for their end.
+
+        Pipelines read on as they do: their microbatches are short.
+        """
+        if self._short_steps is not None:
+            self._short_steps.keep(is_on)
+
+    def _shortening(self) -> AbstractContextManager[None]:
+        """Around a step: where it is kept short, so many tokens at most."""
+        return (self._short_steps.limiting() if self._short_steps is not None else None) or FREE
 
     def _note_bands(self, bands: Iterable[int]) -> None:
         if self._chunks is not None:

@@ -10,7 +10,7 @@ class Departures:
     by_band: int = 0  # steps in which a prompt gave way to a more urgent one: `chunk_shares.py`
     by_length: int = 0  # steps in which a short prompt overtook a long one: `short_prompts.py`
     by_lateness: int = 0  # times that what waits was put in order because some are late: `late_prompts.py`
-    first_steps: int = 0  # that were kept short: `first_step.py`
+    first_steps: int = 0  # that were kept short: `short_steps.py`
 
     def named(self) -> dict[str, int]:
         """By their names in `InstanceStats`."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 
 from pengserve.planners.cost_model import Chunk, CostModel, OnlineFit
-from pengserve.planners.lookahead import MicrobatchLimits, Work, next_budget, next_by_tokens
+from pengserve.planners.lookahead import MicrobatchLimits, Work, chunks_within, next_budget, next_by_tokens
 from pengserve.planners.types.config import MicrobatchPolicy
 from pengserve.replicas.engine.scheduling.chunk_shares import ChunkShares
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle, is_prefilling
@@ -56,6 +56,9 @@ class Microbatches:
         self._fit, self._shares, self._shorts = OnlineFit(model), shares, shorts
         self._clock = itertools.count(1)
         self._since: dict[str, int] = {}  # request -> when it became ready, in steps of the clock
+        self._newest: Sequence[Work] = ()  # of which the newest microbatch was chosen
+        # Where short prompts overtook in what is in flight: what it was chosen to cost, by the id of its output.
+        self._planned_s: dict[int, float] = {}
 
     def assume(self, model: CostModel) -> None:
         """Begins to learn anew, from `model`."""
@@ -91,9 +94,14 @@ class Microbatches:
         may_step: Callable[[Request], bool] = ANY,
     ) -> SchedulerOutput:
         """A step of what `choose` chooses."""
-        budget = self.choose(in_flight, max_in_flight, may_step)
+        budget, departures = self.choose(in_flight, max_in_flight, may_step), self._scheduler.departures
+        num_overtaken = departures.by_length
         with self._overtaking(budget):
-            return self._scheduler.schedule_only(budget)
+            output = self._scheduler.schedule_only(budget)
+        self._planned_s = {id(o): self._planned_s[id(o)] for o in in_flight if id(o) in self._planned_s}
+        if departures.by_length > num_overtaken:
+            self._planned_s[id(output)] = self._fit.model().batch_s(chunks_within(self._newest, budget))
+        return output
 
     def came_back(self, output: SchedulerOutput, chunks: Sequence[Chunk], seconds: float) -> None:
         """Learns from a microbatch that took `seconds` in one stage, and when its requests became ready again."""
@@ -137,7 +145,10 @@ class Microbatches:
         model = self._fit.model()
         if self._policy is MicrobatchPolicy.TOKENS:
             return next_by_tokens(work, model, limits)
-        costs_s = [model.batch_s(chunks_of(output)) for output in in_flight]
+        # Short prompts that overtook cost less than what they took the place of. The next microbatch is made as large
+        # as this one was to be: else each in which some overtake would be the measure of smaller ones.
+        costs_s = [max(model.batch_s(chunks_of(o)), self._planned_s.get(id(o), 0.0)) for o in in_flight]
+        self._newest = work
         return next_budget(work, costs_s, model, limits, max_in_flight=max_in_flight)
 
     def _work(self, request: Request, is_running: bool) -> Work:

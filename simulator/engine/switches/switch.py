@@ -13,6 +13,7 @@ from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.simulator.engine.driver import Driver, Owner
 from pengserve.simulator.engine.group import SimGroup, SimTraveller, end_group
 from pengserve.simulator.engine.instance import SimInstance
+from pengserve.simulator.engine.scheduler import KeepsStepsShort, LaneScheduler
 from pengserve.simulator.requests import LiveRequest
 from pengserve.simulator.timing.switches import SwitchCosts
 
@@ -84,14 +85,19 @@ class SimSwitch:
         return self.around.costs.remap_s(num_layers * sizes.layer_bytes, num_layers)
 
     async def meet(self) -> float:
-        """All members stop at a step boundary; the leader goes on until the others have. Seconds that took.
+        """All members stop at a step boundary; the leader goes on in short steps until the others have. Seconds that
+        took.
 
         Of groups that become one, their leaders' lanes are what stops.
         """
-        loop = asyncio.get_running_loop()
+        loop, scheduler = asyncio.get_running_loop(), self.leader.current.scheduler
         started_s = loop.time()
-        await asyncio.gather(*(member.current.pause() for member in self.members[1:]))
-        await self.leader.current.pause()
+        try:
+            _keep_short(scheduler, True)
+            await asyncio.gather(*(member.current.pause() for member in self.members[1:]))
+            await self.leader.current.pause()
+        finally:
+            _keep_short(scheduler, False)
         self.may_end = False
         for member in self.members:
             if member.held is not None:
@@ -156,6 +162,11 @@ class SimSwitch:
                 elif not member.is_follower:
                     member.current.resume()
                 self.around.owner.touched(member.key)
+
+
+def _keep_short(scheduler: LaneScheduler, is_on: bool) -> None:
+    if isinstance(scheduler, KeepsStepsShort):
+        scheduler.keep_steps_short(is_on)
 
 
 def by_head(travellers: list[SimTraveller], parts: Parts, token_bytes: int, *, is_merge: bool) -> dict[Pair, int]:

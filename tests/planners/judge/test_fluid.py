@@ -9,7 +9,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pengserve.planners.judge.cohorts import COHORTS
-from pengserve.planners.judge.fluid import predict, slices
+from pengserve.planners.judge.course import slices
+from pengserve.planners.judge.fluid import predict
 from pengserve.planners.judge.rows import Rows
 from pengserve.planners.types.step_cost import StepCost
 from tests.support.effort import examples

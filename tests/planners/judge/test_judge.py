@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 from pengserve.planners import judged
 from pengserve.planners.check import check_switch
 from pengserve.planners.columns import ReadyInstances, ready_instances
-from pengserve.planners.judge.changes import Change
-from pengserve.planners.judge.forecasts import KEEP, Forecast, Forecasts, Measured, Outcome
+from pengserve.planners.judge.changes import MANY, MOST, MOST_OF_MANY, Change
+from pengserve.planners.judge.forecasts import (
+    KEEP,
+    MOST_FOLLOWED,
+    MOST_TOLD,
+    Forecast,
+    Forecasts,
+    Measured,
+    Outcome,
+)
 from pengserve.planners.judge.judge import DEARER, JudgeHistory, Judgement, judge, pays, pricing_of
 from pengserve.planners.judge.prediction import Prediction, Priced
 from pengserve.planners.selector import Action, Decision, SelectorHistory, select
@@ -274,6 +282,15 @@ def test_a_prompt_is_known_to_be_long_when_it_comes_and_not_when_it_is_read() ->
     assert before.pairs < 200 and 3000 < after.pairs < 9000
 
 
+def test_a_cluster_of_which_no_instance_is_up_is_watched_too() -> None:
+    seen = next(iter(served(2, rate=5.0, seconds=2)))
+    history = JudgeHistory()
+    for at, instances in enumerate(((), (), seen.instances, (), ())):
+        look = replace(seen, time_s=seen.time_s + at, instances=instances)
+        history = history.seen(look, ready_instances(instances), JudgeConfig()).settled()
+    assert not history.watched.costs(ready_instances(())).of("dp")
+
+
 @pytest.mark.parametrize(("life_s", "expected"), [(0.0, 20.0), (12.0, 20.0), (70.0, 70.0), (900.0, 100.0)])
 def test_what_is_predicted_lasts_as_long_as_a_request_lives(life_s: float, expected: float) -> None:
     assert JudgeConfig().horizon(life_s) == expected
@@ -337,11 +354,24 @@ def test_forecasts_that_end_together_become_what_each_would_alone() -> None:
             )
         )
     traffic = history.judge.watched.traffic()
-    _, together = Forecasts(open=tuple(begun)).seen(seen, instances, traffic)
-    alone = [outcome for one in begun for outcome in Forecasts(open=(one,)).seen(seen, instances, traffic)[1]]
+    _, together = Forecasts(open=tuple(begun)).seen(seen, instances).settled(traffic)
+    alone = [outcome for one in begun for outcome in Forecasts(open=(one,)).seen(seen, instances).settled(traffic)[1]]
     assert len(together) == 3 and len({outcome.error for outcome in together}) == 3
     for one, other in zip(together, alone, strict=True):
         assert one.error == pytest.approx(other.error) and replace(one, error=other.error) == other
+    # Where changes are priced at the same look, prices know of these errors already.
+    over = Forecasts(open=tuple(begun)).seen(seen, instances)
+    wide = Group.parse("tp2@(0,1)")
+    changes = [Change("merge", wide, (), groups[:2], (wide,), is_spare=True)]
+    beside = pricing_of(seen, instances, JudgeConfig(), DROP, replace(history.judge, forecasts=over))
+    priced, outcomes = beside.price(changes, beside=groups), beside.outcomes
+    learned, _ = over.settled(traffic)
+    after = pricing_of(seen, instances, JudgeConfig(), DROP, replace(history.judge, forecasts=learned))
+    assert [outcome.error for outcome in outcomes] == pytest.approx([outcome.error for outcome in together])
+    assert not beside.forecasts.over and abs(learned.log_error) > 1e-3
+    assert priced[0].gain_s == pytest.approx(after.price(changes)[0].gain_s)
+    (kept, kept_after) = beside.keep(groups), after.keep(groups)
+    assert kept is not None and kept_after is not None and kept[2].cost_s == pytest.approx(kept_after[2].cost_s)
 
 
 @pytest.mark.parametrize(
@@ -409,3 +439,48 @@ def test_a_forecast_is_held_against_what_became_of_it() -> None:
         _, history, decision = select(seen, replace(MERGE, max_degree=1), DROP, history)
         outcomes += decision.outcomes
     assert outcomes == [] or all(outcome.error > 0 for outcome in outcomes)
+
+
+@pytest.mark.parametrize(("num_instances", "most"), [(MANY, MOST), (MANY + 8, MOST_OF_MANY)])
+def test_of_very_many_instances_fewer_groups_are_priced(num_instances: int, most: int) -> None:
+    """Of those that only make use of spare compute: the idlest of many are alike, and a look must not take longer."""
+    _, decision = decided(served(num_instances, rate=0.3, running=1, seconds=2))
+    shapes = [option.group.shape for option in decision.options if option.group is not None]
+    assert decision.is_judged
+    assert {shape: shapes.count(shape) for shape in ("tp2", "tp4", "pp2", "pp4")} == {
+        "tp2": most, "tp4": most, "pp2": most, "pp4": most
+    }  # fmt: skip
+
+
+def forecasts_of(count: int) -> tuple[Forecasts, ClusterSnapshot, JudgeHistory]:
+    """So many forecasts of one group each, which stand at the last look."""
+    history = SelectorHistory()
+    for seen in served(4, rate=4.0, running=30, seconds=8):
+        _, history, _ = select(seen, replace(MERGE, max_degree=1), DropConfig(), history)
+    instances, groups = ready_instances(seen.instances), seen.layout.groups
+    kept = pricing_of(seen, instances, JudgeConfig(), DROP, history.judge).keep(groups[:1])
+    assert kept is not None
+    of, rows, predicted = kept
+    one = Forecast(action="split", groups=of, rows=rows, predicted=predicted, made_s=seen.time_s, horizon_s=5.0)
+    return Forecasts(open=(one,) * count), seen, history.judge
+
+
+def test_of_many_changes_at_once_the_first_are_followed() -> None:
+    forecasts, seen, _ = forecasts_of(MOST_FOLLOWED + 3)
+    begun = forecasts.seen(seen, ready_instances(seen.instances))
+    assert len(begun.open) == MOST_FOLLOWED
+    assert all(forecast.begun_s == seen.time_s for forecast in begun.open)
+    waiting = replace(begun, open=(*begun.open, forecasts.open[0]))
+    assert len(waiting.seen(seen, ready_instances(seen.instances)).open) == MOST_FOLLOWED
+
+
+def test_a_look_tells_few_outcomes_and_the_next_ones_tell_the_rest() -> None:
+    forecasts, seen, history = forecasts_of(MOST_TOLD + 2)
+    instances, traffic = ready_instances(seen.instances), history.watched.traffic()
+    later = replace(seen, time_s=seen.time_s + 6.0)
+    over = forecasts.seen(seen, instances).seen(later, ready_instances(later.instances))
+    assert len(over.over) == MOST_TOLD + 2 and not over.open
+    rest, told = over.settled(traffic)
+    assert len(told) == MOST_TOLD and len(rest.over) == 2
+    rest, told = rest.settled(traffic)
+    assert len(told) == 2 and not rest.over and rest.settled(traffic) == (rest, ())

@@ -1,19 +1,16 @@
-"""Requests move between instances where that pays; urgent ones get no group that is slower than one instance."""
+"""Requests move between instances where that pays."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
-from pengserve.planners.columns import ready_instances
 from pengserve.planners.decision import Action
 from pengserve.planners.judge.moves import JudgedMoves, judge_moves
 from pengserve.planners.selector import SelectorHistory, select
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.orders import Migrate
-from pengserve.planners.types.snapshot import ClusterSnapshot, Demand
-from pengserve.planners.types.step_cost import StepCost
-from tests.planners.judge.watching import COST, COSTS, served
+from pengserve.planners.types.snapshot import ClusterSnapshot
+from tests.planners.judge.watching import served
 
 MERGE, DROP = MergeConfig(max_degree=1), DropConfig()
 
@@ -64,20 +61,3 @@ def test_where_nothing_can_be_predicted_what_was_proposed_stands(config: JudgeCo
     orders = [order(seen, 0.1)]
     known = history.judge if not config.is_on else SelectorHistory().judge
     assert judge_moves(orders, seen, config, DROP, known) == JudgedMoves(orders=tuple(orders))
-
-
-def urgent(costs: dict[str, StepCost]) -> Iterator[ClusterSnapshot]:
-    for seen in served(4, rate=0.5, running=2, costs=costs, seconds=6):
-        yield replace(seen, demands=(Demand(num_priority=1),))
-
-
-@pytest.mark.parametrize(("factor", "is_slow"), [(0.5, False), (1.4, True)])
-def test_urgent_requests_get_a_group_only_where_it_has_tokens_sooner(factor: float, is_slow: bool) -> None:
-    pair = StepCost(**{name: factor * getattr(COST, name) for name in COST.__slots__})
-    history, plans = SelectorHistory(), []
-    for seen in urgent(dict(COSTS) | {"tp2": pair, "tp4": pair}):
-        plan, history, _ = select(seen, MergeConfig(), DROP, history)
-        if history.judge.knows(ready_instances(seen.instances)):
-            plans.append(plan)
-    formed = [plan for plan in plans if plan is not None and plan.is_merge]
-    assert bool(formed) != is_slow, formed

@@ -104,6 +104,9 @@ def test_the_v2_runner_takes_requests_over(model: Path, instances: list[Instance
     whole, begun, rest = found["whole"], found["begun"], found["rest"]
     assert all(whole.values()) and sum(map(len, rest.values())) > 200
     assert {name: begun[name] + rest[name] for name in whole} == whole
+    assert found["short"] == {name: whole[name] for name in found["short"]} and len(found["short"]) == NUM_PROMPTS
+    # Of the prompt of 31 tokens a step reads eight and one for each request that runs: it takes three steps, not one.
+    assert found["short_steps"] >= 2 + max(map(len, found["short"].values()))
 
     assert {name: whole[name] for name in whole if name.split("/")[0] not in DRAWN} == asyncio.run(plain(instances[0]))
 

@@ -33,7 +33,7 @@ class FakeLane:
         self.capacity, self.num_held = SimpleNamespace(max_model_len=1024, num_blocks=8), 0
         self.running_ids: set[str] = set()
         self.waiting_ids: set[str] = set()
-        self.is_paused = False
+        self.is_paused = self.is_short = False
         self.residency = self.tiers = None
 
     @property
@@ -73,6 +73,9 @@ class FakeLane:
 
     def pause_new(self, paused: bool) -> None:
         self.is_paused = paused
+
+    def keep_steps_short(self, is_on: bool) -> None:
+        self.is_short = is_on
 
     def num_free(self) -> int:
         return 8 - len(self.running_ids)

@@ -244,6 +244,25 @@ def test_a_follower_that_falls_silent_is_not_waited_for(pair: list[FakeMember], 
     require_next(pair)
 
 
+def test_the_leader_steps_on_in_short_steps_until_the_others_have_met(pair: list[FakeMember]) -> None:
+    short: list[bool] = []
+    Scripted.script = {
+        (FOLLOWER, "begin"): lambda: short.append(pair[0].lanes.dp.is_short),
+        (LEADER, "begin"): lambda: short.append(pair[0].lanes.dp.is_short),
+    }
+    carry_out(pair, plan(1))
+    settle(pair, True)
+    assert short == [True, False]
+    assert not pair[1].lanes.dp.is_short
+
+
+def test_steps_are_whole_again_where_the_others_do_not_come(pair: list[FakeMember]) -> None:
+    Scripted.script = {(FOLLOWER, "make"): fail}
+    with pytest.raises(StepError, match="a fault of the test"):
+        carry_out(pair, plan(1))
+    assert not pair[0].lanes.dp.is_short
+
+
 def test_the_leader_steps_on_until_the_others_have_met_and_holds_a_group_that_ends(pair: list[FakeMember]) -> None:
     carry_out(pair, plan(1))
     settle(pair, True)

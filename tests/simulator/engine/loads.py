@@ -75,9 +75,18 @@ class Load:
 
 @st.composite
 def loads(
-    draw: st.DrawFn, *, min_stages: int = 1, max_stages: int = 1, kinds: Sequence[str] = ("add",), **fixed: Any
+    draw: st.DrawFn,
+    *,
+    min_stages: int = 1,
+    max_stages: int = 1,
+    kinds: Sequence[str] = ("add",),
+    meets: bool = False,
+    **fixed: Any,
 ) -> Load:
-    """Small pools, so that requests are preempted; small budgets, so that prompts are cut."""
+    """Small pools, so that requests are preempted; small budgets, so that prompts are cut.
+
+    Where it `meets`, other members of a switch wait for the ends of some steps.
+    """
     max_num_seqs = draw(st.integers(1, 8))
     num_stages = draw(st.integers(min_stages, max_stages))
     room = capacity(draw(st.integers(4, 40)), draw(st.sampled_from([1, 4, 16])), max_num_seqs)
@@ -102,4 +111,6 @@ def loads(
         events.append((draw(st.integers(0, 30)), draw(st.sampled_from(kinds)), index))
     if "add" not in kinds or len(kinds) > 1:
         events += [(draw(st.integers(0, 60)), "remove", index) for index in range(len(requests)) if draw(st.booleans())]
+    for begin in draw(st.lists(st.integers(0, 60), max_size=3)) if meets else ():
+        events += [(begin, "meet", 0), (begin + draw(st.integers(1, 10)), "go on", 0)]
     return Load(room, options, tuple(requests), tuple(sorted(events)))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm")
 from pengserve.simulator.engine.fast_scheduler import FastScheduler
-from pengserve.simulator.engine.scheduler import LaneScheduler, SimStep
+from pengserve.simulator.engine.scheduler import KeepsStepsShort, LaneScheduler, SimStep
 from pengserve.simulator.engine.vllm_scheduler import VllmScheduler
 from pengserve.simulator.requests import LiveRequest
 from tests.simulator.engine.loads import MODEL, Load, loads
@@ -65,6 +65,9 @@ def do(scheduler: LaneScheduler, what: str, request: LiveRequest) -> Any:
     if what == "remove":
         scheduler.remove([request])
         return None
+    if what in ("meet", "go on"):
+        assert isinstance(scheduler, KeepsStepsShort)
+        return scheduler.keep_steps_short(what == "meet")
     if what == "resize":
         return scheduler.resize(request.arrival.prompt_tokens + request.arrival.output_tokens)
     if what in ("resumed", "decoding") and request.arrival.output_tokens > 1:  # it comes from elsewhere
@@ -130,6 +133,12 @@ def test_several_unfinished_steps(load: Load) -> None:
 @MANY
 @given(loads(min_stages=2, max_stages=4, lookahead=MODEL))
 def test_microbatches_of_the_lookahead(load: Load) -> None:
+    agree(load)
+
+
+@MANY
+@given(loads(max_stages=4, kinds=("add", "add", "decoding", "prefilling"), meets=True))
+def test_steps_that_members_of_a_switch_wait_for(load: Load) -> None:
     agree(load)
 
 
