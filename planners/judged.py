@@ -10,7 +10,8 @@ from pengserve.planners.judge.changes import Change, drop_changes, pp_changes, r
 from pengserve.planners.judge.judge import JudgeHistory, Judgement, judge
 from pengserve.planners.judge.prediction import Priced
 from pengserve.planners.judge.urgency import Urgency
-from pengserve.planners.merge import LoadHistory, Proposal, propose
+from pengserve.planners.merge.history import LoadHistory
+from pengserve.planners.merge.propose import Proposal, propose
 from pengserve.planners.overload import DemandHistory, MemoryDemand, predict_demand
 from pengserve.planners.steps import make_plan, next_step
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig

@@ -30,7 +30,8 @@ from pengserve.planners.decision import Option as Option
 from pengserve.planners.drop import Verdict, plan_drop
 from pengserve.planners.judge.judge import JudgeHistory
 from pengserve.planners.judged import Configs, Memory, decide_by_gain, next_of_same_look
-from pengserve.planners.merge import LoadHistory, Proposal, Reason, propose
+from pengserve.planners.merge.history import LoadHistory, Reason
+from pengserve.planners.merge.propose import Proposal, propose
 from pengserve.planners.overload import DemandHistory, MemoryDemand, predict_demand
 from pengserve.planners.pinned import plan_pinned
 from pengserve.planners.prices import Prices, demands_over

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field, replace
 
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete, groups_for, pipelines_for
-from pengserve.planners.merge import LoadHistory, propose
+from pengserve.planners.merge.history import LoadHistory
+from pengserve.planners.merge.propose import propose
 from pengserve.planners.types.config import MergeConfig
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind, Layout, degree_of

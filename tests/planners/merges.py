@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from pengserve.planners.merge import LoadHistory, Reason, StandingGroup
+from pengserve.planners.merge.history import LoadHistory, Reason, StandingGroup
 from pengserve.planners.types.config import MergeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete, expand
-from pengserve.planners.merge import LoadHistory
+from pengserve.planners.merge.history import LoadHistory
 from pengserve.planners.pinned import plan_pinned
 from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, LayoutPolicy, SwitchRecord

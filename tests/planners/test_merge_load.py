@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pengserve.planners.merge import LoadHistory, Reason
+from pengserve.planners.merge.history import LoadHistory, Reason
 from pengserve.planners.types.layout import Group
 from tests.planners.clusters import T0_S, VirtualCluster, plan_switch, snapshot, stats
 from tests.planners.merges import CONFIG, DWELL_S, QUIET_S, plan, running_group, what

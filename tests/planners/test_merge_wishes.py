@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pengserve.planners.load import ClusterView
-from pengserve.planners.merge import LoadHistory, Reason, StandingGroup, propose
+from pengserve.planners.merge.history import LoadHistory, Reason, StandingGroup
+from pengserve.planners.merge.propose import propose
 from pengserve.planners.types.layout import Group, GroupKind
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete
-from pengserve.planners.merge import LoadHistory, Reason, StandingGroup
+from pengserve.planners.merge.history import LoadHistory, Reason, StandingGroup
 from pengserve.planners.restore import Way
 from pengserve.planners.selector import AT_REST, Action, Decision, SelectorHistory, select
 from pengserve.planners.types.config import DropConfig, MergeConfig
