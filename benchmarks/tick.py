@@ -37,6 +37,7 @@ from pengserve.planners.types.ids import Epoch, InstanceKey
 from pengserve.planners.types.orders import Migrate
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import (
+    Demand,
     DeviceInfo,
     InstanceSnapshot,
     InstanceState,
@@ -68,7 +69,10 @@ LOADS: dict[str, tuple[tuple[float, float, float], ...]] = {
     "idle": ((1.0, 0.0, 0.1),),
     "a tenth overloaded": ((0.1, 1.2, 2.0), (0.9, 0.3, 0.6)),
     "all overloaded": ((1.0, 2.5, 4.0),),
+    "idle, some urgent": ((1.0, 0.0, 0.1),),
+    "busy, some urgent": ((1.0, 0.5, 0.9),),
 }
+URGENT = "urgent"  # in the names of loads in which some requests are, by what an ingress says
 
 
 class Clock:
@@ -271,6 +275,8 @@ async def measure(num_instances: int, load: str, num_ticks: int) -> Figures:
         for tick in range(-5, num_ticks):
             port.load(load, source)
             clock.now_s += controller.config.tick_s
+            if URGENT in load:
+                controller.report_demand("ingress", Demand(num_running=num_instances, num_priority=max(1, num_instances // 10)))
             spent.clear()
             start_s, start_cpu_s = time.perf_counter(), time.thread_time()
             await controller.tick()

@@ -211,6 +211,7 @@ class Formable:
     """The groups that could be formed now, sorted out."""
 
     tp_groups: tuple[Group, ...]
+    tp_degrees: tuple[int, ...]  # of these, each once, growing
     members: Mapping[GroupKind, frozenset[tuple[InstanceId, ...]]]
 
     def __contains__(self, group: Group) -> bool:
@@ -221,7 +222,8 @@ class Formable:
         """The tp and pp groups among `groups`."""
         by_kind = {k: tuple(g for g in groups if g.kind is k) for k in (GroupKind.TP, GroupKind.PP)}
         members = {kind: frozenset(g.members for g in found) for kind, found in by_kind.items()}
-        return cls(tp_groups=by_kind[GroupKind.TP], members=members)
+        tp_groups = by_kind[GroupKind.TP]
+        return cls(tp_groups=tp_groups, tp_degrees=tuple(sorted({g.degree for g in tp_groups})), members=members)
 
 
 formable_groups = Kept(Formable.of)

@@ -44,6 +44,25 @@ def projected_loads(
                 yield groups[i], load.load, load.is_known
 
 
+def tp_groups_by_work(view: ClusterView, degree: int) -> Iterator[tuple[Group, tuple[float, float]]]:
+    """Tp groups of that degree, of the layout or not, those first whose members have least to do; then by rank.
+
+    With bounds from below of the requests of all groups that have any of these members, and of their shares of KV.
+    """
+    for groups, members in _by_degree(view.tp_groups):
+        if groups[0].degree != degree:
+            continue
+        size = max(view.table.size, view.instances.size, 1 + int(members.max()))
+        alone, of_leader = _alone(view, size), view.instances.stat("num_running") + view.instances.stat("num_waiting")
+        requests = alone.num_requests.astype(np.float64)
+        for alike in view.table.wide:  # where a group also has other members, they count there
+            requests[alike.members] = of_leader[alike.members[:, :1]] / alike.members.shape[1]
+        least, kv_share = requests[members].sum(axis=1).round(6), alone.kv_share[members].sum(axis=1)
+        order = np.lexsort((*members.T[::-1], kv_share, least))
+        for i, num, share in zip(order.tolist(), least[order].tolist(), kv_share[order].tolist(), strict=True):
+            yield groups[i], (num, share)
+
+
 def _of_instances(
     view: ClusterView, alone: _Alone, groups: list[Group], members: Ints, at: Ints, below: float, most: int | None
 ) -> Iterator[tuple[Group, float, bool]]:

@@ -50,9 +50,13 @@ def _claim_narrowest(look: Look, num_tokens: int) -> None:
 
 def _narrowest(look: Look, num_tokens: int) -> Group | None:
     """The narrowest group that holds `num_tokens`, on the least loaded members; free of others' claims."""
-    wide = [g for g in look.view.tp_groups if look.view.max_tokens(g, g.shape) >= num_tokens]
-    able = [g for g in wide if look.is_possible(g) or _takes_in_kept(look, g)]
-    return min(able, key=lambda g: (g.degree, *look.cost(g)), default=None)
+
+    def is_able(goal: Group) -> bool:
+        is_wide = look.view.max_tokens(goal, goal.shape) >= num_tokens
+        return is_wide and (look.is_possible(goal) or _takes_in_kept(look, goal))
+
+    found = (look.least_costly(degree, is_able) for degree in look.view.formable.tp_degrees)
+    return next((goal for goal in found if goal is not None), None)
 
 
 def _takes_in_kept(look: Look, goal: Group) -> bool:

@@ -1,10 +1,12 @@
 """One call of the merge planner: what is free, what may be split, and the next step to a group."""
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from operator import itemgetter
 
 from pengserve.planners.load import ClusterView
 from pengserve.planners.merge.history import LoadHistory, Reason
+from pengserve.planners.projection import tp_groups_by_work
 from pengserve.planners.steps import can_split, next_step, split_first
 from pengserve.planners.types.config import MergeConfig
 from pengserve.planners.types.ids import InstanceId
@@ -37,6 +39,7 @@ class Look:
     history: LoadHistory
     claimed: dict[InstanceId, Group]
     urgency: Urgency
+    _is_harmful: dict[Group, bool] = field(default_factory=dict, init=False)  # that were asked for
 
     @property
     def now_s(self) -> float:
@@ -52,13 +55,18 @@ class Look:
     def age_s(self, group: Group) -> float:
         return self.now_s - self.history.running_groups[group].since_s
 
-    def useful_degrees(self, groups: Iterable[Group]) -> set[int]:
-        """Those of `groups` that are of use to urgent requests."""
-        return {degree for degree in {group.degree for group in groups} if not self.urgency.is_slow(degree)}
+    def useful(self, degrees: Iterable[int]) -> set[int]:
+        """Those of `degrees` whose groups are of use to urgent requests."""
+        return {degree for degree in set(degrees) if not self.urgency.is_slow(degree)}
 
-    def harmful(self, groups: Sequence[Group]) -> frozenset[Group]:
-        """Those that urgent requests leave alone, because they cost others too much."""
-        return self.urgency.harmful(self.view, groups)
+    def harmful(self, groups: Collection[Group]) -> frozenset[Group]:
+        """Those that urgent requests leave alone, because they cost others too much. To ask for several at once takes
+        hardly longer than for one.
+        """
+        new = [group for group in groups if group not in self._is_harmful]
+        found = self.urgency.harmful(self.view, new) if new else frozenset()
+        self._is_harmful.update((group, group in found) for group in new)
+        return frozenset(group for group in groups if self._is_harmful[group])
 
     def may_split(self, group: Group) -> bool:
         return self.age_s(group) >= YOUNG_S and can_split(self.view, group)
@@ -85,6 +93,17 @@ class Look:
         loads = [self.view.load(part) for part in parts]
         num_splits = len(split_first(self.view, goal))
         return sum(load.num_requests for load in loads), sum(load.kv_share for load in loads), num_splits, goal.members
+
+    def least_costly(self, degree: int, is_able: Callable[[Group], bool]) -> Group | None:
+        """Of the tp groups of that degree for which `is_able` holds, the one with the least `cost`."""
+        best: tuple[tuple[int, float, int, tuple[InstanceId, ...]], Group] | None = None
+        for goal, bound in tp_groups_by_work(self.view, degree):
+            if best is not None and best[0] <= (*bound, 0, goal.members):
+                break  # so do all others cost at least
+            if is_able(goal):
+                pair = self.cost(goal), goal
+                best = pair if best is None else min(best, pair, key=itemgetter(0))
+        return None if best is None else best[1]
 
     @property
     def num_requests(self) -> int:

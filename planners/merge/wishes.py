@@ -1,5 +1,6 @@
 """Use case 2 of Flying Serving: requests that are urgent or ask for a shape."""
 
+from collections.abc import Collection
 from heapq import nsmallest
 
 from pengserve.planners.load import OVERLOAD
@@ -16,7 +17,7 @@ def for_wishes(look: Look) -> Step | None:
     # Groups that run come first: two wishes that exclude each other must not take turns.
     unmet = [degree for degree in wanted_degrees if not _claim_running(look, {degree})]
     is_any_tp_wanted = look.history.priority_s is not None and not any(degree > 1 for degree in wanted_degrees)
-    if is_any_tp_wanted and not _claim_running(look, look.useful_degrees(look.tp_groups()), is_urgency=True):
+    if is_any_tp_wanted and not _claim_running(look, look.useful(g.degree for g in look.tp_groups()), is_urgency=True):
         unmet += _priority_degrees(look)
     for degree in unmet:
         step = _dp_for_wish(look) if degree == 1 else _tp_for_wish(look, degree, is_urgency=is_any_tp_wanted)
@@ -39,13 +40,19 @@ def _claim_running(look: Look, degrees: set[int], *, is_urgency: bool = False) -
     first = nsmallest(
         MOST, ranked, key=lambda row: (row[0], row[1], -row[2].tensor_degree, row[2].degree, row[2].members)
     )
-    left = look.harmful([group for *_, group in first]) if is_urgency else ()
+    left = _harmful(look, [group for *_, group in first]) if is_urgency and first else ()
     found = next((group for *_, group in first if group not in left), None)
     if found is None:
         return False
     if found.kind is not GroupKind.PP:  # one that is restored serves a wish for dp all the more
         look.claim(found)
     return True
+
+
+def _harmful(look: Look, groups: Collection[Group]) -> frozenset[Group]:
+    """Those of `groups` that cost others too much; what could be formed instead of them is priced with them."""
+    instead = [_goal_for_wish(look, degree) for degree in _priority_degrees(look)]
+    return look.harmful([*groups, *[goal for goal in instead if goal is not None]])
 
 
 def _holds_up(look: Look, group: Group) -> bool:
@@ -67,7 +74,7 @@ def _is_needed_by_all(look: Look, group: Group) -> bool:
 
 def _priority_degrees(look: Look) -> list[int]:
     """The degree of a group for urgent requests: the widest that leaves half of the instances, else the narrowest."""
-    degrees = sorted(look.useful_degrees(g for g in look.view.tp_groups if g.degree <= look.config.max_degree))
+    degrees = sorted(look.useful(d for d in look.view.formable.tp_degrees if d <= look.config.max_degree))
     halves = [d for d in degrees if 2 * d <= len(look.view.instances)]
     return halves[-1:] or degrees[:1]
 
@@ -82,13 +89,8 @@ def _dp_for_wish(look: Look) -> Step | None:
 
 
 def _tp_for_wish(look: Look, degree: int, *, is_urgency: bool) -> Step | None:
-    able = [
-        g for g in look.view.tp_groups if g.degree == degree and look.is_possible(g) and not _starves_others(look, g)
-    ]
-    if not able:
-        return None
-    goal = min(able, key=lambda g: look.cost(g))
-    if is_urgency and look.harmful([goal]):
+    goal = _goal_for_wish(look, degree)
+    if goal is None or (is_urgency and look.harmful([goal])):
         return None
     strategy = look.config.priority_strategy
     if goal.degree >= len(look.view.instances) and look.num_requests > 0:
@@ -98,6 +100,10 @@ def _tp_for_wish(look: Look, degree: int, *, is_urgency: bool) -> Step | None:
     step = look.step_to(goal, Reason.PRIORITY, why, strategy)
     look.claim(goal)
     return step
+
+
+def _goal_for_wish(look: Look, degree: int) -> Group | None:
+    return look.least_costly(degree, lambda g: look.is_possible(g) and not _starves_others(look, g))
 
 
 def _starves_others(look: Look, goal: Group) -> bool:
