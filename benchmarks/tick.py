@@ -276,7 +276,9 @@ async def measure(num_instances: int, load: str, num_ticks: int) -> Figures:
             port.load(load, source)
             clock.now_s += controller.config.tick_s
             if URGENT in load:
-                controller.report_demand("ingress", Demand(num_running=num_instances, num_priority=max(1, num_instances // 10)))
+                controller.report_demand(
+                    "ingress", Demand(num_running=num_instances, num_priority=max(1, num_instances // 10))
+                )
             spent.clear()
             start_s, start_cpu_s = time.perf_counter(), time.thread_time()
             await controller.tick()
