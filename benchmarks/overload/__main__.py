@@ -11,6 +11,7 @@ from rich.console import Console
 
 from benchmarks.harness import has_model, option_parser, progress_bar, tell_written, today
 from benchmarks.overload import report
+from benchmarks.overload.compute import PEAK_RATE, bound_by_compute
 from benchmarks.overload.load import PEAK_SHARE, Plan
 from benchmarks.overload.measure import SYSTEMS, Run, Size, measure
 from tests.support.models import even_model, shallow_model
@@ -55,10 +56,12 @@ def main() -> int:
 def make_plan(options: argparse.Namespace, num_instances: int) -> Plan:
     """The plan that the options describe for so many instances. A model of the user's own is the same for all."""
     model = options.model or even_model()
-    plan = Plan(model=model.resolve(), rounds=options.rounds, peak_share=options.peak)
+    usual = PEAK_RATE if options.bound == "compute" else PEAK_SHARE
+    plan = Plan(model=model.resolve(), rounds=options.rounds, peak_share=options.peak or usual)
     if options.model is None and num_instances > len(os.sched_getaffinity(0)):
         plan = plan.on_shared_cores(shallow_model())
-    return plan.tiny() if options.tiny else plan
+    plan = plan.tiny() if options.tiny else plan
+    return bound_by_compute(plan) if options.bound == "compute" else plan
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -67,7 +70,13 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.set_defaults(model=None)  # by size
     parser.add_argument("--sizes", nargs="+", type=int, choices=(2, 4, 8), default=[2, 4], help="instances")
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--peak", type=float, default=PEAK_SHARE, help="of demand in vLLM's dp, over what that holds")
+    parser.add_argument("--bound", choices=("memory", "compute"), default="memory", help="what a burst is too much for")
+    parser.add_argument(
+        "--peak",
+        type=float,
+        help=f"of demand in vLLM's dp, over what that holds ({PEAK_SHARE:g}); with --bound compute, of the requests of"
+        f" a burst, over what dp answers ({PEAK_RATE:g})",
+    )
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(DEFAULT_SYSTEMS))
     parser.add_argument("--tiny", action="store_true", help="one round of short requests: to see that it works")
     return parser.parse_args(arguments)

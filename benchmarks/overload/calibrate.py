@@ -25,6 +25,7 @@ from benchmarks.overload.load import (
 from benchmarks.overload.profiles import Profile
 from benchmarks.overload.systems import PengServe, System
 from benchmarks.sse import Answer
+from pengserve.planners.types.snapshot import KvCapacity
 
 LENGTHS = 2  # tries to make answers as long as wanted: longer ones leave room for fewer, which live less long
 LIKE = 2  # rehearsals, the newest, that are like what is to come: the first of a round is of a guess, and smaller
@@ -56,11 +57,7 @@ class Size:
 
 def calibrate(plan: Plan, num_instances: int, system: PengServe) -> tuple[Plan, Size]:
     """Measures both levels on static dp and makes the course; the plan with answers of the length that was found."""
-    system.cluster.set_layout("dp")
-    lanes = {lane.shape: lane.capacity for lane in system.cluster.snapshot().instances[0].lanes}
-    alone, wide = lanes["dp"], lanes[f"pp{plan.stages}"]
-    if alone is None or wide is None:
-        raise RuntimeError("this model cannot run in pipelines of so many stages")
+    alone, wide = lanes_in_dp(plan, system)
     dp_tokens = alone.num_tokens * num_instances
     probe = system.client.send(plan.calibration(num_instances, "probe")).result()
     prompt_tokens = mean([answer.prompt_tokens for answer in complete(probe)])
@@ -72,7 +69,7 @@ def calibrate(plan: Plan, num_instances: int, system: PengServe) -> tuple[Plan, 
         prompt_tokens=prompt_tokens,
         dp_tokens=dp_tokens,
         pp_tokens=wide.num_tokens * (num_instances // plan.stages),
-        few=_level(plan, system, max(1, int(plan.low_share * full.in_flight))),
+        few=level(plan, system, max(1, int(plan.low_share * full.in_flight))),
         full=full,
     )
     size = Size(
@@ -84,13 +81,23 @@ def calibrate(plan: Plan, num_instances: int, system: PengServe) -> tuple[Plan, 
     return plan, size
 
 
+def lanes_in_dp(plan: Plan, system: PengServe) -> tuple[KvCapacity, KvCapacity]:
+    """Lays `system` out as dp; what an instance holds alone, and in a pipeline. RuntimeError where it can form none."""
+    system.cluster.set_layout("dp")
+    lanes = {lane.shape: lane.capacity for lane in system.cluster.snapshot().instances[0].lanes}
+    alone, wide = lanes["dp"], lanes[f"pp{plan.stages}"]
+    if alone is None or wide is None:
+        raise RuntimeError("this model cannot run in pipelines of so many stages")
+    return alone, wide
+
+
 def _full_level(plan: Plan, system: PengServe, dp_tokens: int, prompt_tokens: float) -> Level:
     """So many in flight that nobody is preempted, though all are as old."""
     in_flight = int(dp_tokens / (prompt_tokens + plan.mean_output + int(plan.engine["block_size"])))
-    return _level(plan, system, max(2, in_flight))
+    return level(plan, system, max(2, in_flight))
 
 
-def _level(plan: Plan, system: PengServe, in_flight: int) -> Level:
+def level(plan: Plan, system: PengServe, in_flight: int) -> Level:
     """So many in flight for about `calibrate_s`. Ramps at both ends do not count."""
     name = f"{in_flight}/{plan.output_tokens}"  # other words at each level, lest prompts be cached
     first = plan.calibration(in_flight, f"{name}/first")

@@ -67,6 +67,7 @@ class Plan:
     start_timeout_s: float = 240.0
     answer_timeout_s: float = 600.0  # of a whole run: what is overloaded may take long to come back
     seed: int = 7
+    is_compute_bound: bool = False  # bursts come faster than they can be read, see `compute.py`
     has_profiles: bool = True  # steps are timed, for simulations of the runs
     engine: Mapping[str, Any] = field(
         # Memory must be what runs out, not slots.

@@ -10,6 +10,7 @@ from benchmarks.figures import complete, percentile, silence_s, tpots_s, ttfts_s
 from benchmarks.harness import Stolen
 from benchmarks.overload import timeline
 from benchmarks.overload.calibrate import Size, all_answered, calibrate, rehearse
+from benchmarks.overload.compute import calibrate_compute
 from benchmarks.overload.load import Course, Phase, Plan, with_tokens
 from benchmarks.overload.profiles import profile
 from benchmarks.overload.record import SIMULATED, Record, records
@@ -63,7 +64,8 @@ def measure(
     Another system begins each round: so drifts of the machine meet all of them.
     """
     with PengServe(plan, num_instances) as cluster:
-        plan, size = calibrate(plan, num_instances, cluster)
+        measured = calibrate_compute if plan.is_compute_bound else calibrate
+        plan, size = measured(plan, num_instances, cluster)
     if plan.has_profiles:
         found = [profile(plan, system, num_instances, size.weight_bytes) for system in ("vllm", "pengserve")]
         size = replace(size, profiles=tuple(found))
