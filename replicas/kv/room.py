@@ -216,8 +216,14 @@ class Room:
         try:
             self._thin(needed, reads, fixed, areas)
         except EngineError:
+            self._end_copies()
             self._swap(reads)
             self._thin(needed, reads, fixed, areas)
+
+    def _end_copies(self) -> None:
+        """Nothing is under way afterwards: blocks that are being copied could not leave, nor give up their rows."""
+        self.traffic.cancel([copy for copy in self.traffic.copies() if copy.priority is not Priority.STAGE])
+        self.traffic.wait(self.traffic.copies())
 
     def _swap(self, reads: np.ndarray) -> None:
         """Device and host are full: blocks of the step come to the device a few at a time; their rows take others."""

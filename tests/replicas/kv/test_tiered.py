@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from pengserve.planners.types.errors import EngineError
@@ -19,6 +19,7 @@ from tests.replicas.kv.tiered_world import BLOCK_SIZE, TieredWorld
     device_blocks=st.integers(5, 14),
     host_blocks=st.integers(1, 40),
 )
+@example(seed=2, num_layers=2, device_blocks=9, host_blocks=4)  # a step came while copies of others held what it needed
 def test_a_step_reads_what_was_written(seed: int, num_layers: int, device_blocks: int, host_blocks: int) -> None:
     rng = random.Random(seed)
     reserved = min(device_blocks - 1, 1 + rng.choice([2, 10, 20]) // num_layers)
