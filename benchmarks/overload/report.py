@@ -101,7 +101,7 @@ def aims(runs: Sequence[Run], *, is_compute_bound: bool = False) -> list[str]:
     sentences = []
     factors = [1 / r for r in ratios(runs, TTFT_P99, SUBJECT, BASELINE) if r > 0]
     if factors and is_compute_bound:
-        middle = 1 / statistics.median(factors)
+        middle = statistics.median(1 / factor for factor in factors)
         num_drops = sum(len(run.timeline.drops) for run in ours)
         sentences += [
             f"P99 TTFT: x{middle:.2f} of {NAMES[BASELINE]} (rounds {1 / max(factors):.2f} to {1 / min(factors):.2f}); "
