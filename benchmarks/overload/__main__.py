@@ -56,12 +56,13 @@ def main() -> int:
 def make_plan(options: argparse.Namespace, num_instances: int) -> Plan:
     """The plan that the options describe for so many instances. A model of the user's own is the same for all."""
     model = options.model or even_model()
-    usual = PEAK_RATE if options.bound == "compute" else PEAK_SHARE
+    is_compute_bound = options.bound == "compute"
+    usual = PEAK_RATE if is_compute_bound else PEAK_SHARE
     plan = Plan(model=model.resolve(), rounds=options.rounds, peak_share=options.peak or usual)
     if options.model is None and num_instances > len(os.sched_getaffinity(0)):
         plan = plan.on_shared_cores(shallow_model())
     plan = plan.tiny() if options.tiny else plan
-    return bound_by_compute(plan) if options.bound == "compute" else plan
+    return bound_by_compute(plan) if is_compute_bound else plan
 
 
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -1,8 +1,8 @@
 """A burst that compute is too short for, and memory is not: `--bound compute`.
 
 Prompts are long and answers a few tokens, so what runs needs little KV. Requests queue all the same, and all that wait
-would need more KV than there is: who looks at demand alone drops parameters, and the pipelines then read the queue no
-sooner. Nothing may be lost against vLLM.
+would need more KV than there is. A rule that looks at demand alone drops parameters, and the pipelines then read the
+queue no sooner. Nothing may be lost against vLLM.
 
     low rate    `low_share` of the requests that static dp answers in a second
     burst       `peak_share` times as many as dp answers, for `BURST_S`

@@ -98,29 +98,13 @@ def aims(runs: Sequence[Run], *, is_compute_bound: bool = False) -> list[str]:
     ours = [run for run in runs if run.system == SUBJECT]
     if not ours:
         return []
-    sentences = []
-    factors = [1 / r for r in ratios(runs, TTFT_P99, SUBJECT, BASELINE) if r > 0]
-    if factors and is_compute_bound:
-        middle = statistics.median(1 / factor for factor in factors)
+    if is_compute_bound:
         num_drops = sum(len(run.timeline.drops) for run in ours)
-        sentences += [
-            f"P99 TTFT: x{middle:.2f} of {NAMES[BASELINE]} (rounds {1 / max(factors):.2f} to {1 / min(factors):.2f}); "
-            f"the aim is at most x{MOST_TTFT_RATIO:.2f}: {_met(middle <= MOST_TTFT_RATIO)}",
-            f"drop periods: {num_drops}; the aim is none: {_met(not num_drops)}",
-        ]
-    elif factors:
-        middle = statistics.median(factors)
-        sentences.append(
-            f"P99 TTFT: {middle:.1f} times below {NAMES[BASELINE]} (rounds {min(factors):.1f} to {max(factors):.1f}); "
-            f"the aim is at least {LEAST_TTFT_FACTOR:.0f}: {_met(middle >= LEAST_TTFT_FACTOR)}"
-        )
-    found = [r for r in ratios(runs, TPOT_P50, SUBJECT, BASELINE) if not math.isnan(r)]
-    if found:
-        middle = statistics.median(found)
-        sentences.append(
-            f"P50 TPOT: x{middle:.2f} of {NAMES[BASELINE]} (rounds {min(found):.2f} to {max(found):.2f}); "
-            f"the aim is at most x{MOST_TPOT_RATIO:.2f}: {_met(middle <= MOST_TPOT_RATIO)}"
-        )
+        sentences = _at_most("P99 TTFT", runs, TTFT_P99, MOST_TTFT_RATIO)
+        sentences.append(f"drop periods: {num_drops}; the aim is none: {_met(not num_drops)}")
+    else:
+        sentences = _far_below("P99 TTFT", runs, TTFT_P99, LEAST_TTFT_FACTOR)
+    sentences += _at_most("P50 TPOT", runs, TPOT_P50, MOST_TPOT_RATIO)
     failed = sum(run.failed for run in ours)
     sentences.append(f"failed requests: {failed}; the aim is none: {_met(not failed)}")
     backs = [back for run in ours for back in run.timeline.backs_s]
@@ -132,6 +116,30 @@ def aims(runs: Sequence[Run], *, is_compute_bound: bool = False) -> list[str]:
             f"the aim is {MOST_BACK_S:.0f}: {_met(is_met)}"
         )
     return sentences
+
+
+def _far_below(title: str, runs: Sequence[Run], figure: Figure, least: float) -> list[str]:
+    """The sentence about a figure that is to be so many times below data parallel's; none without ratios."""
+    factors = [1 / r for r in ratios(runs, figure, SUBJECT, BASELINE) if r > 0]
+    if not factors:
+        return []
+    middle = statistics.median(factors)
+    return [
+        f"{title}: {middle:.1f} times below {NAMES[BASELINE]} (rounds {min(factors):.1f} to {max(factors):.1f}); "
+        f"the aim is at least {least:.0f}: {_met(middle >= least)}"
+    ]
+
+
+def _at_most(title: str, runs: Sequence[Run], figure: Figure, most: float) -> list[str]:
+    """The sentence about a figure that is to be at most so many times data parallel's; none without ratios."""
+    found = [r for r in ratios(runs, figure, SUBJECT, BASELINE) if not math.isnan(r)]
+    if not found:
+        return []
+    middle = statistics.median(found)
+    return [
+        f"{title}: x{middle:.2f} of {NAMES[BASELINE]} (rounds {min(found):.2f} to {max(found):.2f}); "
+        f"the aim is at most x{most:.2f}: {_met(middle <= most)}"
+    ]
 
 
 def failures(runs: Iterable[Run]) -> list[str]:

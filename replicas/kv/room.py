@@ -56,8 +56,11 @@ class Room:
         was_moving = bool(self.traffic.copies())  # what was in flight could not leave
         self._take_from_others(needed, keep)
         if placement.num_free < needed and was_moving:
-            self.traffic.cancel([copy for copy in self.traffic.copies() if copy.priority is not Priority.STAGE])
+            self._cancel_all_but_stages()
             self._take_from_others(needed, keep)
+
+    def _cancel_all_but_stages(self) -> None:
+        self.traffic.cancel([copy for copy in self.traffic.copies() if copy.priority is not Priority.STAGE])
 
     def _take_from_others(self, needed: int, keep: np.ndarray) -> None:
         placement, uses = self.placement, self.uses()
@@ -216,14 +219,11 @@ class Room:
         try:
             self._thin(needed, reads, fixed, areas)
         except EngineError:
-            self._end_copies()
+            # Nothing is to be under way: blocks that are being copied could not leave, nor give up their rows.
+            self._cancel_all_but_stages()
+            self.traffic.wait(self.traffic.copies())
             self._swap(reads)
             self._thin(needed, reads, fixed, areas)
-
-    def _end_copies(self) -> None:
-        """Nothing is under way afterwards: blocks that are being copied could not leave, nor give up their rows."""
-        self.traffic.cancel([copy for copy in self.traffic.copies() if copy.priority is not Priority.STAGE])
-        self.traffic.wait(self.traffic.copies())
 
     def _swap(self, reads: np.ndarray) -> None:
         """Device and host are full: blocks of the step come to the device a few at a time; their rows take others."""

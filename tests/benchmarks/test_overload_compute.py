@@ -29,8 +29,8 @@ def test_dp_has_answered_what_a_burst_leaves_over_before_the_next(per_s: float, 
     assert sum(phase is Phase.BURST for phase, _ in requests) == course.num_bursts * course.burst_requests
 
 
-def test_what_runs_has_room_and_what_waits_has_none() -> None:
-    """Or the burst would be one of memory after all, or one that nobody takes for one."""
+def test_what_runs_has_room() -> None:
+    """If it had none, memory would be short as well."""
     most = int(PLAN.engine["max_num_batched_tokens"])
     tokens = 2.4 * PLAN.max_words  # of the benchmark's model
     assert 1 <= most / tokens <= 3, "a step reads a few prompts"
