@@ -13,6 +13,7 @@ import pytest
 
 from pengserve.planners.types.config import DropConfig, JudgeConfig
 from pengserve.planners.types.events import Event, EventKind
+from pengserve.planners.types.snapshot import ClusterSnapshot
 from tests.support.elastic import ElasticCluster, elastic_cluster
 from tests.support.models import even_model
 from tests.support.streams import make_prompts
@@ -67,6 +68,11 @@ def switches(cluster: ElasticCluster) -> list[Event]:
     return cluster.events(EventKind.TRANSITION_END)
 
 
+def ended_tokens(snapshot: ClusterSnapshot) -> int:
+    """Of all answers that have come to their end."""
+    return sum(instance.stats.total_finished_tokens for instance in snapshot.instances)
+
+
 def priced_drops(cluster: ElasticCluster) -> list[dict[str, Any]]:
     """Drops that the judge has compared with doing nothing, and left."""
     kept = [event for event in cluster.events(EventKind.PLAN_DECIDED) if event.data["action"] == "keep"]
@@ -75,11 +81,13 @@ def priced_drops(cluster: ElasticCluster) -> list[dict[str, Any]]:
 
 def test_a_burst_is_taken_in_and_the_layout_comes_back(cluster: ElasticCluster, is_judged: bool) -> None:
     with cluster.ingress() as url, Traffic(url) as traffic:
-        requests = burst(28)
+        requests, before = burst(28), ended_tokens(cluster.snapshot())
         alone: list[Any] = []
         for few in (requests[at : at + AT_ONCE] for at in range(0, len(requests), AT_ONCE)):  # no pressure
             alone += [future.result(ENDS_WITHIN_S) for future in [traffic.start(**request) for request in few]]
         assert not switches(cluster), "nothing was short of memory"
+        num_tokens = sum(len(stream.token_ids) for stream in alone)
+        cluster.wait(lambda s: ended_tokens(s) == before + num_tokens)
         cluster.now(cluster.controller.auto_layout)
         live = [TimedStream() for _ in requests]
         futures = [traffic.start(**r, into=stream) for r, stream in zip(requests, live, strict=True)]
@@ -96,6 +104,7 @@ def test_a_burst_is_taken_in_and_the_layout_comes_back(cluster: ElasticCluster, 
             assert drops, cluster.events(EventKind.PLAN_DECIDED)
         cluster.wait(lambda s: all(group.shape == "dp" for group in s.layout.groups), BACK_WITHIN_S)
         print(f"\n  back in dp {time.monotonic() - ended_s:.1f} s after the last token")
+        cluster.wait(lambda s: ended_tokens(s) == before + 2 * num_tokens)  # whole answers, through all shapes
         # A fast machine fills the memory within two or three ticks of the controller: vLLM may have preempted
         # one or two requests before the drop (seen: 0 to 2), never a large part of them.
         assert is_judged or cluster.snapshot().instances[0].stats.total_preemptions <= len(requests) // 7

@@ -65,7 +65,6 @@ class Lane(ABC):
         self._prefix_queries = self._prefix_hits = 0
         self._requests_come = self._request_tokens = self._sent_again = self._finished = self._finished_tokens = 0
         self._work = StepTotals()
-        self._made: dict[str, int] = {}  # tokens that a request has generated here
         self._queued: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
         self._added = 0
         self.residency: ResidentRequests | None = None  # where KV has a host tier, and this member schedules
@@ -487,11 +486,6 @@ class Lane(ABC):
                 num_new = len(output.new_token_ids)
                 self._generated += num_new
                 num_tokens += num_new
-                if output.finish_reason is None:
-                    self._made[output.request_id] = self._made.get(output.request_id, 0) + num_new
-                else:
-                    self._finished += 1
-                    self._finished_tokens += self._made.pop(output.request_id, 0) + num_new
                 if output.prefill_stats is not None:
                     self._prompted += output.prefill_stats.num_prompt_tokens
                     num_read = output.prefill_stats.num_computed_tokens
@@ -503,6 +497,9 @@ class Lane(ABC):
             if stats is not None and stats.prefix_cache_stats is not None:
                 self._prefix_queries += stats.prefix_cache_stats.queries
                 self._prefix_hits += stats.prefix_cache_stats.hits
+        num_ended, ended_tokens = self.scheduler.ended.take()
+        self._finished += num_ended
+        self._finished_tokens += ended_tokens
         context = self.num_used() * self.capacity.block_size
         num_seqs = self.scheduler.counts()[0] // num_in_flight
         self._work.add(seconds, num_tokens, num_seqs, context // num_in_flight, pairs)

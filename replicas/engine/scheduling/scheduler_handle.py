@@ -18,6 +18,7 @@ from typing import Any
 
 from pengserve.replicas.engine.scheduling.block_groups import blocks_of
 from pengserve.replicas.engine.scheduling.departures import Departures
+from pengserve.replicas.engine.scheduling.ended_answers import EndedAnswers
 from pengserve.replicas.engine.scheduling.scheduler_blocks import SchedulerBlocks
 from pengserve.replicas.engine.vllm_seam import (
     EngineCoreEventType,
@@ -44,6 +45,7 @@ class SchedulerHandle(SchedulerBlocks):
     def __init__(self, scheduler: Any) -> None:
         super().__init__(scheduler)
         self.departures = Departures()  # of the rules that stand over it
+        self.ended = EndedAnswers(scheduler)
         self._max_new: int | None = None  # while a step is limited to so many
 
     # Requests --------------------------------------------------------------------------------------------------------
