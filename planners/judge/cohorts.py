@@ -3,15 +3,15 @@
 So a burst needs more memory at once than as many requests that came one after the other, and needs it later.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
 from pengserve.planners.columns import Floats, Ints
+from pengserve.planners.types.ages import NUM_AGES
 
-COHORTS = 6  # of those that run now, of as many requests each
+COHORTS = NUM_AGES  # of those that run now, of as many requests each
 LEAST_SPREAD = 0.05  # of lengths, as a share of the mean
 SPREAD_BELIEF = 1.0  # batches of answers that a spread as wide as the mean counts as
 
@@ -50,31 +50,19 @@ class Lengths(NamedTuple):
         return (sure + ended) / num_steps, area / (num_steps * num_steps)
 
 
-def ages_of(came: Sequence[float], ages: Sequence[float], running: float, lengths: Lengths) -> Floats:
-    """Ages of requests that run, in `COHORTS` cohorts of as many; the youngest first, in tokens.
+def ages_of(running: Ints, ages: Ints) -> tuple[float, ...]:
+    """Ages of all requests that run, in `COHORTS` cohorts of as many; the youngest first, in tokens.
 
     Args:
-        came: requests, the newest first, that began before those were generated: tokens of each.
-        ages: ... in tokens, growing.
-        running: all that run. Those that came earlier are as old as where requests come evenly.
+        running: `[instance]`, requests; one at least.
+        ages: `[cohort, instance]`, tokens.
     """
-    tokens, counts = np.asarray(ages, dtype=np.float64), np.asarray(came, dtype=np.float64)
-    counts = counts * np.where(
-        tokens < lengths.sure, 1.0, np.exp(np.minimum(0.0, lengths.sure - tokens) / lengths.rest)
-    )
-    rest = running - float(counts.sum())
-    if rest > 0.0:
-        oldest = float(tokens[-1]) if len(tokens) else 0.0
-        earlier = oldest + (np.arange(16) + 0.5) * 0.25 * float(lengths.sure + lengths.rest)
-        exponents = np.minimum(0.0, lengths.sure - earlier) / lengths.rest
-        weights = np.exp(exponents - exponents.max())
-        tokens, counts = np.append(tokens, earlier), np.append(counts, rest * weights / weights.sum())
-    upto = np.cumsum(counts)
-    if upto.size == 0 or upto[-1] <= 0.0:
-        return np.zeros(COHORTS)
+    tokens, counts = ages.ravel(), np.broadcast_to(running, ages.shape).ravel()
+    order = np.argsort(tokens, kind="stable")
+    upto = np.cumsum(counts[order])
     places = np.searchsorted(upto, (np.arange(COHORTS) + 0.5) / COHORTS * upto[-1])
-    found: Floats = tokens[places]
-    return found
+    found: list[float] = tokens[order][places].astype(np.float64).tolist()
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,7 +118,8 @@ class Judgement:
 
 
 def pays(priced: Priced, owed: Mapping[What, float], config: JudgeConfig) -> bool:
-    """Whether a change gains much at once, or has been seen to gain for so long that it has paid for itself twice.
+    """Whether a change gains much at once, or has been seen to gain for so long that it has paid for itself twice, and
+    that it is not the model's error: from look to look a prediction of a queue may differ by more than the gain.
 
     What only makes use of spare compute must gain much: it costs throughput. What makes the slowest first tokens later
     must gain more still: where many answers run, a little sooner for each of their tokens adds up to much, and users
@@ -130,7 +131,8 @@ def pays(priced: Priced, owed: Mapping[What, float], config: JudgeConfig) -> boo
     if priced.gain_s > least_s:
         return True
     saved_s = owed.get(priced.change.what, 0.0)
-    return not priced.change.is_spare and saved_s > max(config.least_s, OWED * priced.price_s)
+    least_owed_s = max(config.least_s, OWED * priced.price_s, LEAST_SHARE * priced.kept_s)
+    return not priced.change.is_spare and saved_s > least_owed_s
 
 
 def readying(priced: Sequence[Priced], pricing: Pricing) -> list[Priced]:

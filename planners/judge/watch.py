@@ -6,16 +6,16 @@ it did in that shape.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from operator import ne
 
 import numpy as np
 
-from pengserve.planners.columns import Floats, Ints, Kept, ReadyInstances, ints
+from pengserve.planners.columns import Ints, Kept, ReadyInstances, ints
 from pengserve.planners.judge.arrivals import Arrivals, mates_of
 from pengserve.planners.judge.away import Away
-from pengserve.planners.judge.cohorts import Lengths, Sizes, ages_of
+from pengserve.planners.judge.cohorts import COHORTS, Sizes, ages_of
 from pengserve.planners.judge.costs import Costs, Work
+from pengserve.planners.types.ages import AGES
 from pengserve.planners.types.snapshot import ClusterSnapshot
 from pengserve.planners.types.step_cost import TERMS
 
@@ -69,7 +69,6 @@ class _Look:
     time_s: float
     counts: tuple[float, ...]  # `_REQUESTS` since the first look
     running: float  # requests of all instances that hold KV
-    waiting: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +80,7 @@ class Watched:
     prompts: Sizes = field(default_factory=Sizes)  # of requests that came
     ends: Sizes = field(default_factory=Sizes)  # ... and of answers that ended
     away: Away = field(default_factory=Away)
+    ages: tuple[float, ...] = (0.0,) * COHORTS  # tokens that running requests have, when some last ran
     ids: Ints | None = field(default=None, compare=False)  # of the newest look
     shapes: Sequence[str] = field(default=(), compare=False)  # ... and what each of these ran
     totals: Ints | None = field(default=None, compare=False)  # `[one of _ALL, one of ids]`
@@ -101,12 +101,10 @@ class Watched:
         now_s = snapshot.time_s
         before = self if self.is_of_late(now_s) else Watched(work=self.work, prompts=self.prompts, ends=self.ends)
         ids, shapes, totals = instances.ids, instances.run, instances.stats(_ALL)
-        num_running, num_waiting, num_holding = (
-            float(instances.stat(name).sum()) for name in ("num_running", "num_waiting", "num_holding")
-        )
-        running, waiting = num_running + num_holding, num_waiting - num_holding
+        batches, holding, *ages = instances.stats(("num_running", "num_holding", *AGES))
+        running = float(batches.sum() + holding.sum())
         if not before.looks:
-            first = _Look(now_s, (0.0,) * len(_REQUESTS), running, waiting)
+            first = _Look(now_s, (0.0,) * len(_REQUESTS), running)
             return replace(before, looks=(first,), ids=ids, shapes=shapes, totals=totals)
         if now_s <= before.looks[-1].time_s:
             return self
@@ -114,7 +112,7 @@ class Watched:
         added = deltas[_OF_REQUESTS].sum(axis=1).tolist()
         counts = tuple(at + float(more) for at, more in zip(before.looks[-1].counts, added, strict=True))
         away = before.away.seen(ids, deltas[_SENT_BACK], deltas[_SENT_AGAIN], now_s)
-        looks = (*before.looks, _Look(now_s, counts, running, waiting + away.count))
+        looks = (*before.looks, _Look(now_s, counts, running))
         if len(looks) > 2 and looks[1].time_s < now_s - LONG_S:
             looks = looks[1:]
         work = before._worked(shapes, ids, deltas, now_s)
@@ -122,7 +120,15 @@ class Watched:
         prompts = before.prompts.seen(deltas[_CAME], deltas[_CAME_TOKENS], keep)
         ends = before.ends.seen(deltas[_ENDED], deltas[_ENDED_TOKENS], keep)
         return Watched(
-            looks=looks, work=work, prompts=prompts, ends=ends, away=away, ids=ids, shapes=shapes, totals=totals
+            looks=looks,
+            work=work,
+            prompts=prompts,
+            ends=ends,
+            away=away,
+            ages=ages_of(batches, np.stack(ages)) if batches.any() else before.ages,
+            ids=ids,
+            shapes=shapes,
+            totals=totals,
         )
 
     def _deltas(self, ids: Ints, totals: Ints) -> Ints:
@@ -168,12 +174,10 @@ class Watched:
         """Requests that come, by the looks of late."""
         looks, now = self.looks, self.looks[-1]
         first = looks[0]
-        recent = next((look for look in reversed(looks) if now.time_s - look.time_s >= SHORT_S), first)
         came, came_tokens, ended, ended_tokens, generated, asked, found = (
             b - a for a, b in zip(first.counts, now.counts, strict=True)
         )
-        columns = np.array([(k.time_s, k.running, k.waiting, k.counts[_CAME]) for k in looks]).T
-        times, _, _, counts = columns
+        times, counts = np.array([(k.time_s, k.counts[_CAME]) for k in looks]).T
         prompt, output = self._usual_tokens()
         if came:
             prompt = came_tokens / came
@@ -181,9 +185,7 @@ class Watched:
         spread = self.ends.spread
         under_way = min(1.0, spread * spread) * max(0.0, generated - ended_tokens)
         output = max(1.0, (ended_tokens + under_way + output) / (ended + 1.0))
-        token_rate = self._token_rate(recent)
-        oldest = self._ages(output, token_rate, columns)[-1]
-        output = min(output, self._most_tokens(oldest, ended, ended_tokens))
+        output = min(output, self._most_tokens(ended, ended_tokens))
         begun_s = next((look.time_s for look in looks if look.counts[0] > 0), now.time_s)
         return Traffic(
             coming=Arrivals.of(times, counts),
@@ -192,7 +194,7 @@ class Watched:
             output_tokens=output,
             output_spread=spread,
             since_s=now.time_s - begun_s,
-            ages=self._ages(output, token_rate, columns),
+            ages=self.ages,
             away=self.away,
             pairs=self._pairs(prompt),
             mates=mates_of(times, counts),
@@ -205,32 +207,15 @@ class Watched:
         prompt, output = DEFAULT_TOKENS
         return came_tokens / came if came else prompt, max(1.0, ended_tokens / ended) if ended else output
 
-    def _most_tokens(self, oldest: float, ended: float, ended_tokens: float) -> float:
+    def _most_tokens(self, ended: float, ended_tokens: float) -> float:
         """The most that answers may be expected to have: those under way twice what the oldest of them have by now.
 
         While few have ended, all tokens over the answers that ended say nothing: a hundred answers that began together
         have a hundred times as many tokens as each of them.
         """
         running = self.looks[-1].running
-        known = ended_tokens + 2.0 * oldest * running
+        known = ended_tokens + 2.0 * self.ages[-1] * running
         return max(known / max(1.0, ended + running), DEFAULT_TOKENS[1] if not ended else 1.0)
-
-    def _ages(self, output_tokens: float, token_rate: float, columns: Floats) -> tuple[float, ...]:
-        """How many tokens running requests have, from when they began and how fast tokens come to each.
-
-        `columns`: seconds, requests that run and that wait, and requests that have come; of each look.
-        """
-        times, running, waiting, came = columns
-        begun = np.maximum(0.0, np.diff(came) - np.diff(waiting))[::-1]
-        ages = token_rate * (times[-1] - 0.5 * (times[1:] + times[:-1]))[::-1]
-        lengths = Lengths.of(np.array(output_tokens), np.array(self.ends.spread))
-        return tuple(ages_of(begun, ages, float(running[-1]), lengths).tolist())
-
-    def _token_rate(self, recent: _Look) -> float:
-        """Tokens that a request that runs has by second, since `recent`."""
-        looks = self.looks[self.looks.index(recent) :]
-        run_s = sum(look.running * (after.time_s - look.time_s) for look, after in pairwise(looks))
-        return (looks[-1].counts[4] - recent.counts[4]) / run_s if run_s > 0 else 0.0
 
     def _pairs(self, prompt_tokens: float) -> float:
         """Pairs that a token of a prompt adds: long prompts have most of them. As seen in steps; prompts are known to

@@ -121,6 +121,13 @@ class InstanceStats:
     total_prefix_predicted: int = 0  # tokens that ingresses expected in the prefix cache
     # Of `num_waiting`: they hold KV and go on with it, once all of it has come after a drop, or a slot is free.
     num_holding: int = 0
+    # Tokens that running requests have generated: of six of them, evenly spaced (`types.ages`).
+    age_1: int = 0
+    age_2: int = 0
+    age_3: int = 0
+    age_4: int = 0
+    age_5: int = 0
+    age_6: int = 0
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "InstanceStats":

@@ -417,6 +417,7 @@ class Lane(ABC):
             kv_blocks_total=capacity.num_blocks,
             max_model_len=capacity.max_model_len,
             longest_tokens=self.longest_tokens(),
+            **self.scheduler.ages(),
         )
         if self.residency is not None:
             fields |= self.residency.figures()

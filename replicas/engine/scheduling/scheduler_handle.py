@@ -16,6 +16,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from pengserve.planners.types.ages import AGES, sampled
 from pengserve.replicas.engine.scheduling.block_groups import blocks_of
 from pengserve.replicas.engine.scheduling.departures import Departures
 from pengserve.replicas.engine.scheduling.ended_answers import EndedAnswers
@@ -160,6 +161,11 @@ class SchedulerHandle(SchedulerBlocks):
         running = self._scheduler.running
         left = [r.num_tokens - r.num_computed_tokens + r.num_in_flight_tokens for r in running]
         return sum([count for count in left if count > 1])
+
+    def ages(self) -> dict[str, int]:
+        """How many tokens of their answers some running requests have, by names in `InstanceStats`."""
+        sample = sampled(self._scheduler.running)
+        return dict(zip(AGES, [request.num_output_tokens for request in sample], strict=False))
 
     @property
     def has_requests(self) -> bool:

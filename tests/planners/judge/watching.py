@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
+from pengserve.planners.types.ages import AGES
 from pengserve.planners.types.ids import Epoch
 from pengserve.planners.types.layout import Group, Layout, degree_of
 from pengserve.planners.types.snapshot import (
@@ -105,6 +106,7 @@ def _stats(
         queued_tokens=waiting * prompt,
         max_model_len=lane.max_model_len,
         longest_tokens=prompt + output if running else 0,
+        **{name: output * (2 * at + 1) // (2 * len(AGES)) for at, name in enumerate(AGES) if running},
         total_requests=requests,
         total_request_tokens=requests * prompt,
         total_finished=requests,
@@ -144,6 +146,7 @@ def calm_then_burst(
             block_size=32,
             max_model_len=105 * 32,
             longest_tokens=prompt + tokens,
+            **dict.fromkeys(AGES, tokens if burst_s else output // 2),
             total_requests=requests + (count if burst_s else 0),
             total_request_tokens=(requests + (count if burst_s else 0)) * prompt,
             total_finished=requests,
