@@ -98,7 +98,7 @@ class PengServe:
             warm = self._plan.calibration(WARM_REQUESTS * self._num_instances, "warm")
             for layout in (f"pp{plan.stages}", "dp"):
                 cluster.set_layout(layout)
-                self.client.send([replace(request, max_tokens=WARM_TOKENS) for request in warm]).result()
+                self.client.send(warm).result()  # whole answers: the judge learns from them how long answers are
             self._stack = stack.pop_all()
         return self
 

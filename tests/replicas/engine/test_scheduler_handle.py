@@ -100,6 +100,16 @@ def test_requests_wait_run_and_end_in_vllm_s_order(handle: SchedulerHandle) -> N
     assert handle.take_finished(["a"]) == {"a"} and handle.schedule().finished_req_ids == set()
 
 
+def test_ages_are_tokens_of_answers_also_of_those_that_came_from_elsewhere(handle: SchedulerHandle) -> None:
+    assert handle.ages() == {}
+    moved = scheduled_request("moved")
+    moved.append_output_token_ids([7] * 30)
+    for request in (moved, scheduled_request("new")):
+        handle.add(request)
+    step(handle)
+    assert handle.ages() == {"age_1": 31, "age_2": 31, "age_3": 31, "age_4": 1, "age_5": 1, "age_6": 1}
+
+
 def test_of_those_that_ended_only_what_is_asked_for_is_taken(handle: SchedulerHandle) -> None:
     for name in "ab":
         handle.add(scheduled_request(name))
