@@ -31,6 +31,7 @@ from pengserve.controller.loop import Controller
 from pengserve.controller.ports import Discovery
 from pengserve.planners.drop import plan_drop
 from pengserve.planners.overload import DemandHistory, predict_demand
+from pengserve.planners.types.ages import AGES
 from pengserve.planners.types.config import ControllerConfig, DropConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.ids import Epoch, InstanceKey
@@ -213,6 +214,7 @@ def _counted(before: InstanceStats, running: int, used: int, source: random.Rand
         "total_step_tokens": before.total_step_tokens + steps * running + 500 * came,
         "total_step_seqs": before.total_step_seqs + steps * running,
         "total_step_context": before.total_step_context + steps * context,
+        **{name: source.randrange(100) for name in AGES},
     }
 
 
