@@ -68,7 +68,6 @@ class Traffic:
 class _Look:
     time_s: float
     counts: tuple[float, ...]  # `_REQUESTS` since the first look
-    running: float  # requests of all instances that hold KV
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +79,7 @@ class Watched:
     prompts: Sizes = field(default_factory=Sizes)  # of requests that came
     ends: Sizes = field(default_factory=Sizes)  # ... and of answers that ended
     away: Away = field(default_factory=Away)
+    running: float = 0.0  # requests of all instances that hold KV
     ages: tuple[float, ...] = (0.0,) * COHORTS  # tokens that running requests have, when some last ran
     ids: Ints | None = field(default=None, compare=False)  # of the newest look
     shapes: Sequence[str] = field(default=(), compare=False)  # ... and what each of these ran
@@ -104,15 +104,15 @@ class Watched:
         batches, holding, *ages = instances.stats(("num_running", "num_holding", *AGES))
         running = float(batches.sum() + holding.sum())
         if not before.looks:
-            first = _Look(now_s, (0.0,) * len(_REQUESTS), running)
-            return replace(before, looks=(first,), ids=ids, shapes=shapes, totals=totals)
+            first = _Look(now_s, (0.0,) * len(_REQUESTS))
+            return replace(before, looks=(first,), running=running, ids=ids, shapes=shapes, totals=totals)
         if now_s <= before.looks[-1].time_s:
             return self
         deltas = before._deltas(ids, totals)
         added = deltas[_OF_REQUESTS].sum(axis=1).tolist()
         counts = tuple(at + float(more) for at, more in zip(before.looks[-1].counts, added, strict=True))
         away = before.away.seen(ids, deltas[_SENT_BACK], deltas[_SENT_AGAIN], now_s)
-        looks = (*before.looks, _Look(now_s, counts, running))
+        looks = (*before.looks, _Look(now_s, counts))
         if len(looks) > 2 and looks[1].time_s < now_s - LONG_S:
             looks = looks[1:]
         work = before._worked(shapes, ids, deltas, now_s)
@@ -125,6 +125,7 @@ class Watched:
             prompts=prompts,
             ends=ends,
             away=away,
+            running=running,
             ages=ages_of(batches, np.stack(ages)) if batches.any() else before.ages,
             ids=ids,
             shapes=shapes,
@@ -213,9 +214,8 @@ class Watched:
         While few have ended, all tokens over the answers that ended say nothing: a hundred answers that began together
         have a hundred times as many tokens as each of them.
         """
-        running = self.looks[-1].running
-        known = ended_tokens + 2.0 * self.ages[-1] * running
-        return max(known / max(1.0, ended + running), DEFAULT_TOKENS[1] if not ended else 1.0)
+        known = ended_tokens + 2.0 * self.ages[-1] * self.running
+        return max(known / max(1.0, ended + self.running), DEFAULT_TOKENS[1] if not ended else 1.0)
 
     def _pairs(self, prompt_tokens: float) -> float:
         """Pairs that a token of a prompt adds: long prompts have most of them. As seen in steps; prompts are known to

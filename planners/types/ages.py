@@ -1,6 +1,6 @@
 """How many tokens running requests have generated, told by a few of them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -16,3 +16,8 @@ def sampled(running: Sequence[T]) -> list[T]:
     """
     count = len(running)
     return [running[(2 * place + 1) * count // (2 * NUM_AGES)] for place in range(NUM_AGES)] if count else []
+
+
+def ages_told(running: Sequence[T], num_generated: Callable[[T], int]) -> dict[str, int]:
+    """Tokens that those have which stand for all that runs, by names in `InstanceStats`."""
+    return dict(zip(AGES, map(num_generated, sampled(running)), strict=False))

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
-from pengserve.planners.types.ages import AGES, sampled
+from pengserve.planners.types.ages import ages_told
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey
 from pengserve.planners.types.layout import GroupKind
 from pengserve.planners.types.snapshot import (
@@ -168,7 +169,7 @@ class SimInstance:
         leads = run is not None and run.leader is self
         going = chain(scheduler.running, (t.request for t in run.arriving)) if run is not None and leads else ()
         return InstanceStats(
-            **{**self._load(), **self._totals(), **_ages(scheduler.running)},
+            **{**self._load(), **self._totals(), **ages_told(scheduler.running, attrgetter("num_generated"))},
             total_requests=self._num_requests,
             total_request_tokens=self._num_request_tokens,
             total_finished=self._num_finished,
@@ -200,10 +201,6 @@ class SimInstance:
             peer_endpoint=f"peer-{self.key}" if is_up and self._lanes else "",
             groups_ready=self.groups_ready,
         )
-
-
-def _ages(running: Sequence[LiveRequest]) -> dict[str, int]:
-    return dict(zip(AGES, [request.num_generated for request in sampled(running)], strict=False))
 
 
 def _totals(lane: Driver) -> dict[str, int]:

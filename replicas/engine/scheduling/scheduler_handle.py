@@ -14,9 +14,10 @@ Requests of a scheduler are in one of these queues:
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
-from pengserve.planners.types.ages import AGES, sampled
+from pengserve.planners.types.ages import ages_told
 from pengserve.replicas.engine.scheduling.block_groups import blocks_of
 from pengserve.replicas.engine.scheduling.departures import Departures
 from pengserve.replicas.engine.scheduling.ended_answers import EndedAnswers
@@ -164,8 +165,7 @@ class SchedulerHandle(SchedulerBlocks):
 
     def ages(self) -> dict[str, int]:
         """How many tokens of their answers some running requests have, by names in `InstanceStats`."""
-        sample = sampled(self._scheduler.running)
-        return dict(zip(AGES, [request.num_output_tokens for request in sample], strict=False))
+        return ages_told(self.running, attrgetter("num_output_tokens"))
 
     @property
     def has_requests(self) -> bool:

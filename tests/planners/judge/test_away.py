@@ -69,10 +69,15 @@ def after_a_drop(num_running: int, num_waiting: int) -> Iterator[ClusterSnapshot
 
 
 def test_what_a_drop_moves_is_the_load_of_its_pipeline_from_the_first_look_on() -> None:
-    history = SelectorHistory()
+    history, loads = SelectorHistory(), list[tuple[float, float]]()
     for seen in after_a_drop(8, 20):
         _, history, _ = select(seen, MergeConfig(is_auto=False), DropConfig(is_auto=False), history)
+        watched = history.judge.watched
+        if watched.is_known:
+            states = GroupStates(seen, ready_instances(seen.instances), watched.traffic())
+            whole = [states.now(group) for group in seen.layout.groups]
+            loads.append((watched.running, sum(state.waiting for state in whole)))
     state = GroupStates(seen, ready_instances(seen.instances), history.judge.watched.traffic()).now(WIDE)
     assert (state.running, state.waiting) == (32, 80)
     assert state.waiting_tokens == pytest.approx(80 * 1000)
-    assert {look.running for look in history.judge.watched.looks[-5:]} == {32}
+    assert set(loads[-5:]) == {(32, 80)}
