@@ -26,6 +26,9 @@ class Slice(NamedTuple):
     rate: Floats  # requests that come by second
     before: Floats  # requests that wait at its beginning,
     waiting: Floats  # ... and at its end
+    again: Floats  # of those that wait at its beginning: they had their first token before they were preempted,
+    resumed: Floats  # ... and of these, those that go on,
+    away_s: Floats  # ... after so many request-seconds
     standing: Floats  # tokens of prompts that wait at its end
     prompt: Floats  # tokens of one that waits
     new: Floats  # requests that begin,
@@ -53,7 +56,9 @@ class Course:
     length_s: Floats  # `[slice, 1]`, or `[slice, row]` of rows with a horizon each
     slices: Slice
     steps: Steps  # of the last one
-    waiting: Floats  # requests
+    waiting: Floats  # requests,
+    again: Floats  # ... of which these had their first token,
+    away_s: Floats  # ... and have waited so many request-seconds since
     running: Floats
     recomputed_tokens: Floats
 
@@ -80,8 +85,8 @@ def course_of(rows: Rows, horizon_s: Floats | float, rates: StepRates) -> Course
     running, waiting, waiting_tokens = rows.running, rows.waiting, rows.waiting_tokens
     stall, usual, least_steps = rows.stall_s, prompt + lengths.mean_age, 1e-4 * lengths.rest
     cohorts, held = Cohorts(running, rows.held_tokens, rows.ages, lengths, SLICES), rows.held_tokens
-    # Tokens of answers, of those that wait: they were preempted.
-    done = recomputed = zero = np.zeros_like(kv)
+    again, done = rows.again, rows.again_tokens  # are the first to be read
+    recomputed = away_s = zero = np.zeros_like(kv)
     each = np.where(running > 0, held / np.maximum(running, 1e-9), usual)
     steps = rates.of(running, each, prompt)
     found = list[Slice]()
@@ -130,23 +135,30 @@ def course_of(rows: Rows, horizon_s: Floats | float, rates: StepRates) -> Course
         running = later.running + stays
         ended = np.maximum(0.0, began + new - running)
         waiting_tokens, waiting = waiting_tokens - read, np.maximum(0.0, waiting - new)
+        resumed = np.minimum(again, new)
+        away_s = away_s + (again - 0.5 * resumed) * length
+        back_s = away_s * (resumed / np.maximum(again, 1e-9))
         # Preempted, where those that run have grown beyond the memory.
         held, done = cohorts.move(later, taken, stays, mean, had), np.maximum(0.0, done - new * had)
         is_beyond = held > kv
         is_full, standing = is_beyond | (by_memory < most), np.maximum(0.0, waiting_tokens)
-        known = rate, before, waiting, standing, mean, new, ended, began, middle, live, taken, is_full
-        found.append(Slice(*known, steps=steps))
+        queue = before, waiting, again, resumed, back_s, standing, mean
+        found.append(Slice(rate, *queue, new, ended, began, middle, live, taken, is_full, steps))
+        again, away_s = again - resumed, away_s - back_s
         if is_beyond.any():
             excess = np.maximum(0.0, held - kv)
             lost, their = cohorts.preempt(excess)
             running, held, done = running - lost, held - excess, done + their
             waiting, waiting_tokens, recomputed = waiting + lost, waiting_tokens + excess, recomputed + excess
+            again = again + lost
         each = np.where(running > 1e-9, held / np.maximum(running, 1e-9), usual)
     return Course(
         length_s=slices(horizon_s).reshape(SLICES, -1),
         slices=Slice.joined(found),
         steps=steps,
         waiting=waiting,
+        again=again,
+        away_s=away_s,
         running=running,
         recomputed_tokens=recomputed,
     )

@@ -7,14 +7,15 @@ tensor-parallel, one for each stage of a pipeline, in which so many microbatches
     read        waiting prompts are read, as fast as full steps are, as far as KV and slots are free
     decoded     running requests have a token of each of these steps, and of the steps in the rest of the time
     ended       requests end as lengths of answers say (`judge.cohorts`), and free their KV
-    preempted   where KV has grown beyond what there is, requests lose theirs, and wait to be computed again
+    preempted   where KV has grown beyond what there is, requests lose theirs, and wait to be computed again, before
+                those that have not begun
 
-The currency is request-seconds: one for each second of a request that runs, `WAIT_WEIGHT` for each second of one that
-waits to be read, and `miss_s` for a request that misses its limits. From then on each request counts with the 99th
-percentile of TTFT (`judge.tails`), as much for a second as one that waits, and more where that is near its limit and no
-queue stands: users judge a service by its tail. What is left at the end counts as long as it will take. So queues,
-TTFT, TPOT, computing again and stalls add up in one unit, and a layout that serves the same with fewer requests in
-flight is better (Little's law).
+The currency is request-seconds: one for each second of a request that has begun to answer, `WAIT_WEIGHT` for each
+second of one that waits for its first token, and `miss_s` for a request that misses its limits. From then on each
+request counts with the 99th percentile of TTFT (`judge.tails`), as much for a second as one that waits, and more where
+that is near its limit and no queue stands: users judge a service by its tail. What is left at the end counts as long as
+it will take. So queues, TTFT, TPOT, computing again and stalls add up in one unit, and a layout that serves the same
+with fewer requests in flight is better (Little's law).
 """
 
 from dataclasses import dataclass, fields
@@ -28,7 +29,7 @@ from pengserve.planners.judge.rows import Rows
 from pengserve.planners.judge.step_rates import StepRates
 from pengserve.planners.judge.tails import Tails, share_above
 
-WAIT_WEIGHT = 16.0  # request-seconds of a second without a first token
+WAIT_WEIGHT = 16.0  # request-seconds of a second before the first token
 TAIL_MISS = 0.2  # of what a miss costs: for each request, where the 99th percentile of TTFT is at its limit
 MOST_BEYOND = 3.0  # limits: a later tail counts as this one, for what is late counts as missed besides
 TPOT_SPREAD = 0.15  # of the logarithm of requests' TPOT around the mean
@@ -69,22 +70,31 @@ def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
     course, tails = course_of(rows, horizon_s, rates), Tails(rows, rates)
     now, length, steps = course.slices, course.length_s, course.steps
     waiting, running, prompt, limit_s = course.waiting, course.running, rows.prompt_tokens, rows.ttft_limit_s
+    # Those that were preempted wait and are read like others, but had their first token: they count as if they ran.
+    resumed, again_left = now.resumed, now.again - now.resumed
+    again_s = 0.5 * (now.again + again_left) * length
+    first, last = now.new - resumed, now.waiting - again_left
     # Seconds of requests that wait and run, and what they get for them.
-    wait_s = _sum(0.5 * (now.before + now.waiting) * length)
-    run_s = _sum(now.middle * now.live_s + now.running * (length - now.live_s))
-    begun, decoded = _sum(now.new), _sum(now.middle * now.num_steps)
+    wait_s = _sum(0.5 * (now.before - now.again + last) * length)
+    run_s = _sum(now.middle * now.live_s + now.running * (length - now.live_s) + again_s)
+    begun, decoded = _sum(first), np.maximum(1e-9, _sum(now.middle * now.num_steps))
     # First tokens: those that come together are read together; a queue that stands counts by itself.
     behind = tails.behind(now.rate, now.steps)
     alone_s = rates.first_token_s(now.steps, now.prompt + rows.mates * prompt)
-    read_s = _sum(now.new * (alone_s + behind.chance * behind.longest_s))
+    each_s = alone_s + behind.chance * behind.longest_s
+    read_s, run_s = _sum(first * each_s), run_s + _sum(resumed * each_s)
     standing_s = now.standing / now.steps.rate
-    last_s = now.new * tails.tail_of(now.steps, now.prompt, alone_s, behind, standing_s)
-    tail_s, beyond = _sum(last_s), np.minimum(MOST_BEYOND * now.new, last_s / limit_s)
+    last_s = first * tails.tail_of(now.steps, now.prompt, alone_s, behind, standing_s)
+    tail_s, beyond = _sum(last_s), np.minimum(MOST_BEYOND * first, last_s / limit_s)
     near = _sum(beyond * np.maximum(0.0, 1.0 - standing_s / limit_s))
-    queue_s = np.minimum(horizon_s, now.waiting * length / np.maximum(now.new, 1e-9))
-    late = _sum(now.new * tails.late_share(alone_s, queue_s, behind))
-    slow_share = share_above(now.live_s / now.num_steps, rows.tpot_limit_s, TPOT_SPREAD)
-    slow = _sum(now.ended * np.where(now.live_s > 0, slow_share, 0.0))
+    queue_s = np.minimum(horizon_s, last * length / np.maximum(first, 1e-9))
+    late = _sum(first * tails.late_share(alone_s, queue_s, behind))
+    token_s = np.where(now.live_s > 0, now.live_s / now.num_steps, 0.0)
+    slow = _sum(now.ended * share_above(token_s, rows.tpot_limit_s, TPOT_SPREAD))
+    usual_s = _sum(now.middle * now.live_s) / decoded
+    after = usual_s + now.away_s / np.maximum(resumed * rows.output_tokens, 1e-9)
+    usual_share = share_above(usual_s, rows.tpot_limit_s, TPOT_SPREAD)
+    slow += _sum(resumed * (share_above(after, rows.tpot_limit_s, TPOT_SPREAD) - usual_share))
     # What is left takes as long as a full group needs for it: a queue its square over twice the rate.
     usual = prompt + Lengths.of(rows.output_tokens, rows.output_spread).mean_age
     most = np.minimum(rows.slots, rows.kv_tokens / usual)
@@ -92,16 +102,19 @@ def predict(rows: Rows, horizon_s: Floats | float) -> Fate:
     per_s = 1.0 / (prompt / steps.rate + rows.output_tokens * full.decode_s / np.maximum(1.0, most))
     # Tokens of what waits come among others' prompts, as `most` running and `per_s` that end say (Little). Tokens of
     # what runs count at the speed of decoding alone: else a layout whose memory lets more run would pay for that twice.
-    left_s = WAIT_WEIGHT * waiting * waiting / (2.0 * per_s) + waiting * most / per_s
+    again, fresh = course.again, waiting - course.again
+    left_s = (WAIT_WEIGHT * fresh * (again + 0.5 * fresh) + 0.5 * again * again + waiting * most) / per_s
     left_s = left_s + running * rows.output_tokens * steps.decode_s * 0.5
-    late += np.maximum(0.0, waiting - per_s * limit_s)
+    late += np.maximum(0.0, fresh - np.maximum(0.0, per_s * limit_s - again))
     slow += running * share_above(steps.decode_s, rows.tpot_limit_s, TPOT_SPREAD)
-    missed = late + slow * (1.0 - late / np.maximum(begun + waiting, late + 1e-9))
+    after = steps.decode_s + (course.away_s / np.maximum(again, 1e-9) + 0.5 * again / per_s) / rows.output_tokens
+    slow += again * share_above(after, rows.tpot_limit_s, TPOT_SPREAD)
+    missed = late + slow * (1.0 - late / np.maximum(begun + fresh, late + 1e-9))
     return Fate(
         cost_s=WAIT_WEIGHT * (wait_s + tail_s) + run_s + left_s + rows.miss_s * (missed + TAIL_MISS * near),
-        ttft_s=(wait_s + read_s) / np.maximum(begun + waiting, 1e-9),
+        ttft_s=(wait_s + read_s) / np.maximum(begun + fresh, 1e-9),
         tail_s=tail_s / np.maximum(begun, 1e-9),
-        tpot_s=run_s / np.maximum(decoded, 1e-9),
+        tpot_s=run_s / decoded,
         queue=waiting,
         running=running,
         finished=_sum(now.ended),

@@ -30,7 +30,8 @@ MOST_CORRECTION = log(1.5)
 MIN_REQUEST_S = 5.0  # request-seconds that were measured; fewer say little
 LATE_S = 5.0  # a change that does not stand after so long has failed
 _COUNTED = (
-    "total_requests", "total_finished", "total_generated_tokens", "num_waiting", "num_running", "num_holding"
+    "total_requests", "total_finished", "total_generated_tokens",
+    "num_waiting", "num_running", "num_holding", "num_preempted",
 )  # fmt: skip
 
 
@@ -99,10 +100,11 @@ class Forecast:
 
     def seen(self, counts: Sequence[int], now_s: float) -> "Forecast":
         """With this look, in which its groups stand. `counts`: what their leaders count together (`_COUNTED`)."""
-        *totals, waiting, running, holding = counts
+        *totals, waiting, running, holding, preempted = counts
         if self.begun_s is None:
             return replace(self, begun_s=now_s, seen_s=now_s, first=tuple(totals))
-        waiting, running = waiting - holding, running + holding
+        begun = holding + preempted
+        waiting, running = waiting - begun, running + begun
         gap_s, before = now_s - self.seen_s, self.measured
         measured = Measured(
             seconds=now_s - self.begun_s,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
+from operator import add
 
 import numpy as np
 
@@ -20,23 +21,20 @@ class GroupState:
     held_tokens: float = 0.0
     waiting: float = 0.0
     waiting_tokens: float = 0.0
+    again: float = 0.0  # of those that wait: they had begun to answer,
+    again_tokens: float = 0.0  # ... and what they had
 
     @property
-    def figures(self) -> tuple[float, float, float, float]:
+    def figures(self) -> tuple[float, ...]:
         """In the order above."""
-        return self.running, self.held_tokens, self.waiting, self.waiting_tokens
+        return tuple(getattr(self, name) for name in self.__slots__)
 
     def __add__(self, other: "GroupState") -> "GroupState":
-        return GroupState(
-            self.running + other.running,
-            self.held_tokens + other.held_tokens,
-            self.waiting + other.waiting,
-            self.waiting_tokens + other.waiting_tokens,
-        )
+        return GroupState(*map(add, self.figures, other.figures))
 
     def share(self, part: float) -> "GroupState":
         """So much of everything."""
-        return GroupState(self.running * part, self.held_tokens * part, self.waiting * part, self.waiting_tokens * part)
+        return GroupState(*(part * figure for figure in self.figures))
 
     def parted(self, num_tokens: float) -> "tuple[GroupState, GroupState]":
         """Without running requests that hold so many tokens of KV; and these."""
@@ -75,6 +73,8 @@ class GroupStates:
             held_tokens=float(stats.kv_blocks_used * block_size),
             waiting=stats.num_waiting - stats.num_holding + begun + others,
             waiting_tokens=stats.queued_tokens + stats.prefilling_tokens + others * traffic.prompt_tokens,
+            again=float(stats.num_preempted),
+            again_tokens=float(stats.preempted_tokens),
         )
 
     def spread(self, whole: GroupState, groups: Sequence[Group], num_members: int) -> Iterator[GroupState]:

@@ -143,7 +143,8 @@ class RowTable:
         coming = traffic.coming.expected
         ttft_s, tpot_s, miss_s = self._limits()
         columns: Floats = np.array([(*row.state.figures, *row[1:-1]) for row in self._rows], dtype=np.float64).T
-        running, held_tokens, waiting, waiting_tokens, servers, kv_tokens, slots, stall_s, share, routes = columns
+        *state, servers, kv_tokens, slots, stall_s, share, routes = columns
+        running, held_tokens, waiting, waiting_tokens, again, again_tokens = state
         self._shares = share
         return Rows(
             servers=servers,
@@ -156,6 +157,8 @@ class RowTable:
             held_tokens=held_tokens,
             waiting=waiting,
             waiting_tokens=waiting_tokens,
+            again=again,
+            again_tokens=again_tokens,
             stall_s=stall_s,
             rate=coming.now * share,
             later_rate=coming.later * share,

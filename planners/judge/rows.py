@@ -24,6 +24,8 @@ class Rows:
     held_tokens: Floats  # of running requests
     waiting: Floats
     waiting_tokens: Floats
+    again: Floats  # of those that wait: they had begun to answer before they were preempted,
+    again_tokens: Floats  # ... and the tokens that they had
     stall_s: Floats  # from now on, in which nothing runs
     rate: Floats  # requests that come now,
     later_rate: Floats  # ... and in the long run: a burst ends

@@ -121,6 +121,8 @@ class InstanceStats:
     total_prefix_predicted: int = 0  # tokens that ingresses expected in the prefix cache
     # Of `num_waiting`: they hold KV and go on with it, once all of it has come after a drop, or a slot is free.
     num_holding: int = 0
+    num_preempted: int = 0  # of `num_waiting`: they had begun to answer, and their KV must be computed again,
+    preempted_tokens: int = 0  # ... and the tokens of these answers
     # Tokens that running requests have generated: of six of them, evenly spaced (`types.ages`).
     age_1: int = 0
     age_2: int = 0

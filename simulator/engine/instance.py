@@ -168,6 +168,7 @@ class SimInstance:
         run, scheduler, own = self.group, self.current.scheduler, self.lane.scheduler
         leads = run is not None and run.leader is self
         going = chain(scheduler.running, (t.request for t in run.arriving)) if run is not None and leads else ()
+        preempted = [request.num_generated for request in scheduler.waiting if request.num_generated]
         return InstanceStats(
             **{**self._load(), **self._totals(), **ages_told(scheduler.running, attrgetter("num_generated"))},
             total_requests=self._num_requests,
@@ -176,6 +177,8 @@ class SimInstance:
             total_finished_tokens=self._num_finished_tokens,
             longest_tokens=max((r.num_tokens for r in going), default=0),
             num_paused=0 if run is None else len(own.running) + len(own.waiting),
+            num_preempted=len(preempted),
+            preempted_tokens=sum(preempted),
         )
 
     def _totals(self) -> Counter[str]:

@@ -65,7 +65,7 @@ class Lane(ABC):
         self._prefix_queries = self._prefix_hits = 0
         self._requests_come = self._request_tokens = self._sent_again = self._finished = self._finished_tokens = 0
         self._work = StepTotals()
-        self._queued: tuple[tuple[int, int, int], int] = ((0, 0, 0), 0)
+        self._queued: tuple[tuple[int, int, int], Mapping[str, int]] = ((0, 0, 0), NOTHING)
         self._added = 0
         self.residency: ResidentRequests | None = None  # where KV has a host tier, and this member schedules
 
@@ -409,7 +409,6 @@ class Lane(ABC):
             num_waiting=waiting + num_parked + num_arriving,
             num_holding=len(self.scheduler.holding) + num_arriving,
             kv_blocks_used=self.num_used(),
-            queued_tokens=self._queued_tokens(waiting),
             prefilling_tokens=self.scheduler.prefilling_tokens(),
             last_step_s=last_step_s,
             shape=self.shape,
@@ -418,6 +417,7 @@ class Lane(ABC):
             max_model_len=capacity.max_model_len,
             longest_tokens=self.longest_tokens(),
             **self.scheduler.ages(),
+            **self._queue(waiting),
         )
         if self.residency is not None:
             fields |= self.residency.figures()
@@ -466,13 +466,13 @@ class Lane(ABC):
         for name, value in zip(_TOTALS, counts, strict=True):
             setattr(self, name, value)
 
-    def _queued_tokens(self, num_waiting: int) -> int:
-        """Tokens that waiting requests have; counted again only when the queue has changed."""
+    def _queue(self, num_waiting: int) -> Mapping[str, int]:
+        """What is known of waiting requests; counted again only when the queue has changed."""
         if not num_waiting:
-            return 0
+            return NOTHING
         version = (num_waiting, self._added, self._preempted)
         if self._queued[0] != version:
-            self._queued = (version, self.scheduler.queued_tokens())
+            self._queued = (version, self.scheduler.queued())
         return self._queued[1]
 
     def _count(self, batches: Iterable[EngineCoreOutputs], seconds: float, num_in_flight: int = 1) -> None:

@@ -139,6 +139,15 @@ class SchedulerHandle(SchedulerBlocks):
         """Tokens of all requests that hold no KV."""
         return sum(request.num_tokens for request in self._scheduler.waiting)
 
+    def queued(self) -> dict[str, int]:
+        """What is known of requests that hold no KV, by names in `InstanceStats`."""
+        answers = [count for request in self._scheduler.waiting if (count := request.num_output_tokens)]
+        return {
+            "queued_tokens": self.queued_tokens(),
+            "num_preempted": len(answers),
+            "preempted_tokens": sum(answers),
+        }
+
     def cached_tokens(self, request: Request) -> int:
         """Tokens of a request that is not here whose KV is in the prefix cache now; none of it is touched."""
         return self.cached_prefix(request)[0]

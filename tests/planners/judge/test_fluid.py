@@ -29,6 +29,8 @@ def row(cost: StepCost = COST, ages: Sequence[float] = (0.0,) * COHORTS, **given
         "held_tokens": 0.0,
         "waiting": 0.0,
         "waiting_tokens": 0.0,
+        "again": 0.0,
+        "again_tokens": 0.0,
         "stall_s": 0.0,
         "rate": 1.0,
         "prompt_tokens": 1000.0,
@@ -74,7 +76,17 @@ def test_requests_are_conserved_and_nothing_is_negative(load: dict[str, float]) 
     fate = predict(row(**load), 20.0)
     came = load["running"] + load["waiting"] + 20.0 * load["rate"]
     assert float(fate.finished[0] + fate.running[0] + fate.queue[0]) == pytest.approx(came, rel=1e-6, abs=1e-6)
-    for name in ("cost_s", "ttft_s", "tpot_s", "queue", "running", "finished", "recomputed_tokens", "request_s"):
+    for name in (
+        "cost_s",
+        "ttft_s",
+        "tpot_s",
+        "queue",
+        "running",
+        "finished",
+        "recomputed_tokens",
+        "request_s",
+        "missed",
+    ):
         value = float(getattr(fate, name)[0])
         assert np.isfinite(value) and value >= 0, name
 
@@ -160,6 +172,28 @@ def test_what_is_predicted_of_a_row_does_not_depend_on_what_else_is_priced(loads
         for name in ("cost_s", "ttft_s", "tail_s", "tpot_s", "queue", "missed", "full_s"):
             expected = pytest.approx(float(getattr(alone, name)[0]), rel=1e-9, abs=1e-9)
             assert float(getattr(together, name)[at]) == expected, name
+
+
+@settings(max_examples=examples(100))
+@given(st.fixed_dictionaries(LOADS | {"waiting": st.integers(1, 100), "share": st.floats(0, 1)}))
+def test_those_that_wait_after_their_first_token_cost_less_and_are_not_late(load: dict[str, float]) -> None:
+    share, load["miss_s"] = load.pop("share"), 10.0
+    load["held_tokens"] = min(load["kv_tokens"], load["running"] * load["prompt_tokens"])
+    load["waiting_tokens"] = load["waiting"] * load["prompt_tokens"]
+    load["tpot_limit_s"] = 1e6  # nothing is slow
+    fresh, mixed = (predict(row(**load, again=part * load["waiting"]), 20.0) for part in (0.0, share))
+    for name in ("finished", "queue", "running", "request_s", "recomputed_tokens"):
+        assert float(getattr(mixed, name)[0]) == pytest.approx(float(getattr(fresh, name)[0]), rel=1e-6, abs=1e-5)
+    for name in ("cost_s", "missed"):
+        assert float(getattr(mixed, name)[0]) <= float(getattr(fresh, name)[0]) * 1.001 + 1e-6, name
+
+
+def test_one_that_waits_long_after_its_first_token_is_slow() -> None:
+    """Ten answers of about 200 tokens, which may take 0.1 s each: none can go on for so many seconds."""
+    load = {"rate": 0.0, "waiting": 10.0, "again": 10.0, "again_tokens": 1e3, "waiting_tokens": 11e3}
+    rows = [row(**load, stall_s=stall_s, output_spread=0.1) for stall_s in (0.0, 5.0, 18.0)]
+    missed = predict(Rows.joined(rows), 20.0).missed
+    assert missed[0] < 1.0 and missed[2] > 9.0 and missed[0] <= missed[1] <= missed[2]
 
 
 def test_rows_may_have_horizons_of_their_own() -> None:

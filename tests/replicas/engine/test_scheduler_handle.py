@@ -110,6 +110,18 @@ def test_ages_are_tokens_of_answers_also_of_those_that_came_from_elsewhere(handl
     assert handle.ages() == {"age_1": 31, "age_2": 31, "age_3": 31, "age_4": 1, "age_5": 1, "age_6": 1}
 
 
+def test_those_that_wait_after_their_first_token_are_counted_apart(handle: SchedulerHandle) -> None:
+    assert handle.queued() == {"queued_tokens": 0, "num_preempted": 0, "preempted_tokens": 0}
+    moved, new = scheduled_request("moved"), scheduled_request("new")
+    moved.append_output_token_ids([7] * 30)
+    for request in (moved, new):
+        handle.add(request)
+    expected = moved.num_tokens + new.num_tokens
+    assert handle.queued() == {"queued_tokens": expected, "num_preempted": 1, "preempted_tokens": 30}
+    step(handle)
+    assert handle.queued() == {"queued_tokens": 0, "num_preempted": 0, "preempted_tokens": 0}
+
+
 def test_of_those_that_ended_only_what_is_asked_for_is_taken(handle: SchedulerHandle) -> None:
     for name in "ab":
         handle.add(scheduled_request(name))
