@@ -1,8 +1,8 @@
 """How many requests will come, judged by when they came of late.
 
 A rate holds since requests have come at it: as far back as no count of some seconds differs from those after it by more
-than chance. Of how long it will go on nothing is known but how long it has gone on; then the rate of the long run
-comes back.
+than chance. How long it will go on is judged by how long it has, and how long earlier bursts did (`judge.bursts`); then
+the rate of the long run comes back.
 """
 
 from math import sqrt
@@ -11,10 +11,10 @@ from typing import NamedTuple
 import numpy as np
 
 from pengserve.planners.columns import Floats
+from pengserve.planners.judge.bursts import Bursts, Phase
 
 CHUNK_S = 5.0  # whose counts are compared
 FRESH_S, SURE = 0.9, 3.0  # seconds of the newest count; standard deviations of two counts that are no chance
-LASTS = 2.0  # times as long as it has gone on, until 1/e of a rate is left
 QUARTER = 3.0  # of rates that went on for a while, one in four ends in 1/3 of that, and one in four lasts 3 times it
 
 
@@ -35,14 +35,12 @@ class Arrivals(NamedTuple):
     most: Coming  # as many at once as came at once before
 
     @classmethod
-    def of(cls, times: Floats, came: Floats) -> "Arrivals":
-        """From the times of looks, and how many requests had come by then."""
-        begin = _begin(times, came)
-        held_s, held = max(1e-9, times[-1] - times[begin]), float(came[-1] - came[begin])
+    def of(cls, times: Floats, came: Floats, phase: Phase, bursts: Bursts) -> "Arrivals":
+        """From the times of looks, and how many requests had come by then; what was made of them, and seen before."""
         long_s, long = max(1e-9, times[-1] - times[0]), float(came[-1] - came[0])
-        now, later = held / held_s, long / long_s
-        spread, long_spread = sqrt(held + 1.0) / max(1.0, held_s), sqrt(long + 1.0) / max(1.0, long_s)
-        lasts_s = LASTS * max(FRESH_S, held_s)
+        now, later = phase.now, long / long_s
+        spread, long_spread = sqrt(phase.requests + 1.0) / max(1.0, phase.seconds), sqrt(long + 1.0) / max(1.0, long_s)
+        lasts_s = bursts.lasts_s(phase, FRESH_S)
         short_s, wide_s = lasts_s / QUARTER, lasts_s * QUARTER
         is_burst = now > later
         many = Coming(now + spread, later + long_spread, wide_s if is_burst else short_s)
@@ -53,6 +51,14 @@ class Arrivals(NamedTuple):
             many=many,
             most=Coming(highest, highest, lasts_s),
         )
+
+
+def phase_of(times: Floats, came: Floats) -> Phase:
+    """From the times of looks, and how many requests had come by then."""
+    begin = _begin(times, came)
+    seconds, requests = max(1e-9, float(times[-1] - times[begin])), float(came[-1] - came[begin])
+    before = float(came[begin] - came[0]) / float(times[begin] - times[0]) if begin else None
+    return Phase(requests, seconds, before)
 
 
 def _begin(times: Floats, came: Floats) -> int:

@@ -10,9 +10,10 @@ from operator import ne
 
 import numpy as np
 
-from pengserve.planners.columns import Ints, Kept, ReadyInstances, ints
-from pengserve.planners.judge.arrivals import Arrivals, mates_of
+from pengserve.planners.columns import Floats, Ints, Kept, ReadyInstances, ints
+from pengserve.planners.judge.arrivals import Arrivals, mates_of, phase_of
 from pengserve.planners.judge.away import Away
+from pengserve.planners.judge.bursts import Bursts, Phase
 from pengserve.planners.judge.cohorts import COHORTS, Sizes, ages_of
 from pengserve.planners.judge.costs import Costs, Work
 from pengserve.planners.types.ages import AGES
@@ -75,6 +76,8 @@ class Watched:
     """A value: a look returns the next one."""
 
     looks: tuple[_Look, ...] = ()
+    phase: Phase | None = None  # None: of the first look
+    bursts: Bursts = field(default_factory=Bursts)
     work: Mapping[str, Work] = field(default_factory=dict, compare=False)
     prompts: Sizes = field(default_factory=Sizes)  # of requests that came
     ends: Sizes = field(default_factory=Sizes)  # ... and of answers that ended
@@ -99,7 +102,7 @@ class Watched:
     def seen(self, snapshot: ClusterSnapshot, instances: ReadyInstances) -> "Watched":
         """With this look."""
         now_s = snapshot.time_s
-        before = self if self.is_of_late(now_s) else Watched(work=self.work, prompts=self.prompts, ends=self.ends)
+        before = self if self.is_of_late(now_s) else self._long_ago()
         ids, shapes, totals = instances.ids, instances.run, instances.stats(_ALL)
         batches, holding, *ages = instances.stats(("num_running", "num_holding", *AGES))
         running = float(batches.sum() + holding.sum())
@@ -115,12 +118,15 @@ class Watched:
         looks = (*before.looks, _Look(now_s, counts))
         if len(looks) > 2 and looks[1].time_s < now_s - LONG_S:
             looks = looks[1:]
+        phase = phase_of(*_came_of(looks))
         work = before._worked(shapes, ids, deltas, now_s)
         keep = float(np.exp(-(now_s - before.looks[-1].time_s) / STEP_MEMORY_S))
         prompts = before.prompts.seen(deltas[_CAME], deltas[_CAME_TOKENS], keep)
         ends = before.ends.seen(deltas[_ENDED], deltas[_ENDED_TOKENS], keep)
         return Watched(
             looks=looks,
+            phase=phase,
+            bursts=before.bursts.seen(phase, now_s),
             work=work,
             prompts=prompts,
             ends=ends,
@@ -131,6 +137,10 @@ class Watched:
             shapes=shapes,
             totals=totals,
         )
+
+    def _long_ago(self) -> "Watched":
+        """What is known after a time without looks."""
+        return Watched(work=self.work, prompts=self.prompts, ends=self.ends, bursts=self.bursts)
 
     def _deltas(self, ids: Ints, totals: Ints) -> Ints:
         """What each instance has added, as `totals`; 0 where it is new, or counts anew."""
@@ -178,7 +188,7 @@ class Watched:
         came, came_tokens, ended, ended_tokens, generated, asked, found = (
             b - a for a, b in zip(first.counts, now.counts, strict=True)
         )
-        times, counts = np.array([(k.time_s, k.counts[_CAME]) for k in looks]).T
+        times, counts = _came_of(looks)
         prompt, output = self._usual_tokens()
         if came:
             prompt = came_tokens / came
@@ -189,7 +199,7 @@ class Watched:
         output = min(output, self._most_tokens(ended, ended_tokens))
         begun_s = next((look.time_s for look in looks if look.counts[0] > 0), now.time_s)
         return Traffic(
-            coming=Arrivals.of(times, counts),
+            coming=Arrivals.of(times, counts, self.phase or phase_of(times, counts), self.bursts),
             prompt_tokens=max(1.0, prompt),
             read_share=1.0 - MOST_FOUND * min(1.0, found / asked) if asked > 0 else 1.0,
             output_tokens=output,
@@ -209,13 +219,15 @@ class Watched:
         return came_tokens / came if came else prompt, max(1.0, ended_tokens / ended) if ended else output
 
     def _most_tokens(self, ended: float, ended_tokens: float) -> float:
-        """The most that answers may be expected to have: those under way twice what the oldest of them have by now.
+        """The most that answers may be expected to have: those under way twice what the oldest of them have by now, and
+        no less than those that ended.
 
         While few have ended, all tokens over the answers that ended say nothing: a hundred answers that began together
         have a hundred times as many tokens as each of them.
         """
         known = ended_tokens + 2.0 * self.ages[-1] * self.running
-        return max(known / max(1.0, ended + self.running), DEFAULT_TOKENS[1] if not ended else 1.0)
+        least = ended_tokens / ended if ended else DEFAULT_TOKENS[1]
+        return max(known / max(1.0, ended + self.running), least)
 
     def _pairs(self, prompt_tokens: float) -> float:
         """Pairs that a token of a prompt adds: long prompts have most of them. As seen in steps; prompts are known to
@@ -237,6 +249,12 @@ class Watched:
             if lane.step_cost is not None:
                 profiles[lane.shape] = lane.step_cost
         return Costs(profiles, self.work)
+
+
+def _came_of(looks: Sequence[_Look]) -> tuple[Floats, Floats]:
+    """Times of looks, and how many requests had come by then."""
+    times, came = np.array([(look.time_s, look.counts[_CAME]) for look in looks]).T
+    return times, came
 
 
 traffic_of, costs_of = Kept(Watched.traffic), Kept(Watched.costs)  # one look is asked several times

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from pengserve.planners.judge.arrivals import FRESH_S, LASTS, Arrivals, mates_of
+from pengserve.planners.judge.arrivals import FRESH_S, Arrivals, mates_of, phase_of
+from pengserve.planners.judge.bursts import APART_S, LASTS, Bursts, Phase
 
 LOOK_S = 0.25
 
@@ -13,7 +14,8 @@ def coming(*phases: tuple[float, float], seed: int | None = None) -> Arrivals:
     times = np.arange(0.0, sum(seconds for seconds, _ in phases) + 1e-9, LOOK_S)
     rates = np.concatenate([np.full(round(seconds / LOOK_S), rate) for seconds, rate in phases])
     counts = rates * LOOK_S if seed is None else np.random.default_rng(seed).poisson(rates * LOOK_S)
-    return Arrivals.of(times, np.concatenate([[0.0], np.cumsum(counts)]))
+    came = np.concatenate([[0.0], np.cumsum(counts)])
+    return Arrivals.of(times, came, phase_of(times, came), Bursts())
 
 
 def test_a_burst_is_as_old_as_it_was_seen_and_may_last_twice_as_long() -> None:
@@ -44,6 +46,43 @@ def test_what_came_at_once_before_may_come_at_once_again() -> None:
     uneven = coming(*[(5.0, 2.0), (5.0, 30.0)] * 4)
     assert uneven.most.now > 1.5 * coming((40.0, 16.0)).most.now
     assert uneven.most.now == uneven.most.later
+
+
+def bursts(*lengths_s: float, apart_s: float = 60.0) -> Bursts:
+    """What is remembered after bursts of 8 requests a second, each followed by a calm time with 1 a second."""
+    found, now_s = Bursts(), 0.0
+    for length_s in lengths_s:
+        for seconds in np.arange(LOOK_S, length_s + 1e-9, LOOK_S):
+            phase = Phase(requests=8.0 * seconds, seconds=seconds, before=1.0)
+            found = found.seen(phase, now_s + seconds)
+        now_s += length_s + apart_s
+        found = found.seen(Phase(requests=40.0, seconds=40.0, before=None), now_s)
+    return found
+
+
+def now(held_s: float) -> Phase:
+    return Phase(requests=8.0 * held_s, seconds=held_s, before=1.0)
+
+
+def test_the_next_burst_is_expected_to_last_as_those_did_that_ended() -> None:
+    assert bursts().lasts_s(now(3.0), FRESH_S) == LASTS * 3.0
+    seen = bursts(5.0)
+    assert seen.count == 1.0 and seen.seconds == pytest.approx(5.0, abs=LOOK_S)
+    assert bursts(*[5.0] * 20).lasts_s(now(1.0), FRESH_S) == pytest.approx(5.0, rel=0.15)
+    assert bursts(5.0, 5.0, 5.0).lasts_s(now(30.0), FRESH_S) > 2.0 * bursts(5.0, 5.0, 5.0).lasts_s(now(1.0), FRESH_S)
+
+
+def test_old_bursts_count_less_and_near_ones_are_one() -> None:
+    changed = bursts(*[2.0] * 20, *[20.0] * 20)
+    assert changed.lasts_s(now(1.0), FRESH_S) == pytest.approx(20.0, rel=0.2)
+    near = bursts(4.0, 4.0, apart_s=APART_S - 1.0).seen(now(1.0), 1000.0)
+    assert near.count == 1.0 and near.seconds == pytest.approx(4.0 + APART_S - 1.0 + 4.0, abs=2 * LOOK_S)
+
+
+def test_a_rate_that_is_a_little_higher_is_no_burst() -> None:
+    little = Phase(requests=12.0, seconds=10.0, before=1.0)
+    assert bursts(5.0, 5.0).seen(little, 1000.0) == bursts(5.0, 5.0)
+    assert bursts(5.0, 5.0).lasts_s(little, FRESH_S) == LASTS * 10.0
 
 
 def test_nothing_came() -> None:

@@ -24,6 +24,7 @@ from pengserve.planners.judge.forecasts import (
 from pengserve.planners.judge.judge import DEARER, JudgeHistory, Judgement, judge, pays, pricing_of
 from pengserve.planners.judge.prediction import Prediction, Priced
 from pengserve.planners.selector import Action, Decision, SelectorHistory, select
+from pengserve.planners.types.ages import AGES
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.layout import Group
 from pengserve.planners.types.plans import SwitchPlan
@@ -306,6 +307,19 @@ def test_before_any_answer_has_ended_none_is_expected_to_be_as_long_as_all_are_t
     output = history.judge.watched.traffic().output_tokens
     assert not any(s.total_finished for s in running)
     assert tokens < output < 2.5 * tokens
+
+
+def test_answers_that_have_just_begun_do_not_make_those_to_come_shorter() -> None:
+    """Answers had 190 tokens each; then a hundred begin at once."""
+    history = JudgeHistory()
+    for seen in served(2, rate=1.0, output=190):
+        history = history.seen(seen, ready_instances(seen.instances), JudgeConfig())
+    before = history.watched.traffic().output_tokens
+    young = {name: 5 * (1 + at) for at, name in enumerate(AGES)}
+    instances = tuple(replace(i, stats=replace(i.stats, num_running=50, **young)) for i in seen.instances)
+    seen = replace(seen, time_s=seen.time_s + 0.5, instances=instances)
+    after = history.seen(seen, ready_instances(instances), JudgeConfig()).watched.traffic().output_tokens
+    assert before == pytest.approx(190, rel=0.1) and after >= 0.99 * before
 
 
 def test_a_pipeline_whose_requests_have_their_kv_on_the_way_is_not_taken_for_idle() -> None:
