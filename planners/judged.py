@@ -96,7 +96,7 @@ def _changes(
         if configs.drop.max_stages > 1 and configs.drop.is_auto:
             yield from pp_changes(look.view, configs.drop, claimed, look.may_split, planned)
     longest = max((d.longest_waiting_tokens for d in snapshot.demands), default=0)
-    yield from restore_changes(demand, configs.drop, snapshot.groups, claimed, longest)
+    yield from restore_changes(demand, configs.drop, configs.merge, snapshot.groups, claimed, longest)
 
 
 def _goals(snapshot: ClusterSnapshot, proposal: Proposal, judged: JudgeHistory) -> list[Group]:

@@ -1,6 +1,6 @@
 """Changes of the layout that could be made now, without asking whether they pay: what the judge chooses among."""
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from heapq import nsmallest
 from itertools import islice
 from math import inf
@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from pengserve.planners.drop import Verdict, pipeline_buckets
-from pengserve.planners.load import OVERLOAD, ClusterView
+from pengserve.planners.load import OVERLOAD, ClusterView, formable_groups
 from pengserve.planners.overload import MemoryDemand
 from pengserve.planners.projection import projected_loads
 from pengserve.planners.restore import can_restore, ways
@@ -17,11 +17,13 @@ from pengserve.planners.steps import next_step
 from pengserve.planners.types.config import DropConfig, MergeConfig
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind, alone
+from pengserve.planners.types.snapshot import InstanceSnapshot
 from pengserve.planners.types.strategy import SwitchStrategy
 
 MOST = 5  # of each kind and degree, after a cheap filter: a thousand instances could do hundreds of things
 # ... of those that only make use of spare compute, among more than so many instances: the idlest of many are alike.
 MANY, MOST_OF_MANY = 128, 3
+BUSY = 4.0  # requests by member of a pipeline: with as many, it may give way to tensor-parallel groups
 
 
 class Change(NamedTuple):
@@ -66,7 +68,7 @@ def tp_changes(
     most_spare = _most_spare(view)
     is_hard = config.load_strategy == SwitchStrategy.HARD  # it would pause what runs for as long as the group stands
     by_degree: dict[int, list[tuple[float, Group]]] = {}
-    profiled = _profiled(view)
+    profiled = _profiled(view.instances)
     most = (inf if profiled else OVERLOAD) if config.merge_below > 0 else 0.0  # 0: people want no merge for load
     for group, load, is_known in projected_loads(view, config.max_degree, most, 2 * most_spare):
         if is_known and group not in standing and (load < OVERLOAD or group.shape in profiled):
@@ -89,12 +91,12 @@ def _most_spare(view: ClusterView) -> int:
     return MOST if len(view.instances) <= MANY else MOST_OF_MANY
 
 
-def _profiled(view: ClusterView) -> frozenset[str]:
+def _profiled(instances: Mapping[InstanceId, InstanceSnapshot]) -> frozenset[str]:
     """Tensor-parallel shapes whose steps were profiled, at the first instance: those of a cluster are alike.
 
     Where its steps are a guess, a group is formed at low load alone.
     """
-    lanes = next((instance.lanes for instance in view.instances.values()), ())
+    lanes = next((instance.lanes for instance in instances.values()), ())
     return frozenset(lane.shape for lane in lanes if lane.shape.startswith(GroupKind.TP) and lane.step_cost is not None)
 
 
@@ -149,11 +151,14 @@ def drop_changes(demand: MemoryDemand, verdict: Verdict) -> Iterator[Change]:
 def restore_changes(
     demand: MemoryDemand,
     config: DropConfig,
+    merge: MergeConfig,
     groups: tuple[Group, ...],
     claimed: Collection[InstanceId],
     longest_waiting_tokens: int,
 ) -> Iterator[Change]:
-    """Pipelines whose requests surely fit into what they could end in, the emptiest first."""
+    """Pipelines whose requests surely fit into what they could end in, the emptiest first; those that are busy could
+    also end in tensor-parallel groups of their members.
+    """
     if config.restore_below <= 0:  # people want none
         return
     table, demand_blocks = demand.by_member.table, demand.by_member.columns.demand_blocks
@@ -167,3 +172,25 @@ def restore_changes(
             if can_restore(demand, way, config.drop_above, longest_waiting_tokens):
                 parts = () if way.is_alone else way.parts
                 yield Change("restore", group, parts, (group,), way.parts, "memory: what runs fits without the drop")
+                if way.is_alone:
+                    yield from _tp_instead(demand, group, merge, groups)
+
+
+def _tp_instead(demand: MemoryDemand, group: Group, config: MergeConfig, groups: tuple[Group, ...]) -> Iterator[Change]:
+    """The tensor-parallel groups that the members of a pipeline could be instead of alone: where many answers run,
+    their tokens come sooner. Where few do, the tail of TTFT is single prompts, and which shape reads these sooner is
+    not known well enough.
+    """
+    stats = demand.instances[group.leader].stats
+    is_wanted = config.is_auto and config.merge_below > 0 and config.load_strategy != SwitchStrategy.HARD
+    if not is_wanted or stats.num_running + stats.num_waiting < BUSY * group.degree:
+        return
+    formable, profiled = formable_groups(groups), _profiled(demand.instances)
+    degree = 2
+    while degree <= min(group.degree, config.max_degree):
+        members = [group.members[at : at + degree] for at in range(0, group.degree, degree)]
+        parts = tuple(Group(kind=GroupKind.TP, members=some) for some in members)
+        if parts[0].shape in profiled and all(part in formable for part in parts):
+            why = f"{' '.join(map(str, parts))} compute each layer together"
+            yield Change("restore", group, (), (group,), parts, why, True)
+        degree *= 2

@@ -288,7 +288,9 @@ class Pricing:
         """Whether a change forms a group though prompts take most of the time, as it computes less than its members; or
         before it is known how much they take.
         """
-        if not any(group.degree > 1 for group in plan.change.after) or plan.change.verb == "restore":
+        if not any(group.degree > 1 for group in plan.change.after):
+            return False
+        if plan.change.verb == "restore" and not plan.change.is_spare:
             return False
         if not is_spare:
             return figures.read_share[EXPECTED] > MOST_READ
@@ -305,5 +307,6 @@ class Pricing:
 
 def _verbs(change: Change) -> tuple[str, ...]:
     """The switches that lead there: a tensor-parallel group of others needs these to end first."""
-    is_indirect = change.verb == "split" and change.after != alone(change.group.members)
-    return ("split", "merge") if is_indirect else (change.verb,)
+    ends_in = change.parts or alone(change.group.members)
+    is_indirect = not change.is_merge and change.after != ends_in
+    return (change.verb, "merge") if is_indirect else (change.verb,)

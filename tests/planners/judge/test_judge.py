@@ -157,6 +157,24 @@ def test_a_pipeline_that_no_memory_needs_is_restored() -> None:
     assert what(plan) == "restore pp2@(0,1)"
 
 
+@pytest.mark.parametrize(("running", "is_left"), [(5, True), (1, False)])
+def test_a_busy_pipeline_gives_way_to_groups_whose_tokens_come_sooner(running: int, is_left: bool) -> None:
+    """It ends in its members, and these merge at once; where few answers run it is kept."""
+    load = {"rate": 0.1, "prompt": 300, "output": 400, "running": running}
+    history = SelectorHistory()
+    for seen in served(4, "pp4@(0,1,2,3)", **load):
+        plan, history, decision = select(seen, MERGE, DROP, history)
+        if plan is not None and decision.is_judged:
+            break
+    if not is_left:
+        assert all("together" not in option.why for option in decision.options if option.action is Action.RESTORE)
+        return
+    assert what(plan) == "restore pp4@(0,1,2,3)" and "tp4@(0,1,2,3)" in decision.chosen.why
+    restored = next(look for look in served(4, **load) if look.time_s == seen.time_s)
+    plan, _, _ = select(replace(restored, time_s=seen.time_s + 0.2), MERGE, DROP, history)
+    assert what(plan) == "merge tp4@(0,1,2,3)"
+
+
 def test_what_requests_need_comes_before_what_pays() -> None:
     looks = [
         replace(seen, demands=(Demand(longest_waiting_tokens=4096 * 32 + 1),))
