@@ -186,11 +186,11 @@ def _tp_instead(demand: MemoryDemand, group: Group, config: MergeConfig, groups:
     if not is_wanted or stats.num_running + stats.num_waiting < BUSY * group.degree:
         return
     formable, profiled = formable_groups(groups), _profiled(demand.instances)
-    degree = 2
-    while degree <= min(group.degree, config.max_degree):
+    for degree in formable.tp_degrees:
+        if degree > min(group.degree, config.max_degree):
+            break
         members = [group.members[at : at + degree] for at in range(0, group.degree, degree)]
         parts = tuple(Group(kind=GroupKind.TP, members=some) for some in members)
         if parts[0].shape in profiled and all(part in formable for part in parts):
             why = f"{' '.join(map(str, parts))} compute each layer together"
             yield Change("restore", group, (), (group,), parts, why, True)
-        degree *= 2
