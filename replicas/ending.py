@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 import psutil
 
 from pengserve.replicas.lease import Lease
+from pengserve.replicas.signal_flag import SignalFlag
 
 logger = logging.getLogger(__name__)
 
@@ -70,12 +71,16 @@ class GentleEnd:
 
     def on_sigterm(self) -> None:
         """From now on SIGTERM makes the instance leave. For the main thread alone."""
+        told = SignalFlag()
 
-        def leave(*_: object) -> None:
+        def leave() -> None:
+            told.wait()
             logger.warning("SIGTERM: this instance leaves")
-            threading.Thread(target=self.leave, name="leave", daemon=True).start()
+            self.leave()
 
-        signal.signal(signal.SIGTERM, leave)
+        # A handler may neither log nor start a thread: the code that it interrupts may hold the lock for it.
+        threading.Thread(target=leave, name="leave", daemon=True).start()
+        signal.signal(signal.SIGTERM, lambda *_: told.set())
 
     def _end(self, finish: Iterable[Callable[[], object]]) -> None:
         if not self._has_begun.acquire(blocking=False):

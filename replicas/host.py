@@ -36,6 +36,7 @@ from pengserve.planners.types.plans import SwitchPlan
 from pengserve.replicas.ending import LINGER_S
 from pengserve.replicas.environment import process_environment
 from pengserve.replicas.instance import Instance, require_ready
+from pengserve.replicas.signal_flag import SignalFlag
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +139,7 @@ def main() -> int:
     os.dup2(2, 1)
     key = InstanceKey(instance_id=InstanceId(arguments.instance_id), incarnation=arguments.incarnation)
     instance = Instance(config, key)
-    ended, told = threading.Event(), threading.Event()
+    ended, told = SignalFlag(), SignalFlag()
 
     def leave(*_: object) -> None:
         told.set()

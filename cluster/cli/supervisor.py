@@ -17,6 +17,7 @@ from types import FrameType
 from pengserve.cluster.cli.scratch import MARK, Scratch
 from pengserve.planners.types.errors import EngineError
 from pengserve.replicas.parent_death import signal_when_parent_ends
+from pengserve.replicas.signal_flag import SignalFlag
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ASK, INSIST = signal.SIGINT, signal.SIGUSR1  # to the serving process; Ray takes SIGTERM for itself while it starts
@@ -30,7 +31,7 @@ class StopRequest:
     """SIGINT, SIGTERM and SIGHUP: the first asks to stop, the second insists (KeyboardInterrupt), further ones wait."""
 
     def __init__(self) -> None:
-        self._asked = threading.Event()
+        self._asked = SignalFlag()
         self._has_insisted = False
         self._repeat = Repeats()
 
