@@ -18,6 +18,8 @@ from pengserve.cluster.cli.scratch import MARK, RECORD, Scratch, remove_leftover
 from pengserve.cluster.cli.supervisor import Repeats, StopRequest
 from tests.support.waiting import until
 
+pytestmark = pytest.mark.timeout(180)  # what a stand-in tells is read without a time-out of its own
+
 # Tells what it does as lines; has a helper in a session of its own, as HAProxy or a worker might be.
 SERVER = """
 import os, subprocess, sys, time
