@@ -506,6 +506,25 @@ def test_of_many_changes_at_once_the_first_are_followed() -> None:
     assert len(waiting.seen(seen, ready_instances(seen.instances)).open) == MOST_FOLLOWED
 
 
+def test_a_forecast_counts_preempted_requests_as_running() -> None:
+    forecasts, seen, _ = forecasts_of(1)
+    begun = forecasts.seen(seen, ready_instances(seen.instances))
+    leader = begun.open[0].leaders[0]
+
+    def after(num_preempted: int) -> Measured:
+        instances = tuple(
+            replace(one, stats=replace(one.stats, num_running=4, num_waiting=5, num_preempted=num_preempted))
+            if one.key.instance_id == leader and one.stats is not None
+            else one
+            for one in seen.instances
+        )
+        later = replace(seen, time_s=seen.time_s + 2.0, instances=instances)
+        return begun.seen(later, ready_instances(instances)).open[0].measured
+
+    assert (after(0).queue, after(0).run_s, after(0).wait_s) == (5, 8.0, 10.0)
+    assert (after(3).queue, after(3).run_s, after(3).wait_s) == (2, 14.0, 4.0)
+
+
 def test_a_look_tells_few_outcomes_and_the_next_ones_tell_the_rest() -> None:
     forecasts, seen, history = forecasts_of(MOST_TOLD + 2)
     instances, traffic = ready_instances(seen.instances), history.watched.traffic()
