@@ -385,7 +385,7 @@ class Settings(_Section):
             degrees=self.degrees,
             merge=self.shape.merge_config(),
             drop=replace(self.shape.drop.drop_config(), max_stages=self.max_stages),
-            migrate=MigrateConfig(is_auto=self.shape.migrate),
+            migrate=MigrateConfig(is_auto=self.shape.migrate, redirects=self.shape.redirect),
             judge=self.shape.judge.judge_config(),
             classes=service_classes(self.classes),
             **(self.controller.model_dump() | {"max_starting": self._max_starting}),

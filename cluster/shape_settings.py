@@ -90,6 +90,7 @@ class ShapeSettings(BaseModel, extra="forbid", validate_default=True, frozen=Tru
     communicator: Literal["auto", "tcp", "nccl"] = "auto"  # of groups. auto: NCCL on cuda, own TCP on cpu
     cuda: Literal["off", "experimental"] = "off"  # off: on CUDA the shape never changes; it ran on one GPU alone
 
+    redirect: bool = True  # requests that wait where there is no room go on to where they can begin
     migrate: bool = False  # running requests move from full instances to free ones, while both serve
 
     drop: DropSettings = DropSettings()
@@ -114,5 +115,15 @@ class ShapeSettings(BaseModel, extra="forbid", validate_default=True, frozen=Tru
 
     def merge_config(self) -> MergeConfig:
         """What the merge planner goes by."""
-        elsewhere = {"degrees", "auto", "peer_timeout_s", "communicator", "cuda", "migrate", "drop", "judge"}
+        elsewhere = {
+            "degrees",
+            "auto",
+            "peer_timeout_s",
+            "communicator",
+            "cuda",
+            "redirect",
+            "migrate",
+            "drop",
+            "judge",
+        }
         return MergeConfig(is_auto=self.auto, **self.model_dump(exclude=elsewhere))

@@ -304,6 +304,8 @@ class Controller:
             await self._accept(drains.go_on(self._ready_state(), now_s))
         calls.order(now_s)
         self._steer()
+        if self.config.is_elastic:
+            calls.redirect(self.snapshot(), now_s)
 
     def _steer(self) -> None:
         """Begins the switches of the layout that are due, beside those under way."""

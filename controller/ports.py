@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.orders import Migrate
+from pengserve.planners.types.orders import RequestOrder
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import InstanceSnapshot
 
@@ -95,7 +95,7 @@ class ReplicaPort(Protocol):
         """Forgets a prepared plan. Harmless where there is none, or where it was committed."""
         ...
 
-    async def order(self, key: InstanceKey, orders: Sequence[Migrate]) -> None:
+    async def order(self, key: InstanceKey, orders: Sequence[RequestOrder]) -> None:
         """Gives an instance orders about its requests. Returns at once; its status shows what comes of them.
 
         Idempotent by their ids. Raises:

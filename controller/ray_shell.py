@@ -53,7 +53,7 @@ from pengserve.planners.types.errors import EngineError, PengServeError
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.ids import NO_VERSION, InstanceId, InstanceKey, Version
 from pengserve.planners.types.names import NAMESPACE, fingerprint_name
-from pengserve.planners.types.orders import Migrate
+from pengserve.planners.types.orders import RequestOrder
 from pengserve.planners.types.plans import LayoutTarget, SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import ClusterSnapshot, Demand, InstanceSnapshot, RoutingTable
 from pengserve.planners.types.tenants import SharedUsage, UsageReport
@@ -170,7 +170,7 @@ class RayPort:
         handle = await self._handle(key)
         await _answer(handle.abort.remote(plan_id, self._term.number))
 
-    async def order(self, key: InstanceKey, orders: Sequence[Migrate]) -> None:
+    async def order(self, key: InstanceKey, orders: Sequence[RequestOrder]) -> None:
         """Gives an instance orders about its requests. Raises StepError, or EngineError where its actor is gone."""
         handle = await self._handle(key)
         await _answer(handle.order.remote(tuple(orders), self._term.number))

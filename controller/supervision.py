@@ -5,6 +5,7 @@ collect  what the calls that have ended have to say
 act      creates, drains, retires and kills instances
 connect  tells each instance who its peers are
 order    tells instances where their requests may go
+redirect tells stuck instances where what waits there can begin
 """
 
 import asyncio
@@ -23,11 +24,12 @@ from pengserve.controller.ports import ReplicaPort
 from pengserve.controller.slots import DrainEnded, Gone, Killed, Observation
 from pengserve.controller.terms import Term
 from pengserve.planners.migrate import plan_rebalance
+from pengserve.planners.redirect import plan_redirects
 from pengserve.planners.types.config import ControllerConfig
 from pengserve.planners.types.errors import EngineError
 from pengserve.planners.types.ids import InstanceId, InstanceKey, Version
-from pengserve.planners.types.orders import Migrate
-from pengserve.planners.types.snapshot import InstanceSnapshot
+from pengserve.planners.types.orders import Migrate, Redirect
+from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceSnapshot
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ class Supervision:
         self._life: asyncio.Task[None] | None = None  # shows in the store of terms that this controller acts
         self._told: dict[InstanceId, tuple[InstanceKey, Version]] = {}  # lives by slot, and their directories' versions
         self._ordered_s, self._num_orders = -math.inf, 0  # orders of drains: when the newest went out; rounds of orders
-        self._rebalanced_s = -math.inf
+        self._rebalanced_s = self._redirected_s = -math.inf
 
     async def close(self) -> None:
         """Cancels what is under way."""
@@ -213,7 +215,19 @@ class Supervision:
         for order in self._paying(plan_rebalance(drains.leaders(state), config, name=f"{name}-balance")):
             self._give((order,))
 
-    def _give(self, orders: tuple[Migrate, ...]) -> None:
+    def redirect(self, snapshot: ClusterSnapshot, now_s: float) -> None:
+        """Has waiting requests leave instances without room for those with some."""
+        config, state = self._config.migrate, self._keeper.state()
+        if not config.redirects or state.closing or now_s - self._redirected_s < config.interval_s:
+            return
+        excluded = state.busy_members.union(state.leaving)
+        orders = plan_redirects(snapshot, name=f"{self._term.number}-redirect-{self._num_orders}", excluded=excluded)
+        if orders:
+            self._num_orders, self._redirected_s = self._num_orders + 1, now_s
+        for order in orders:
+            self._give((order,))
+
+    def _give(self, orders: tuple[Migrate, ...] | tuple[Redirect]) -> None:
         """Orders of one source, to that."""
         if orders:
             order = partial(self._port.order, orders=orders)

@@ -15,7 +15,7 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, PengServeError, StepError, one_line
 from pengserve.planners.types.ids import Epoch, InstanceKey
-from pengserve.planners.types.orders import Migrate, Park, Place, RequestOrder, Resume
+from pengserve.planners.types.orders import Migrate, Park, Place, Redirect, RequestOrder, Resume
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceSnapshot, InstanceState, InstanceStats
 from pengserve.replicas.contracts import KnownContracts
@@ -236,8 +236,8 @@ class Instance:
             FenceError: one is for another life.
             StepError: an order needs connections to others, or a host tier; it has none.
         """
-        moves = [order for order in orders if isinstance(order, Migrate)]
-        parks = [order for order in orders if not isinstance(order, Migrate)]
+        moves = [order for order in orders if isinstance(order, Migrate | Redirect)]
+        parks = [order for order in orders if not isinstance(order, Migrate | Redirect)]
         if moves and self._migrations is None:
             raise StepError(f"instance {self.key} has no peers to send requests to; set shape.degrees to connect them")
         if parks:

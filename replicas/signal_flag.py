@@ -6,7 +6,7 @@ import queue
 class SignalFlag:
     """What `threading.Event` is between threads, for signal handlers too.
 
-    A handler runs in the middle of whatever the main thread does. While that thread waits for an `Event` it holds the
+    A handler interrupts the main thread anywhere. While that thread waits for an `Event` it holds the
     event's lock for a moment; a handler that sets the event in this moment waits for that lock for ever.
     `queue.SimpleQueue.put` may interrupt a `get` of the same thread.
     """

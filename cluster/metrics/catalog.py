@@ -147,8 +147,8 @@ MOVED = _counter(
     "pengserve_requests_moved_total",
     _TRAFFIC,
     "requests",
-    "Requests that a switch moved, by kind: `carried` (their KV went along), `redirected` (sent to another instance "
-    "again, without KV).",
+    "Requests that went on at another instance, by kind: `carried` (their KV went along), `redirected` (sent again, "
+    "without KV).",
     "kind",
 )
 SWITCH_GAP_SECONDS = _histogram(

@@ -167,9 +167,10 @@ class JudgeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrateConfig:
-    """When running requests move from full instances to free ones. Loads are shares of KV, and may exceed 1."""
+    """When requests move from full instances to free ones. Loads are shares of KV, and may exceed 1."""
 
-    is_auto: bool = False
+    redirects: bool = True  # what waits without KV where there is no room is sent on to where it can begin
+    is_auto: bool = False  # running requests move with their KV
     interval_s: float = 1.0  # between two looks
     full_above: float = 0.85  # load above which requests leave an instance
     free_below: float = 0.6  # ... and below which an instance takes them; not above `full_above`

@@ -58,4 +58,14 @@ class Place:
     layers: tuple[int, ...]  # none: all on the device
 
 
-RequestOrder = Migrate | Park | Resume | Place
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Redirect:
+    """Requests that wait at `source` without KV are sent again, to `target`: the next ones first."""
+
+    order_id: str
+    source: InstanceKey
+    target: InstanceKey
+    max_tokens: int  # of their prompts, and of what they have generated, in all
+
+
+RequestOrder = Migrate | Redirect | Park | Resume | Place

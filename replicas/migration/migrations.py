@@ -10,9 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from pengserve.planners.redirect import choose_redirected
 from pengserve.planners.types.errors import FenceError, PengServeError, one_line
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.orders import Migrate
+from pengserve.planners.types.orders import Migrate, Redirect
 from pengserve.replicas.engine.lanes.handoff import can_migrate
 from pengserve.replicas.engine.lanes.lane import Lane
 from pengserve.replicas.engine.vllm_seam import Request
@@ -93,7 +94,7 @@ class Migrations:
 
     # Orders -----------------------------------------------------------------------------------------------------------
 
-    def order(self, orders: Sequence[Migrate]) -> None:
+    def order(self, orders: Sequence[Migrate | Redirect]) -> None:
         """Takes orders; returns at once. From any thread.
 
         Raises:
@@ -104,9 +105,12 @@ class Migrations:
                 raise FenceError(f"order {order.order_id} is for instance {order.source}, this is {self._member.key}")
         self._submit(lambda: self._guarded(lambda: self._take(orders)))
 
-    def _take(self, orders: Sequence[Migrate]) -> None:
+    def _take(self, orders: Sequence[Migrate | Redirect]) -> None:
         for order in orders:
             if not self._known.take(order.order_id):
+                continue
+            if isinstance(order, Redirect):
+                self._send_on(order)
                 continue
             # The newest knows best where there is room: it stands for those to its target that have not begun.
             self._orders = [found for found in self._orders if not found.gives_way_to(order)]
@@ -126,11 +130,20 @@ class Migrations:
         if self._is_emptied and (lane := self._lane) is not None:
             self._redirect(lane, [r for r in lane.requests() if not r.num_computed_tokens])
 
-    def _redirect(self, lane: Lane, requests: Sequence[Request]) -> None:
+    def _send_on(self, order: Redirect) -> None:
+        """What waits without KV goes where it can begin. Nothing is done while the shape changes: it is asked again."""
+        lane = self._lane
+        if lane is None or self._is_emptied or self._why_not():
+            return
+        waiting = [request for request in lane.requests() if not request.num_computed_tokens]
+        sizes = ((request, request.num_tokens, lane.scheduler.cached_tokens(request)) for request in waiting)
+        self._redirect(lane, choose_redirected(sizes, order.max_tokens), order.target)
+
+    def _redirect(self, lane: Lane, requests: Sequence[Request], target: InstanceKey | None = None) -> None:
         ids = [request.request_id for request in requests]
         if ids:
             lane.release(ids)
-            self._member.owner.moved(ids, None, carried=False)
+            self._member.owner.moved(ids, target, carried=False)
             self._on_changed()
 
     def _go_on(self) -> None:

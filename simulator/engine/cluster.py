@@ -8,7 +8,7 @@ from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, FenceError, PengServeError, StepError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.orders import Migrate, RequestOrder
+from pengserve.planners.types.orders import Migrate, Redirect, RequestOrder
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import DeviceInfo, InstanceState, KvCapacity
 from pengserve.planners.types.step_cost import STEP_TOKENS, StepCost
@@ -161,14 +161,24 @@ class SimCluster:
         self.instances.pop(key, None)
 
     async def order(self, key: InstanceKey, orders: Sequence[RequestOrder]) -> None:
-        """Orders about the requests of an instance with a host tier. Raises StepError, FenceError, EngineError."""
+        """Orders about the requests of an instance: to redirect some, or, with a host tier, to park, resume and place.
+
+        Raises StepError, FenceError, EngineError.
+        """
         instance = self.find(key)
+        redirects = [order for order in orders if isinstance(order, Redirect)]
+        for redirect in redirects:
+            if redirect.source != key:
+                raise FenceError(f"order {redirect.order_id} is for instance {redirect.source}, this is {key}")
+            self._redirect(instance, redirect)
+        if len(redirects) == len(orders):
+            return
         scheduler = instance.lane.scheduler
         if any(isinstance(order, Migrate) for order in orders):
             raise StepError(f"instance {key} is simulated, and migrates by its own policy alone")
         if not isinstance(scheduler, TakesOrders):
             raise StepError(f"instance {key} has no host tier: set cluster.host_bytes")
-        wanted = [order for order in orders if not isinstance(order, Migrate)]
+        wanted = [order for order in orders if not isinstance(order, Migrate | Redirect)]
         for order in wanted:
             if order.instance != key:
                 raise FenceError(f"order {order.order_id} is for instance {order.instance}, this is {key}")
@@ -178,6 +188,13 @@ class SimCluster:
         finally:
             if instance.is_alive:
                 instance.lane.resume()
+
+    def _redirect(self, instance: SimInstance, order: Redirect) -> None:
+        """As production does, it does nothing where another instance schedules, or the shape changes."""
+        run = instance.group
+        leads = run is None or run.leader is instance
+        if leads and not any(instance in under_way.switch.members for under_way in self._under_way.values()):
+            self.owner.moved(instance.current.redirect(order.max_tokens), order.target, carried=False)
 
     # Switches ---------------------------------------------------------------------------------------------------------
 

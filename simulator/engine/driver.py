@@ -30,6 +30,10 @@ class Driver(Protocol):
         """Lets requests go, at the next step boundary at the latest."""
         ...
 
+    def redirect(self, max_tokens: int) -> list[LiveRequest]:
+        """Lets waiting requests go that are in no step, of so many tokens at most."""
+        ...
+
     def resize(self, num_blocks: int) -> bool:
         """Grows or shrinks the pool; False where more blocks are in use."""
         ...

@@ -120,6 +120,10 @@ class FastScheduler:
         entry = self._state.entries[request]
         return entry.computed - entry.in_flight
 
+    def cached_tokens(self, request: LiveRequest) -> int:
+        """None: it finds no prefixes."""
+        return 0
+
     def blocks_freed(self, requests: Sequence[LiveRequest]) -> list[tuple[int, list[int]]]:
         """Of each running request, the number of blocks that it holds; no block is shared, so the lists are empty."""
         return [(self._state.entries[request].blocks, []) for request in requests]

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
+from pengserve.planners.redirect import choose_redirected
 from pengserve.planners.types.step_cost import StepTotals
 from pengserve.simulator.engine.gaps import GapCounter
 from pengserve.simulator.engine.scheduler import LaneScheduler, SimStep
@@ -107,6 +108,17 @@ class SimLane:
         self._leaving += [request for request in requests if request in bound]
         self.scheduler.remove([request for request in requests if request not in bound])
         self._wake()
+
+    def redirect(self, max_tokens: int) -> list[LiveRequest]:
+        """Lets waiting requests go that are in no step, of so many tokens at most."""
+        self._cut()
+        bound = {request for flight in self._flights for request in flight.step.requests}
+        scheduler = self.scheduler
+        waiting = [r for r in scheduler.waiting if r not in bound]
+        found = choose_redirected(((r, r.num_tokens, scheduler.cached_tokens(r)) for r in waiting), max_tokens)
+        scheduler.remove(found)
+        self._wake()
+        return found
 
     def resize(self, num_blocks: int) -> bool:
         """Grows or shrinks the pool; False where more blocks are in use. See `LaneScheduler.resize`."""

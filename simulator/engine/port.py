@@ -59,7 +59,8 @@ class SimPort:
         self._cluster.abort(key, plan_id)
 
     async def order(self, key: InstanceKey, orders: Sequence[RequestOrder]) -> None:
-        """Parks, resumes and places requests, at the next step boundary. Raises StepError, FenceError, EngineError.
+        """Redirects requests at once; parks, resumes and places them at the next step boundary. Raises StepError,
+        FenceError, EngineError.
 
         Refuses to migrate: simulated instances do so by their own policy alone.
         """

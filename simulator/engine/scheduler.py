@@ -85,6 +85,10 @@ class LaneScheduler(Protocol):
         """Tokens of a running request whose KV is there."""
         ...
 
+    def cached_tokens(self, request: LiveRequest) -> int:
+        """Tokens of a waiting request whose KV is in the prefix cache."""
+        ...
+
     def blocks_freed(self, requests: Sequence[LiveRequest]) -> list[tuple[int, list[int]]]:
         """Of each of these running requests: the number of blocks that it alone holds, and the ids of those that are
         free once all of `requests` that have them have gone.

@@ -9,7 +9,7 @@ from pengserve.controller.terms import LocalTermStore
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, FenceError, StepError
 from pengserve.planners.types.ids import Epoch, InstanceId, InstanceKey, Version
-from pengserve.planners.types.orders import Migrate
+from pengserve.planners.types.orders import RequestOrder
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import (
     DeviceInfo,
@@ -91,7 +91,7 @@ class FakeInstance:
     prepared: SwitchPlan | None = None
     waits_to_drain: bool = False  # a drain ends when `drained` is set
     drained: asyncio.Event = field(default_factory=asyncio.Event)
-    orders: list[Migrate] = field(default_factory=list)
+    orders: list[RequestOrder] = field(default_factory=list)
     directories: list[PeerDirectory] = field(default_factory=list)
 
 
@@ -192,7 +192,7 @@ class FakePort:
         await self._hear("abort", instance)
         instance.prepared = None
 
-    async def order(self, key: InstanceKey, orders: Sequence[Migrate]) -> None:
+    async def order(self, key: InstanceKey, orders: Sequence[RequestOrder]) -> None:
         instance = self._instance(key)
         await self._hear("order", instance)
         instance.orders += orders

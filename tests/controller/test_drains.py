@@ -11,6 +11,7 @@ from pengserve.planners.types.config import MigrateConfig
 from pengserve.planners.types.drains import DrainPhase
 from pengserve.planners.types.errors import PlanError
 from pengserve.planners.types.events import EventKind
+from pengserve.planners.types.orders import Redirect
 from pengserve.planners.types.snapshot import InstanceState, InstanceStats
 from tests.controller.fakes import FakePort, life
 from tests.controller.test_loop import CONFIG, routed, routes, running, until
@@ -21,10 +22,16 @@ ELASTIC = replace(CONFIG, num_instances=3, degrees=(2,), lost_after_s=30.0)
 BLOCKS = {"kv_blocks_total": 64, "block_size": 32}
 
 
-def load(port: FakePort, instance_id: int, *, num_running: int, used: int) -> None:
-    """An instance says that it runs so much."""
+def load(port: FakePort, instance_id: int, *, num_running: int, used: int, num_waiting: int = 0) -> None:
+    """An instance says that it runs so much, and that requests of 100 tokens each wait there."""
     instance = port.instances[life(instance_id)]
-    stats = InstanceStats(num_running=num_running, kv_blocks_used=used, **BLOCKS)
+    stats = InstanceStats(
+        num_running=num_running,
+        kv_blocks_used=used,
+        num_waiting=num_waiting,
+        queued_tokens=100 * num_waiting,
+        **BLOCKS,
+    )
     instance.said = replace(instance.said, stats=stats)
 
 
@@ -242,6 +249,27 @@ async def test_requests_leave_a_full_instance_where_that_is_wanted(is_auto: bool
             assert {order.target for order in given} <= {life(1), life(2)} and not any(o.must_leave for o in given)
         else:
             await until(lambda: controller.snapshot().instances[0].stats.num_running == 9)
+            for _ in range(5):
+                await controller.tick()
+            assert given == []
+
+
+@pytest.mark.parametrize("redirects", (False, True))
+async def test_what_waits_leaves_an_instance_without_room_where_that_is_wanted(redirects: bool) -> None:
+    port = FakePort(degrees=(2,))
+    config = replace(ELASTIC, migrate=MigrateConfig(redirects=redirects, interval_s=0.05))
+    async with running(port, config) as controller:
+        await routed(controller, routes(life(0), life(1), life(2)))
+        load(port, 0, num_running=9, num_waiting=3, used=64)
+        load(port, 1, num_running=4, used=50)
+        load(port, 2, num_running=1, used=2)
+        given = port.instances[life(0)].orders
+        if redirects:
+            await until(lambda: len(given) >= 2)
+            assert {order.target for order in given} == {life(2)} and all(isinstance(o, Redirect) for o in given)
+            assert len({order.order_id for order in given}) == len(given)
+        else:
+            await until(lambda: controller.snapshot().instances[0].stats.num_waiting == 3)
             for _ in range(5):
                 await controller.tick()
             assert given == []

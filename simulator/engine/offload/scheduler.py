@@ -104,6 +104,10 @@ class OffloadScheduler:
         """Tokens whose KV is there."""
         return next(entry.computed for entry in self._running if entry.live is request)
 
+    def cached_tokens(self, request: LiveRequest) -> int:
+        """None: it finds no prefixes."""
+        return 0
+
     def blocks_freed(self, requests: Sequence[LiveRequest]) -> list[tuple[int, list[int]]]:
         """Blocks that each request holds."""
         return [(self._blocks(request.num_tokens), []) for request in requests]

@@ -102,6 +102,10 @@ class SwapScheduler:
         """Tokens whose KV there is."""
         return self._turns[request].computed
 
+    def cached_tokens(self, request: LiveRequest) -> int:
+        """Tokens that the host keeps of one that waits for its turn."""
+        return self._turns[request].computed
+
     def blocks_freed(self, requests: Sequence[LiveRequest]) -> list[tuple[int, list[int]]]:
         """Blocks that each request holds."""
         return [(self._blocks(self._turns[r].live.num_tokens) if self._turns[r].is_here else 0, []) for r in requests]

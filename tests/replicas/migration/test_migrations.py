@@ -77,6 +77,39 @@ def test_it_decodes_while_it_is_copied() -> None:
     world.run_to_the_end()
 
 
+@pytest.mark.parametrize("shapes", [("dp", "dp"), ("tp2", "dp"), ("pp2", "tp2")])
+@pytest.mark.parametrize("seed", cases(2, 12))
+def test_what_waits_without_kv_is_sent_on(seed: int, shapes: tuple[str, str]) -> None:
+    world = World(seed, (24, 80), shapes)
+    world.send(12, num_prompt=60, max_tokens=120)  # each of twelve blocks in the end
+    world.run(lambda: world.at(0).lane.num_requests() == 12 and world.at(0).lane.num_running() > 0)
+    source = world.at(0).lane
+    world.run(lambda: bool(source.scheduler.waiting))
+    before = [request for request in source.requests() if not request.num_computed_tokens]
+    order = world.redirect(0, 1, max_tokens=200)
+    world.at(0).run_commands()
+    after = [request for request in source.requests() if not request.num_computed_tokens]
+    gone = before[: len(before) - len(after)]
+    assert gone and before[len(gone) :] == after and sum(request.num_tokens for request in gone) <= 200
+    world.at(0).migrations.order([order])
+    world.run_to_the_end()
+    assert sum(record.num_sent for record in world.ingress.records.values()) == 12 + len(gone), "it was taken once"
+
+
+def test_a_redirect_is_for_one_life_and_waits_for_no_switch() -> None:
+    world = World(0, (24, 80))
+    world.send(12, num_prompt=60, max_tokens=60)
+    world.run(lambda: bool(world.at(0).lane.scheduler.waiting))
+    world.at(0).is_switching = True
+    order = world.redirect(0, 1)
+    with pytest.raises(FenceError, match="is for instance"):
+        world.at(1).migrations.order([order])
+    world.at(0).run_commands()
+    world.at(0).is_switching = False
+    world.run_to_the_end()
+    assert all(record.num_sent == 1 for record in world.ingress.records.values())
+
+
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link that takes five blocks a step."""

@@ -14,7 +14,7 @@ from typing import Any
 from pengserve.planners.types.errors import EngineError, LinkLostError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.layout import Group, GroupKind
-from pengserve.planners.types.orders import Migrate
+from pengserve.planners.types.orders import Migrate, Redirect
 from pengserve.replicas.engine.groups.group_run import STEP, GroupRun
 from pengserve.replicas.engine.groups.leases import Leases
 from pengserve.replicas.engine.lanes.handoff import Handoff
@@ -314,6 +314,15 @@ class World:
             source=self.keys[source],
             target=self.keys[target],
             **({"max_tokens": 1 << 20} | fields),
+        )
+        self.at(source).migrations.order([order])
+        return order
+
+    def redirect(self, source: int, target: int, max_tokens: int = 1 << 20) -> Redirect:
+        """Orders what waits without KV at one side to be sent to another."""
+        self._num_orders += 1
+        order = Redirect(
+            order_id=str(self._num_orders), source=self.keys[source], target=self.keys[target], max_tokens=max_tokens
         )
         self.at(source).migrations.order([order])
         return order
