@@ -38,7 +38,7 @@ KILL_TIMEOUT_S = 30.0
 _DRAIN_GRACE_S = 5.0  # for the answer to a drain, beyond the time the drain itself has
 _TERM_PERIOD_S = 5.0  # between two looks for a newer controller, where nothing is created or killed
 _TERM_TIMEOUT_S = 5.0
-_ORDER_PERIOD_S = 0.5  # between two orders to an instance that is being drained
+_ORDER_PERIOD_S = 0.5  # between two orders to an instance that is being drained, or stuck
 
 
 class Supervision:
@@ -217,8 +217,8 @@ class Supervision:
 
     def redirect(self, snapshot: ClusterSnapshot, now_s: float) -> None:
         """Has waiting requests leave instances without room for those with some."""
-        config, state = self._config.migrate, self._keeper.state()
-        if not config.redirects or state.closing or now_s - self._redirected_s < config.interval_s:
+        state = self._keeper.state()
+        if not self._config.migrate.redirects or state.closing or now_s - self._redirected_s < _ORDER_PERIOD_S:
             return
         excluded = state.busy_members.union(state.leaving)
         orders = plan_redirects(snapshot, name=f"{self._term.number}-redirect-{self._num_orders}", excluded=excluded)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from pengserve.controller.events import EventDraft, EventLog
 from pengserve.controller.loop import Controller
 from pengserve.planners.groups import expand
-from pengserve.planners.types.config import ControllerConfig
+from pengserve.planners.types.config import ControllerConfig, MigrateConfig
 from pengserve.planners.types.errors import ConfigError, EngineError, PengServeError
 from pengserve.planners.types.events import Event
 from pengserve.planners.types.ids import NO_VERSION, InstanceId
@@ -165,6 +165,7 @@ class Simulation:
             degrees=self.setup.degrees,
             merge=self.setup.merge,
             drop=self.setup.drop,
+            migrate=MigrateConfig(redirects=self.setup.redirects),
             judge=self.setup.judge,
             **self.config.controller.model_dump(),
         )

@@ -21,6 +21,7 @@ class PengServePolicy(Policy):
     drop: dict[str, Any] = Field(default_factory=dict)
     judge: dict[str, Any] = Field(default_factory=dict)
     dispatch: Dispatch = "ttft"
+    redirect: bool = True
 
     def setup(self, facts: Facts) -> Setup:
         """The production planners with these options. Raises ConfigError, which names a wrong option."""
@@ -38,6 +39,7 @@ class PengServePolicy(Policy):
             judge=planner_config(JudgeConfig, self.judge, "policy.options.judge"),
             dispatch=self.dispatch,
             host="tiers" if facts.has_host else "unused",
+            redirects=self.redirect,
             short_prompts=True,
             late_prompts=True,
             short_first_steps=bool(facts.degrees) or facts.max_stages > 1,

@@ -53,6 +53,7 @@ class Setup:
     host: HostUse = "unused"  # what `cluster.host_bytes` is for
     offload: Callable[[], OffloadPlanner] | None = None  # of each instance, where `host` is "offload"
     swap: SwapOptions | None = None  # where `host` is "swap"
+    redirects: bool = False  # what waits where there is no room goes on to where it can begin
     short_prompts: bool = False  # overtake long ones
     late_prompts: bool = False  # yield to those that can be in time
     short_first_steps: bool = False  # of long prompts, of instances alone that were idle

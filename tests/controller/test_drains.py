@@ -257,7 +257,7 @@ async def test_requests_leave_a_full_instance_where_that_is_wanted(is_auto: bool
 @pytest.mark.parametrize("redirects", (False, True))
 async def test_what_waits_leaves_an_instance_without_room_where_that_is_wanted(redirects: bool) -> None:
     port = FakePort(degrees=(2,))
-    config = replace(ELASTIC, migrate=MigrateConfig(redirects=redirects, interval_s=0.05))
+    config = replace(ELASTIC, migrate=MigrateConfig(redirects=redirects))
     async with running(port, config) as controller:
         await routed(controller, routes(life(0), life(1), life(2)))
         load(port, 0, num_running=9, num_waiting=3, used=64)

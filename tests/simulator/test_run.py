@@ -325,3 +325,19 @@ def test_a_configuration_survives_its_result() -> None:
     config = config_of(cluster={"max_stages": 2}, deaths=[{"instance": 0, "at_s": 1}])
     result = simulate_small(config, poisson(5, 10))
     assert SimulationConfig.parse(result.config).model_dump() == config.model_dump()
+
+
+def test_what_waits_goes_where_it_can_begin() -> None:
+    """Long answers and short ones come in turn, so that one of two instances has the long ones and no room for more."""
+    arrivals = [
+        Arrival(request_id=str(i), at_s=0.01 * i, prompt_tokens=500, output_tokens=20 if i % 2 else 600)
+        for i in range(60)
+    ]
+    cluster, layouts = {"degrees": [2]}, [{"at_s": 0.0, "layout": "dp"}]
+    waits_s = {}
+    for redirect in (False, True):
+        config = config_of("pengserve", {"redirect": redirect}, cluster=cluster, layouts=layouts)
+        result = simulate_small(config, arrivals, kv_tokens=SHORT_OF_KV)
+        assert [o.output_tokens for o in result.outcomes] == [a.output_tokens for a in arrivals]
+        waits_s[redirect] = [o.first_token_s - o.arrived_s for o in result.outcomes if o.first_token_s is not None]
+    assert sum(waits_s[True]) < 0.8 * sum(waits_s[False]) and max(waits_s[True]) < 0.8 * max(waits_s[False])

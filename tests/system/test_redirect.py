@@ -32,8 +32,8 @@ def pair(model: Any) -> Iterator[Pair]:
 
 
 def test_what_waits_without_kv_begins_elsewhere_with_the_same_tokens(pair: Pair) -> None:
-    prompts, kinds = make_prompts(2 * len(KINDS), seed=6, longest=120), 2 * KINDS
-    requests = [{"prompt": p, "max_tokens": 160, **kind} for p, kind in zip(prompts, kinds, strict=True)]
+    prompts = make_prompts(len(KINDS), seed=6, longest=120)
+    requests = [{"prompt": p, "max_tokens": 160, **kind} for p, kind in zip(prompts, KINDS, strict=True)]
     expected = [pair.traffic.start(**request).result(ENDS_WITHIN_S) for request in requests]
     assert num_sent_back(pair) == num_preempted(pair) == 0
     futures, number = [pair.traffic.start(**request) for request in requests], 0
