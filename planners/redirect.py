@@ -17,6 +17,7 @@ from pengserve.planners.types.snapshot import ClusterSnapshot
 
 R = TypeVar("R")
 
+RESERVE = 0.1  # of a target's blocks, that stay free for what runs there
 MOST_CACHED = 0.5  # of a request's tokens, that its instance may have in its prefix cache: more are worth a wait
 
 
@@ -26,8 +27,8 @@ def plan_redirects(
     """One order for each pair of a group that is stuck and one with room; ids begin with `name`.
 
     A group is stuck where requests without KV wait, and the mean one of them finds no blocks or no slot. It has room
-    where none waits, a slot is free, and so are more blocks than it has running requests: each of these may soon need
-    another one, and a target must not become stuck by what it is sent. The longest queue goes to the most room.
+    where none waits, a slot is free, and so is more than what its running requests may soon need: a block each, and
+    `RESERVE` of all. Else they would be preempted for what it is sent. The longest queue goes to the most room.
 
     Args:
         excluded: instances that neither give nor get any, since they change their shape or leave.
@@ -50,7 +51,8 @@ def plan_redirects(
     waiting = np.maximum(0, all_waiting - holding - parked)
     needed = queued // np.maximum(1, waiting) // np.maximum(1, block) + 1  # blocks of the mean one
     is_stuck = is_able & (waiting > 0) & (~has_slot | (used + needed > total))
-    room = np.where(is_able & has_slot & (all_waiting == 0), (total - used - running) * block, 0)
+    free = total - used - np.maximum(running, (RESERVE * total).astype(np.int64))
+    room = np.where(is_able & has_slot & (all_waiting == 0), free * block, 0)
     queues = [i for i in np.lexsort((at, -queued)).tolist() if is_stuck[i]]
     roomy = [i for i in np.lexsort((at, -room)).tolist() if room[i] > 0]
     return tuple(

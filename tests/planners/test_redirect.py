@@ -68,7 +68,7 @@ def test_only_what_is_stuck_leaves_and_only_for_room(loads: list[tuple[int, int,
         assert not waiting and running < SLOTS
     for order in orders:
         used, _, running = loads[order.target.instance_id]
-        assert used + order.max_tokens / BLOCK + running == BLOCKS, "each that runs there may soon need a block"
+        assert used + order.max_tokens / BLOCK + max(running, BLOCKS // 10) == BLOCKS, "what runs there grows"
 
 
 def test_the_longest_queue_goes_to_the_most_room() -> None:
