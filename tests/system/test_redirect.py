@@ -32,8 +32,9 @@ def pair(model: Any) -> Iterator[Pair]:
 
 
 def test_what_waits_without_kv_begins_elsewhere_with_the_same_tokens(pair: Pair) -> None:
-    prompts = make_prompts(len(KINDS), seed=6, longest=120)
-    requests = [{"prompt": p, "max_tokens": 160, **kind} for p, kind in zip(prompts, KINDS, strict=True)]
+    kinds = KINDS + KINDS[:4]
+    prompts = make_prompts(len(kinds), seed=6, longest=120)
+    requests = [{"prompt": p, "max_tokens": 160, **kind} for p, kind in zip(prompts, kinds, strict=True)]
     expected = [pair.traffic.start(**request).result(ENDS_WITHIN_S) for request in requests]
     assert num_sent_back(pair) == num_preempted(pair) == 0
     futures, number = [pair.traffic.start(**request) for request in requests], 0
@@ -43,7 +44,7 @@ def test_what_waits_without_kv_begins_elsewhere_with_the_same_tokens(pair: Pair)
             redirect(pair, source, 1 - source, f"redirect-{number}")
             time.sleep(0.2)
     pair.require_equal([future.result(ENDS_WITHIN_S) for future in futures], expected)
-    assert num_sent_back(pair) > 2 and num_preempted(pair) > 0
+    assert num_sent_back(pair) >= 2 and num_preempted(pair) > 0
 
 
 def redirect(pair: Pair, source: int, target: int, name: str) -> None:
