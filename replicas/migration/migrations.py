@@ -128,15 +128,14 @@ class Migrations:
 
     def _empty(self) -> None:
         if self._is_emptied and (lane := self._lane) is not None:
-            self._redirect(lane, [r for r in lane.requests() if not r.num_computed_tokens])
+            self._redirect(lane, _without_kv(lane))
 
     def _send_on(self, order: Redirect) -> None:
         """What waits without KV goes where it can begin. Nothing is done while the shape changes: it is asked again."""
         lane = self._lane
         if lane is None or self._is_emptied or self._why_not():
             return
-        waiting = [request for request in lane.requests() if not request.num_computed_tokens]
-        sizes = ((request, request.num_tokens, lane.scheduler.cached_tokens(request)) for request in waiting)
+        sizes = ((r, r.num_tokens, lane.scheduler.cached_tokens(r)) for r in _without_kv(lane))
         self._redirect(lane, choose_redirected(sizes, order.max_tokens), order.target)
 
     def _redirect(self, lane: Lane, requests: Sequence[Request], target: InstanceKey | None = None) -> None:
@@ -322,3 +321,8 @@ class Migrations:
         """A peer is gone."""
         self._guarded(lambda: self._arrivals.lost(key))
         self._guarded(lambda: self._departures.lost(key))
+
+
+def _without_kv(lane: Lane) -> list[Request]:
+    """Requests that wait there and hold no KV, the next one first."""
+    return [request for request in lane.requests() if not request.num_computed_tokens]

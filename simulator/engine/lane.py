@@ -104,7 +104,7 @@ class SimLane:
     def remove(self, requests: Collection[LiveRequest]) -> None:
         """Lets requests go: at once, or at the end of the step in which they are. Unknown ones are left alone."""
         self._cut()
-        bound = {request for flight in self._flights for request in flight.step.requests}
+        bound = self._bound()
         self._leaving += [request for request in requests if request in bound]
         self.scheduler.remove([request for request in requests if request not in bound])
         self._wake()
@@ -112,13 +112,16 @@ class SimLane:
     def redirect(self, max_tokens: int) -> list[LiveRequest]:
         """Lets waiting requests go that are in no step, of so many tokens at most."""
         self._cut()
-        bound = {request for flight in self._flights for request in flight.step.requests}
-        scheduler = self.scheduler
+        bound, scheduler = self._bound(), self.scheduler
         waiting = [r for r in scheduler.waiting if r not in bound]
         found = choose_redirected(((r, r.num_tokens, scheduler.cached_tokens(r)) for r in waiting), max_tokens)
         scheduler.remove(found)
         self._wake()
         return found
+
+    def _bound(self) -> set[LiveRequest]:
+        """Requests that are in an unfinished step."""
+        return {request for flight in self._flights for request in flight.step.requests}
 
     def resize(self, num_blocks: int) -> bool:
         """Grows or shrinks the pool; False where more blocks are in use. See `LaneScheduler.resize`."""
