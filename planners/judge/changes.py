@@ -26,6 +26,9 @@ MANY, MOST_OF_MANY = 128, 3
 BUSY = 4.0  # requests by member of a pipeline: with as many, it may give way to tensor-parallel groups
 
 
+What = tuple[str, Group, tuple[Group, ...], tuple[Group, ...]]
+
+
 class Change(NamedTuple):
     """One thing that could be done, and what it is for."""
 
@@ -38,9 +41,14 @@ class Change(NamedTuple):
     is_spare: bool = False  # only where compute is plentiful: it costs throughput, and no memory is short
 
     @property
-    def what(self) -> tuple[str, Group, tuple[Group, ...], tuple[Group, ...]]:
+    def what(self) -> What:
         """What it is, without what it is for: the same from look to look."""
         return self.verb, self.group, self.parts, self.after
+
+    @property
+    def makes_room(self) -> bool:
+        """Whether it is for memory that is short."""
+        return self.verb == "drop" and not self.is_spare
 
     @property
     def is_merge(self) -> bool:

@@ -4,18 +4,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pengserve.planners.columns import ReadyInstances
-from pengserve.planners.judge.changes import Change
+from pengserve.planners.judge.changes import Change, What
 from pengserve.planners.judge.forecasts import KEEP, MOST_GROUPS, Forecast, Forecasts, Outcome
 from pengserve.planners.judge.prediction import Prediction, Priced
 from pengserve.planners.judge.pricing import Pricing
+from pengserve.planners.judge.standing import Means, steadied
 from pengserve.planners.judge.switch_costs import SwitchPrices, first_link
 from pengserve.planners.judge.watch import Watched, costs_of, traffic_of
 from pengserve.planners.types.config import DropConfig, JudgeConfig
 from pengserve.planners.types.ids import InstanceId
-from pengserve.planners.types.layout import Group, GroupKind, Layout
+from pengserve.planners.types.layout import GroupKind, Layout
 from pengserve.planners.types.snapshot import ClusterSnapshot
 
-What = tuple[str, Group, tuple[Group, ...], tuple[Group, ...]]
 OWED = 2.0  # prices of a change that it must have been seen to save, where it saves little at once
 LATER, DEARER = 1.1, 2.0  # what makes P99 TTFT so many times as late must gain so many times the least, at once
 LEAST_SHARE = 0.03  # of what is predicted without a change; less is within the model's error
@@ -44,6 +44,7 @@ class JudgeHistory:
     forecasts: Forecasts = field(default_factory=Forecasts)
     ranked: Ranked | None = None  # of the newest look
     owed: Mapping[What, float] = field(default_factory=dict)  # request-seconds that would have been saved so far
+    means: Means = field(default_factory=dict)  # of changes for which a queue stands
     judged_s: float = 0.0  # when changes were last priced
     outcomes: tuple[Outcome, ...] = ()  # of the forecasts whose time was over at the newest look
 
@@ -186,8 +187,9 @@ def judge(
     priced = pricing.price(changes, beside=stands)
     history = replace(history, forecasts=pricing.forecasts, outcomes=pricing.outcomes)
     now_s = snapshot.time_s
+    priced, means = steadied(priced, history.means, instances, now_s)
     owed = history.owed_now(priced, now_s, pricing.horizon_s)
-    history = replace(history, owed=owed, judged_s=now_s)
+    history = replace(history, owed=owed, means=means, judged_s=now_s)
     paying, rest = list[Priced](), list[Priced]()
     for p in priced:
         (paying if pays(p, owed, config) else rest).append(p)

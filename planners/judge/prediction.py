@@ -72,11 +72,13 @@ class Priced:
     price_s: float  # request-seconds that the switches there and back cost
     gain_s: float  # request-seconds saved, less the price: at expected load, less half of the regret at another load
     kept_s: float  # request-seconds without the change, at the load that the gain is of
+    num_looks: int = 1  # that gain and kept seconds are the mean of, see `judge.standing`
 
     @property
     def why(self) -> str:
         """One sentence for people."""
-        return _told(self.change.why, self, self.kept_s)
+        over = "" if self.num_looks == 1 else f" (mean of {self.num_looks} looks)"
+        return _told(self.change.why, self, self.kept_s, over)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,10 +101,10 @@ class PricedMove:
         return _told(what, self, self.keep.cost_s)
 
 
-def _told(what: str, priced: Priced | PricedMove, kept_s: float) -> str:
+def _told(what: str, priced: Priced | PricedMove, kept_s: float, over: str = "") -> str:
     keep, then = priced.keep, priced.then
     return (
-        f"{what}: {priced.gain_s:.1f} request-seconds saved of {kept_s:.1f},"
+        f"{what}: {priced.gain_s:.1f} request-seconds saved of {kept_s:.1f}{over},"
         f" TTFT {keep.ttft_s:.2f} -> {then.ttft_s:.2f} s, P99 {keep.ttft_p99_s:.2f} -> {then.ttft_p99_s:.2f} s,"
         f" TPOT {keep.tpot_s * 1e3:.1f} -> {then.tpot_s * 1e3:.1f} ms"
     )
