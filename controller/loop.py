@@ -305,7 +305,7 @@ class Controller:
         calls.order(now_s)
         self._steer()
         if self.config.is_elastic:
-            calls.redirect(self.snapshot(), now_s)
+            calls.redirect(self.snapshot, now_s)
 
     def _steer(self) -> None:
         """Begins the switches of the layout that are due, beside those under way."""

@@ -24,7 +24,7 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import EngineError, PengServeError
 from pengserve.planners.types.ids import InstanceKey
-from pengserve.planners.types.orders import Redirect, RequestOrder
+from pengserve.planners.types.orders import RequestOrder
 from pengserve.planners.types.plans import SwitchPlan, SwitchReport
 from pengserve.planners.types.snapshot import InstanceSnapshot
 
@@ -156,11 +156,7 @@ class ProcessPort:
 
     async def order(self, key: InstanceKey, orders: Sequence[RequestOrder]) -> None:
         """Gives an instance orders about its requests. Raises StepError, or EngineError where its process has ended."""
-        redirects = [order for order in orders if isinstance(order, Redirect)]
-        if redirects:
-            await self._call(key, "redirect", orders=redirects)
-        if len(redirects) < len(orders):
-            await self._call(key, "order", orders=[order for order in orders if not isinstance(order, Redirect)])
+        await self._call(key, "order", orders=[{"kind": type(order).__name__, "order": order} for order in orders])
 
     async def check(self, key: InstanceKey) -> tuple[str, ...]:
         """Laws of memory that are broken in an instance, as sentences."""

@@ -215,13 +215,13 @@ class Supervision:
         for order in self._paying(plan_rebalance(drains.leaders(state), config, name=f"{name}-balance")):
             self._give((order,))
 
-    def redirect(self, snapshot: ClusterSnapshot, now_s: float) -> None:
+    def redirect(self, look: Callable[[], ClusterSnapshot], now_s: float) -> None:
         """Has waiting requests leave instances without room for those with some."""
         state = self._keeper.state()
         if not self._config.migrate.redirects or state.closing or now_s - self._redirected_s < _ORDER_PERIOD_S:
             return
         excluded = state.busy_members.union(state.leaving)
-        orders = plan_redirects(snapshot, name=f"{self._term.number}-redirect-{self._num_orders}", excluded=excluded)
+        orders = plan_redirects(look(), name=f"{self._term.number}-redirect-{self._num_orders}", excluded=excluded)
         if orders:
             self._num_orders, self._redirected_s = self._num_orders + 1, now_s
         for order in orders:

@@ -31,7 +31,7 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.directory import PeerDirectory
 from pengserve.planners.types.errors import PengServeError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
-from pengserve.planners.types.orders import Migrate, Park, Place, Redirect, Resume
+from pengserve.planners.types.orders import KINDS
 from pengserve.planners.types.plans import SwitchPlan
 from pengserve.replicas.ending import LINGER_S
 from pengserve.replicas.environment import process_environment
@@ -98,15 +98,7 @@ class ControlLines:
         if name == "abort":
             return self._instance.abort(str(args["plan_id"]))
         if name == "order":
-            return self._instance.order([from_data(Migrate, order) for order in args["orders"]])
-        if name == "redirect":
-            return self._instance.order([from_data(Redirect, order) for order in args["orders"]])
-        if name == "park":
-            return self._instance.order([from_data(Park, order) for order in args["orders"]])
-        if name == "resume":
-            return self._instance.order([from_data(Resume, order) for order in args["orders"]])
-        if name == "place":
-            return self._instance.order([from_data(Place, order) for order in args["orders"]])
+            return self._instance.order([from_data(KINDS[one["kind"]], one["order"]) for one in args["orders"]])
         if name == "check":
             return self._instance.check()
         if name == "stop":

@@ -4,6 +4,7 @@ Orders go to instances many at once. They are fenced by the life that they are f
 epoch: an order that comes twice, or for another life, changes nothing.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pengserve.planners.types.ids import InstanceKey
@@ -69,3 +70,4 @@ class Redirect:
 
 
 RequestOrder = Migrate | Redirect | Park | Resume | Place
+KINDS: Mapping[str, type[RequestOrder]] = {kind.__name__: kind for kind in (Migrate, Redirect, Park, Resume, Place)}

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from pengserve.controller.process_port import ProcessPort
+from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import StepError
 from pengserve.planners.types.ids import InstanceId, InstanceKey
+from pengserve.planners.types.orders import KINDS, Migrate, Park, Place, Redirect, RequestOrder, Resume
 from pengserve.planners.types.snapshot import InstanceState
 from pengserve.replicas.host import ControlLines
 from pengserve.replicas.instance import Instance
@@ -48,6 +51,31 @@ def test_a_fault_is_answered_and_logged_with_its_traceback(caplog: pytest.LogCap
     with caplog.at_level(logging.ERROR):
         assert answer(KeyError("x"))["error"]["type"] == "KeyError"
     assert [record.exc_info is not None for record in caplog.records] == [True]
+
+
+async def test_orders_of_all_kinds_arrive_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = InstanceKey(instance_id=InstanceId(0), incarnation=0)
+    other = InstanceKey(instance_id=InstanceId(1), incarnation=2)
+    orders = [
+        Migrate(order_id="m", source=key, target=other, request_ids=("a", "b")),
+        Redirect(order_id="r", source=key, target=other, max_tokens=64),
+        Park(order_id="p", instance=key, request_ids=("a",)),
+        Resume(order_id="q", instance=key, request_ids=("a",)),
+        Place(order_id="l", instance=key, request_id="b", layers=(1, 3)),
+    ]
+    assert {type(order).__name__ for order in orders} == set(KINDS)
+    arrived: list[RequestOrder] = []
+    instance: Any = SimpleNamespace(order=arrived.extend, terms=TermFence())
+    lines = ControlLines(instance, io.StringIO(), on_end=lambda: None)
+
+    async def sent(key: InstanceKey, name: str, **args: Any) -> None:
+        lines.serve(io.StringIO(json.dumps({"id": 1, "call": name, "args": to_data(args)}) + "\n"))
+        lines._threads.shutdown()
+
+    port = ProcessPort(InstanceConfig(app="a", model="none"), python=sys.executable, directory=tmp_path)
+    monkeypatch.setattr(port, "_call", sent)
+    await port.order(key, orders)
+    assert arrived == orders
 
 
 def test_a_process_starts_again_with_the_variables_that_it_needs_from_its_start() -> None:

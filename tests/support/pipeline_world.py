@@ -18,6 +18,8 @@ from vllm.v1.core.kv_cache_utils import init_none_hash
 
 from pengserve.replicas.engine.groups.pp_lane import PpLane
 from pengserve.replicas.engine.groups.step_message import StepCodec
+from pengserve.replicas.engine.lanes.lane_totals import LaneTotals
+from pengserve.replicas.engine.scheduling.departures import Departures
 from pengserve.replicas.engine.scheduling.microbatches import Microbatches, chunks_of
 from pengserve.replicas.engine.tiers.lane_tiers import blocks_begun
 from pengserve.replicas.engine.tiers.stage_tiers import PipelineSizes
@@ -55,7 +57,8 @@ class Stage(PpLane):
 
     def __init__(self, stage: int, host_blocks: int, link_bytes_per_s: float, sizes: PipelineSizes) -> None:
         self.stage, self.stages, self.layers = stage, sizes.stages, sizes.stages[stage]
-        self.sizes, self._codec, self._steps, self._handle = sizes, StepCodec(), 0, None
+        self.sizes, self._codec, self._handle = sizes, StepCodec(), None
+        self._totals = LaneTotals(departures=Departures())
         self._host_rows = host_blocks
         self.world = TieredWorld(self.layers[1] - self.layers[0], sizes.smallest, host_blocks, 0, link_bytes_per_s)
         self.tiers: Any = SimpleNamespace(kv=self.world.tiers, sizes=sizes)

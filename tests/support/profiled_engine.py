@@ -15,6 +15,7 @@ from pengserve.planners.types.config import InstanceConfig
 from pengserve.planners.types.errors import EngineError
 from pengserve.replicas.engine.idle_profile import NUM_STEPS, IdleProfile
 from pengserve.replicas.engine.lanes.dp_lane import DpLane
+from pengserve.replicas.engine.lanes.lane_totals import LaneTotals
 from pengserve.replicas.engine.profiling import choose_batches, profile
 from tests.support.vllm_requests import sent_request
 
@@ -50,8 +51,7 @@ def use_idle_time(lane: DpLane) -> dict[str, Any]:
     """Profiles in idle time, called away after every second step; the answers in between, and what changed."""
     totals, free = lane.kept_totals(), lane.num_free()
     untimely = IdleProfile(lane)
-    counts, work, departures = totals
-    lane.put_back_totals(((0,) * len(counts), type(work)(), departures))
+    lane.put_back_totals(LaneTotals(departures=totals.departures))
     untimely.advance(lambda: False)  # nothing was served, and its patience has just begun
     began_at_once = untimely.spent_s > 0
     lane.put_back_totals(totals)

@@ -401,7 +401,7 @@ class PpLane(PpBlocks):
             self._told_uses.hear(step.uses)
             self._lane_tiers.hear(step.hints)
         self._learn(step.forgotten, step.known)
-        self._steps += 1
+        self._totals.steps += 1
         self._execute(Microbatch(step.output, step.is_first))
 
     def _execute(self, microbatch: Microbatch, grammar: GrammarOutput | None = None) -> Any:

@@ -249,7 +249,7 @@ class TpLane(GroupLane):
         if self._tiers is not None:
             self._tiers.hear(step.hints)
         self._learn(step.forgotten, step.known)
-        self._steps += 1
+        self._totals.steps += 1
         self._execute(step.output, step.grammar)
 
     def _execute(self, output: SchedulerOutput, grammar: GrammarOutput | None) -> Any:

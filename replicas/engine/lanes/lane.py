@@ -3,14 +3,13 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from pengserve.planners.types.snapshot import InstanceStats, KvCapacity
-from pengserve.planners.types.step_cost import StepTotals
 from pengserve.replicas.engine.lanes.handoff import can_carry
 from pengserve.replicas.engine.lanes.kv_shares import LaneKv
+from pengserve.replicas.engine.lanes.lane_totals import LaneTotals
 from pengserve.replicas.engine.placement.early_offload import EarlyOffload
 from pengserve.replicas.engine.placement.placement_notes import PlacementNotes
 from pengserve.replicas.engine.placement.slo_gate import Contracts, SloGate
@@ -22,17 +21,12 @@ from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandl
 from pengserve.replicas.engine.scheduling.short_prompts import ShortPrompts
 from pengserve.replicas.engine.scheduling.short_steps import ShortSteps
 from pengserve.replicas.engine.tiers.residency import ResidentRequests
-from pengserve.replicas.engine.vllm_seam import EngineCoreEventType, EngineCoreOutputs, Request, RequestStatus
-from pengserve.replicas.engine.wire import is_copy
+from pengserve.replicas.engine.vllm_seam import EngineCoreOutputs, Request, RequestStatus
 from pengserve.replicas.memory.kv_views import KvView
 from pengserve.replicas.memory.layers import LayerMemory
 
 NOTHING: Mapping[str, int] = MappingProxyType({})
 FREE: AbstractContextManager[None] = nullcontext()  # around a step that may choose from all requests
-_TOTALS = (
-    *("_steps", "_resumed", "_generated", "_prompted", "_preempted", "_prefix_queries", "_prefix_hits"),
-    *("_requests_come", "_request_tokens", "_sent_again", "_finished", "_finished_tokens"),
-)
 
 
 class Lane(ABC):
@@ -54,17 +48,13 @@ class Lane(ABC):
         self.shape, self.capacity = shape, capacity
         self._block_hasher = block_hasher
         self._handle = SchedulerHandle(scheduler) if scheduler is not None else None
-        self._departures = self._handle.departures if self._handle is not None else Departures()
+        self._totals = LaneTotals(departures=self._handle.departures if self._handle is not None else Departures())
         self._chunks = ChunkShares(self._handle) if self._handle is not None else None
         if self._handle is not None:
             self._short_steps = ShortSteps(self._handle, begins_short=begins_short)
         self._shorts = (
             ShortPrompts(self._handle, capacity.block_size, self.num_available) if self._handle is not None else None
         )
-        self._steps = self._resumed = self._generated = self._prompted = self._preempted = 0
-        self._prefix_queries = self._prefix_hits = 0
-        self._requests_come = self._request_tokens = self._sent_again = self._finished = self._finished_tokens = 0
-        self._work = StepTotals()
         self._queued: tuple[tuple[int, int, int], Mapping[str, int]] = ((0, 0, 0), NOTHING)
         self._added = 0
         self.residency: ResidentRequests | None = None  # where KV has a host tier, and this member schedules
@@ -114,17 +104,13 @@ class Lane(ABC):
         if request.status is not RequestStatus.PREEMPTED:
             self.scheduler.add(request)
             return
-        self._resumed += 1
+        self._totals.resumed += 1
         self.take_over(request)
         self.scheduler.add(request, first=True)
 
     def count_come(self, request: Request) -> None:
         """Counts a request that an ingress sent here, which may also have gone back at once."""
-        if is_copy(request.request_id):
-            self._sent_again += 1
-        else:
-            self._requests_come += 1
-            self._request_tokens += request.num_tokens
+        self._totals.count_come(request)
 
     def take_over(self, request: Request) -> None:
         """Makes all members' runners know a half-decoded request before its next step, as `adopt` does one."""
@@ -426,51 +412,30 @@ class Lane(ABC):
 
     def totals(self) -> dict[str, int]:
         """Counts that only grow, by their names in `InstanceStats`."""
-        return {
-            "step": self._steps,
-            "total_prompt_tokens": self._prompted,
-            "total_generated_tokens": self._generated,
-            "total_preemptions": self._preempted,
-            "total_prefix_queries": self._prefix_queries,
-            "total_prefix_hits": self._prefix_hits,
-            "total_resumed": self._resumed,
-            "total_requests": self._requests_come,
-            "total_request_tokens": self._request_tokens,
-            "total_sent_again": self._sent_again,
-            "total_finished": self._finished,
-            "total_finished_tokens": self._finished_tokens,
-            **self._work.named(),
-            **self._departures.named(),
-        }
+        return self._totals.named()
 
     def count_on_from(self, other: "Lane") -> None:
         """Takes over the totals of the lane that this one replaces."""
-        for name in _TOTALS:
-            setattr(self, name, getattr(other, name))
-        self._work = replace(other._work)
-        self._departures.count_from(other._departures)
+        self._totals.count_from(other._totals)
 
     @property
     def has_served(self) -> bool:
         """Whether the lane has made a step that counts."""
-        return self._steps > 0
+        return self._totals.steps > 0
 
-    def kept_totals(self) -> "KeptTotals":
+    def kept_totals(self) -> LaneTotals:
         """The totals as they are, for `put_back_totals`."""
-        return tuple(getattr(self, name) for name in _TOTALS), replace(self._work), replace(self._departures)
+        return self._totals.copy()
 
-    def put_back_totals(self, totals: "KeptTotals") -> None:
+    def put_back_totals(self, totals: LaneTotals) -> None:
         """Counts on from `totals`: the steps since then belonged to no client's request."""
-        counts, self._work, departures = totals
-        self._departures.count_from(departures)
-        for name, value in zip(_TOTALS, counts, strict=True):
-            setattr(self, name, value)
+        self._totals.count_from(totals)
 
     def _queue(self, num_waiting: int) -> Mapping[str, int]:
         """What is known of waiting requests; counted again only when the queue has changed."""
         if not num_waiting:
             return NOTHING
-        version = (num_waiting, self._added, self._preempted)
+        version = (num_waiting, self._added, self._totals.preempted)
         if self._queued[0] != version:
             self._queued = (version, self.scheduler.queued())
         return self._queued[1]
@@ -480,31 +445,8 @@ class Lane(ABC):
 
         A prompt counts in the step that ends it.
         """
-        self._steps += 1
-        num_tokens = pairs = 0
-        for batch in batches:
-            for output in batch.outputs:
-                num_new = len(output.new_token_ids)
-                self._generated += num_new
-                num_tokens += num_new
-                if output.prefill_stats is not None:
-                    self._prompted += output.prefill_stats.num_prompt_tokens
-                    num_read = output.prefill_stats.num_computed_tokens
-                    num_tokens += num_read
-                    pairs += num_read * (num_read + 2 * output.prefill_stats.num_cached_tokens)
-                if output.events:
-                    self._preempted += sum(event.type is EngineCoreEventType.PREEMPTED for event in output.events)
-            stats = batch.scheduler_stats
-            if stats is not None and stats.prefix_cache_stats is not None:
-                self._prefix_queries += stats.prefix_cache_stats.queries
-                self._prefix_hits += stats.prefix_cache_stats.hits
-        num_ended, ended_tokens = self.scheduler.ended.take()
-        self._finished += num_ended
-        self._finished_tokens += ended_tokens
+        num_tokens, pairs = self._totals.count_step(batches)
+        self._totals.count_ended(*self.scheduler.ended.take())
         context = self.num_used() * self.capacity.block_size
         num_seqs = self.scheduler.counts()[0] // num_in_flight
-        self._work.add(seconds, num_tokens, num_seqs, context // num_in_flight, pairs)
-
-
-KeptTotals = tuple[tuple[int, ...], StepTotals, Departures]
-"""The totals of a lane at one moment."""
+        self._totals.work.add(seconds, num_tokens, num_seqs, context // num_in_flight, pairs)

@@ -9,10 +9,9 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from pengserve.planners.types.step_cost import StepTotals
 from pengserve.replicas.engine.groups.pp_lane import PpLane
 from pengserve.replicas.engine.instance_lanes import Lanes
-from pengserve.replicas.engine.lanes.lane import _TOTALS
+from pengserve.replicas.engine.lanes.lane_totals import LaneTotals
 from pengserve.replicas.engine.vllm_seam import Request, RequestStatus
 from pengserve.replicas.engine.wire import copy_id
 from tests.support.vllm_requests import scheduled_request
@@ -32,9 +31,8 @@ def lane() -> Any:
     made._chunks, made._arriving_parked, made.residency, made.tiers = None, set(), None, None
     made._beyond, made.sizes = [], SimpleNamespace(smallest=NUM_BLOCKS + 1)
     made._block_hasher, made.group = None, SimpleNamespace(unique_name="pp2@(0,1)")
-    made.shape, made.capacity, made._queued, made._work = "pp2", capacity, ((0, 0, 0), 0), StepTotals()
-    made.__dict__.update(dict.fromkeys(_TOTALS, 0))
-    made._departures = made._handle.departures
+    made.shape, made.capacity, made._queued = "pp2", capacity, ((0, 0, 0), 0)
+    made._totals = LaneTotals(departures=made._handle.departures)
     return made
 
 

@@ -15,6 +15,8 @@ pytest.importorskip("vllm")
 from pengserve.planners.types.errors import EngineError, StepError
 from pengserve.replicas.engine.groups.pp_lane import PpLane
 from pengserve.replicas.engine.groups.step_message import StepCodec
+from pengserve.replicas.engine.lanes.lane_totals import LaneTotals
+from pengserve.replicas.engine.scheduling.departures import Departures
 from pengserve.replicas.engine.scheduling.microbatches import Microbatches
 from pengserve.replicas.engine.vllm_seam import ModelRunnerOutput, Request, RequestStatus
 from tests.support.vllm_requests import scheduled_request
@@ -28,7 +30,8 @@ class Stage(PpLane):
 
     def __init__(self) -> None:
         self.told: list[tuple[str, ...]] = []
-        self._codec, self._steps, self._told_uses, self._lane_tiers = StepCodec(), 0, None, None
+        self._codec, self._totals = StepCodec(), LaneTotals(departures=Departures())
+        self._told_uses = self._lane_tiers = None
 
     def adopt(self, request: Request) -> None:
         self.told.append(("adopt", request.request_id))
