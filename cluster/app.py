@@ -30,7 +30,8 @@ from pengserve.cluster.ingress.serve_front import IMPORT_PATH, VARIABLE
 from pengserve.cluster.placement import cluster_devices, remarks, settle
 from pengserve.cluster.preflight import setting_mistakes
 from pengserve.cluster.serve_seam import ONE_LOOP, keep_inner_grpc_on_loopback
-from pengserve.cluster.settings import Settings, parse_settings
+from pengserve.cluster.settings import Settings
+from pengserve.cluster.settings_sources import parse_settings
 from pengserve.controller.ray_shell import channel_token
 from pengserve.planners.types.codec import to_data
 from pengserve.planners.types.config import InstanceConfig

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pengserve.cluster.devices import count_cuda_devices
-from pengserve.cluster.settings import Settings, parse_settings
+from pengserve.cluster.settings import Settings
+from pengserve.cluster.settings_sources import parse_settings
 from pengserve.planners.types.errors import ConfigError
 
 logger = logging.getLogger(__name__)

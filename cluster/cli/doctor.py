@@ -34,7 +34,8 @@ from pengserve.cluster.preflight import (
     check_tls_files,
     setting_mistakes,
 )
-from pengserve.cluster.settings import Settings, load_settings, unsafe_environment
+from pengserve.cluster.settings import Settings
+from pengserve.cluster.settings_sources import load_settings, unsafe_environment
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.units import GIB, format_bytes
 from pengserve.replicas.processors import num_cores

@@ -75,7 +75,7 @@ def up(
     - `RAY_ADDRESS=auto pengserve up serve.yaml --detach`
     """
     from pengserve.cluster.cli.up import run_detached, run_foreground
-    from pengserve.cluster.settings import load_settings
+    from pengserve.cluster.settings_sources import load_settings
 
     settings = load_settings(
         config,
@@ -214,7 +214,7 @@ def why(
     - `pengserve why 3f2a9c --request-log requests.jsonl --event-log events.jsonl`
     """
     from pengserve.cluster.cli.why import run_why
-    from pengserve.cluster.settings import load_settings
+    from pengserve.cluster.settings_sources import load_settings
     from pengserve.planners.types.errors import ConfigError
 
     if config is not None:

@@ -19,7 +19,8 @@ from pengserve.cluster.cli.scratch import Scratch, remove_leftovers
 from pengserve.cluster.cli.supervisor import StopRequest, supervise
 from pengserve.cluster.placement import cluster_devices, local_devices, remarks, settle
 from pengserve.cluster.preflight import refuse_mistakes
-from pengserve.cluster.settings import Settings, refuse_unsafe_environment
+from pengserve.cluster.settings import Settings
+from pengserve.cluster.settings_sources import refuse_unsafe_environment
 from pengserve.planners.types.errors import ConfigError, EngineError
 from pengserve.planners.types.events import EventKind
 from pengserve.planners.types.snapshot import ClusterSnapshot, InstanceState

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from pengserve.cluster.class_settings import service_classes
-from pengserve.cluster.settings import Settings, parse_settings
+from pengserve.cluster.settings import Settings
+from pengserve.cluster.settings_sources import parse_settings
 from pengserve.planners.types.contract import BUILT_IN_CLASSES, Pacing, ServiceClass, Slo, SloPolicy, by_name
 from pengserve.planners.types.errors import ConfigError
 

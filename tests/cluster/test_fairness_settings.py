@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from pengserve.cluster.settings import parse_settings
+from pengserve.cluster.settings_sources import parse_settings
 from pengserve.planners.types.errors import ConfigError
 
 BASE: dict[str, Any] = {"model": "m"}

@@ -7,7 +7,8 @@ import pytest
 
 from pengserve.cluster.forecast import BESIDE_BYTES, ModelFacts, forecast_shapes, missing_bytes
 from pengserve.cluster.gpus import Gpu, Gpus
-from pengserve.cluster.settings import Settings, load_settings
+from pengserve.cluster.settings import Settings
+from pengserve.cluster.settings_sources import load_settings
 
 GIB = 1 << 30
 FACTS = ModelFacts(  # Qwen3-4B

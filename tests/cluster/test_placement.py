@@ -11,7 +11,8 @@ from pengserve.cluster.cli import up
 from pengserve.cluster.cli.doctor import Level, examine
 from pengserve.cluster.cli.main import main
 from pengserve.cluster.placement import Devices, cluster_devices, remarks, settle
-from pengserve.cluster.settings import Settings, parse_settings
+from pengserve.cluster.settings import Settings
+from pengserve.cluster.settings_sources import parse_settings
 from pengserve.planners.types.errors import ConfigError
 
 SERVE = Path(__file__).parents[2] / "deploy" / "serve.yaml"

@@ -9,7 +9,7 @@ import yaml
 
 from pengserve.cluster.cli.main import main
 from pengserve.cluster.preflight import mistakes
-from pengserve.cluster.settings import load_settings
+from pengserve.cluster.settings_sources import load_settings
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ def test_weights_of_another_kind_are_left_to_vllm(model):
 def test_a_name_of_the_hub_is_refused_where_it_is_neither_here_nor_may_be_fetched():
     code = (
         "from pengserve.cluster.preflight import mistakes\n"
-        "from pengserve.cluster.settings import load_settings\n"
+        "from pengserve.cluster.settings_sources import load_settings\n"
         "print(*mistakes(load_settings(None, model='owner/nothing')))"
     )
 
@@ -153,7 +153,7 @@ def test_a_mistake_is_told_without_importing_what_is_slow(model):
     code = (
         "import sys\n"
         "from pengserve.cluster.preflight import mistakes\n"
-        "from pengserve.cluster.settings import load_settings\n"
+        "from pengserve.cluster.settings_sources import load_settings\n"
         f"assert list(mistakes(load_settings(None, model={str(model)!r}, engine={{'max_model_length': 1}})))\n"
         "assert not {'vllm', 'torch', 'ray', 'transformers'} & set(sys.modules)\n"
     )

@@ -6,8 +6,8 @@ from typing import get_args
 import pytest
 
 from pengserve.cluster.demo.shipped import shipped_model
-from pengserve.cluster.settings import (
-    Settings,
+from pengserve.cluster.settings import Settings
+from pengserve.cluster.settings_sources import (
     load_settings,
     parse_settings,
     refuse_unsafe_environment,

@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from pengserve.cluster.ingress.serve_front import IMPORT_PATH
-from pengserve.cluster.settings import Settings, load_settings, parse_settings
+from pengserve.cluster.settings import Settings
+from pengserve.cluster.settings_sources import load_settings, parse_settings
 from pengserve.planners.types.errors import ConfigError
 from pengserve.replicas.ending import EXIT_MARGIN_S
 

@@ -15,7 +15,8 @@ from pengserve.cluster.forecast import ModelFacts, forecast_shapes, missing_byte
 from pengserve.cluster.gpus import look_for_gpus
 from pengserve.cluster.placement import local_devices, remarks, settle
 from pengserve.cluster.preflight import setting_mistakes
-from pengserve.cluster.settings import Settings, load_settings, parse_settings
+from pengserve.cluster.settings import Settings
+from pengserve.cluster.settings_sources import load_settings, parse_settings
 from pengserve.planners.check import check_switch
 from pengserve.planners.groups import complete, expand
 from pengserve.planners.selector import SelectorHistory, select

@@ -24,7 +24,7 @@ import yaml
 
 from pengserve.cluster.cli.ports import PortBlock, port_block
 from pengserve.cluster.cli.ray_local import ray_environment
-from pengserve.cluster.settings import parse_settings
+from pengserve.cluster.settings_sources import parse_settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 ROOT = Path(__file__).parents[2]

@@ -4,7 +4,7 @@ import os
 
 from pengserve.cluster.ingress.config import IngressConfig
 from pengserve.cluster.security_settings import MAKE_A_KEY
-from pengserve.cluster.settings import refuse_unsafe_environment
+from pengserve.cluster.settings_sources import refuse_unsafe_environment
 from pengserve.planners.types.errors import ConfigError
 
 MAX_SEQUENCES_PER_REQUEST = 128  # prompts of a list times n

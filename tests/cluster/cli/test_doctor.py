@@ -7,7 +7,7 @@ import pytest
 
 from pengserve.cluster.cli.doctor import Level, check_ray, check_settings, examine
 from pengserve.cluster.cli.main import main
-from pengserve.cluster.settings import load_settings
+from pengserve.cluster.settings_sources import load_settings
 from tests.support.nvidia import pretend
 
 CONFIG = {"hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 2, "max_position_embeddings": 256}

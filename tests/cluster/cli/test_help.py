@@ -28,7 +28,8 @@ def test_help_imports_no_heavy_module():
 def test_base_install_modules_import_without_engine_packages():
     code = (
         "import sys\n"
-        "import pengserve.client, pengserve.cluster.settings, pengserve.cluster.cli.up, pengserve.cluster.cli.down\n"
+        "import pengserve.client, pengserve.cluster.settings_sources\n"
+        "import pengserve.cluster.cli.up, pengserve.cluster.cli.down\n"
         "import pengserve.cluster.cli.doctor, pengserve.cluster.cli.watch, pengserve.cluster.cli.model\n"
         "import pengserve.cluster.cli.layout\n"
         "print(sorted({'torch', 'ray', 'vllm', 'msgspec', 'prometheus_client', 'openai'} & set(sys.modules)))\n"

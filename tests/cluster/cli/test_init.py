@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pengserve.cluster.cli.init import run_init
-from pengserve.cluster.settings import load_settings
+from pengserve.cluster.settings_sources import load_settings
 from pengserve.planners.types.errors import ConfigError
 
 

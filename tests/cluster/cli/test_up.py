@@ -19,7 +19,7 @@ from pengserve.cluster.cli.ray_local import ray_environment
 from pengserve.cluster.cli.supervisor import StopRequest
 from pengserve.cluster.cli.up import curl_line, local_url
 from pengserve.cluster.ingress import serve_front
-from pengserve.cluster.settings import load_settings
+from pengserve.cluster.settings_sources import load_settings
 
 KEY = "secret-key-of-the-test"
 

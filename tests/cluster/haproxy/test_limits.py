@@ -3,7 +3,8 @@
 import pytest
 
 from pengserve.cluster.haproxy.limits import ConnectionLimits
-from pengserve.cluster.settings import Settings, load_settings
+from pengserve.cluster.settings import Settings
+from pengserve.cluster.settings_sources import load_settings
 from pengserve.planners.types.errors import ConfigError
 
 

@@ -12,7 +12,7 @@ from pengserve.cluster.ingress.request.record import RequestRecord
 from pengserve.cluster.ingress.request.request_options import NO_OPTIONS, RequestOptions
 from pengserve.cluster.ingress.routing.dispatcher import STEPS_UNTIL_SEEN
 from pengserve.cluster.ingress.routing.prefixes import GRANULE, MAX_GRANULES, MAX_SESSIONS, Prefixes, chain_of
-from pengserve.cluster.settings import load_settings
+from pengserve.cluster.settings_sources import load_settings
 from pengserve.planners.types.contract import Contract
 from pengserve.planners.types.ids import InstanceId, InstanceKey
 from pengserve.planners.types.snapshot import InstanceStats

@@ -12,7 +12,7 @@ from pengserve.cluster.ingress import request_log, vllm_openai_seam
 from pengserve.cluster.ingress.config import LimitConfig
 from pengserve.cluster.ingress.request.request_options import RequestOptions
 from pengserve.cluster.ingress.request_log import RequestLog
-from pengserve.cluster.settings import load_settings
+from pengserve.cluster.settings_sources import load_settings
 from pengserve.controller.line_file import LineFile
 from tests.controller.test_events import Disk
 from tests.support.moving import PROMPT, Cluster
