@@ -74,11 +74,12 @@ class ProcessPort:
             python: the interpreter to run, usually `sys.executable`.
             environment: variables on top of this process's own.
             environment_of: variables of one life, on top of those.
-            directory: for configuration and logs; a temporary one where it is None.
+            directory: for configuration and logs, made where it is missing; a temporary one where it is None.
             term: of the controller that uses this port, sent with every call.
         """
         self._temporary = None if directory else tempfile.TemporaryDirectory(prefix="pengserve-instances-")
         self.directory = directory or Path(self._temporary.name if self._temporary else "")
+        self.directory.mkdir(parents=True, exist_ok=True)
         self._term = term or Term(LocalTermStore())
         self._command = [python, *command]
         self._environment = os.environ | dict(environment or {})

@@ -1,57 +1,67 @@
-"""What makes room for a queue that stands is judged by the mean of some looks.
+"""What makes room for a queue that stands is judged by the mean of its newest looks.
 
 One look's gain is noisy: with 22 requests waiting, looks half a second apart were measured to differ by a fifth of all
-that was predicted, since one answer had ended. The best of twenty such looks is over any margin sooner or later. The
-first look at a queue decides alone, so a burst is met at once.
+that was predicted, since one answer had ended. The best of twenty such looks is over any margin sooner or later. A
+queue that has just begun is judged by the newest look, so a burst is met at once.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pengserve.planners.columns import ReadyInstances
 from pengserve.planners.judge.changes import What
 from pengserve.planners.judge.prediction import Priced
 
-MOST_LOOKS = 8  # that a mean is of: a newer look counts for an eighth at least
-KEPT_S = 2.0  # a change that is not priced for so long is forgotten: memory is no longer short
+STANDS_S = 2.0  # a queue that is older stands; so old may looks be that are part of a mean
+
+
+class Look(NamedTuple):
+    """What one look said of a change, in request-seconds."""
+
+    at_s: float
+    gain_s: float
+    kept_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class Mean:
-    """Request-seconds of one change, over the looks since its queue began."""
+class Queue:
+    """Requests that have waited without a break at the members of a change."""
 
-    num_looks: int = 0
-    gain_s: float = 0.0
-    kept_s: float = 0.0
-    seen_s: float = 0.0  # time of the newest look
+    since_s: float
+    looks: tuple[Look, ...] = ()  # the newest ones
 
-    def with_look(self, priced: Priced, now_s: float) -> "Mean":
-        """With a newer look."""
-        num_looks = min(self.num_looks + 1, MOST_LOOKS)
-        gain_s = self.gain_s + (priced.gain_s - self.gain_s) / num_looks
-        kept_s = self.kept_s + (priced.kept_s - self.kept_s) / num_looks
-        return Mean(num_looks, gain_s, kept_s, now_s)
+    def with_look(self, look: Look) -> "Queue":
+        """With a newer look, and without those that are too old."""
+        recent = (one for one in self.looks if look.at_s - one.at_s <= STANDS_S)
+        return Queue(self.since_s, (*recent, look))
+
+    def judged(self, priced: Priced) -> Priced:
+        """`priced` at the newest look, with what it is to be judged by."""
+        num_looks = len(self.looks)
+        if self.looks[-1].at_s - self.since_s < STANDS_S:
+            return priced
+        gain_s = sum(look.gain_s for look in self.looks) / num_looks
+        kept_s = sum(look.kept_s for look in self.looks) / num_looks
+        return replace(priced, gain_s=gain_s, kept_s=kept_s, num_looks=num_looks)
 
 
-Means = Mapping[What, Mean]
+Queues = Mapping[What, Queue]
 
 
 def steadied(
-    priced: Sequence[Priced], means: Means, instances: ReadyInstances, now_s: float
-) -> tuple[tuple[Priced, ...], Means]:
-    """`priced`, with the mean gain of what makes room where requests wait; and `means` with this look.
-
-    The mean of a change ends with the queue of its members.
-    """
+    priced: Sequence[Priced], queues: Queues, instances: ReadyInstances, now_s: float
+) -> tuple[tuple[Priced, ...], Queues]:
+    """`priced`, with the mean gain of what makes room for a queue that stands; and `queues` with this look."""
     waiting = instances.stat("num_waiting")
     found = list[Priced]()
-    after = {what: mean for what, mean in means.items() if now_s - mean.seen_s <= KEPT_S}
+    after = {what: queue for what, queue in queues.items() if now_s - queue.looks[-1].at_s <= STANDS_S}
     for one in priced:
-        change, what = one.change, one.change.what
+        change = one.change
         if change.makes_room:
-            mean = after.pop(what, Mean())
+            queue = after.pop(change.what, Queue(now_s))
             if waiting[[member for group in change.before for member in group.members]].any():
-                after[what] = mean = mean.with_look(one, now_s)
-                one = replace(one, gain_s=mean.gain_s, kept_s=mean.kept_s, num_looks=mean.num_looks)
+                after[change.what] = queue = queue.with_look(Look(now_s, one.gain_s, one.kept_s))
+                one = queue.judged(one)
         found.append(one)
     return tuple(found), after

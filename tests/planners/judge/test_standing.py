@@ -1,4 +1,4 @@
-"""A drop for a queue that stands is judged by the mean of some looks, and one for a queue that begins by the newest."""
+"""A drop for a queue that stands is judged by the mean of its newest looks, and one for a queue that begins by one."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from pengserve.planners.judge.changes import Change
 from pengserve.planners.judge.judge import JudgeHistory, judge
 from pengserve.planners.judge.prediction import Prediction, Priced
 from pengserve.planners.judge.pricing import Pricing
-from pengserve.planners.judge.standing import KEPT_S, MOST_LOOKS, Means, steadied
+from pengserve.planners.judge.standing import STANDS_S, Queues, steadied
 from pengserve.planners.types.config import DropConfig, JudgeConfig
 from pengserve.planners.types.layout import Group, alone
 from pengserve.planners.types.snapshot import ClusterSnapshot
@@ -34,36 +34,40 @@ def drop(gain_s: float, change: Change = DROP) -> Priced:
 def gains(priced: Sequence[Priced], instances: ReadyInstances, every_s: float = TICK_S) -> list[float]:
     """What each of these looks, one after another, is judged by."""
     found: list[float] = []
-    means: Means = {}
+    queues: Queues = {}
     for tick, one in enumerate(priced):
-        (judged,), means = steadied((one,), means, instances, tick * every_s)
+        (judged,), queues = steadied((one,), queues, instances, tick * every_s)
         found.append(judged.gain_s)
     return found
 
 
-def test_the_first_look_at_a_queue_decides_alone_and_each_later_one_adds_to_the_mean() -> None:
+def test_a_queue_that_begins_is_judged_by_the_newest_look_and_one_that_stands_by_the_mean_of_some() -> None:
     _, instances = look()
-    assert gains([drop(30.0), drop(-60.0), drop(0.0)], instances) == pytest.approx([30.0, -15.0, -10.0])
+    priced = [drop(gain_s) for gain_s in (10.0, -70.0, 30.0, 0.0, -20.0, 110.0)]
+    assert gains(priced, instances) == pytest.approx([10.0, -70.0, 30.0, 0.0, -10.0, 10.0])
 
 
-def test_a_load_that_has_changed_is_believed_within_some_looks() -> None:
+def test_a_load_that_has_changed_is_believed_as_soon_as_all_looks_are_of_it() -> None:
     _, instances = look()
-    found = gains([drop(-100.0)] * 50 + [drop(100.0)] * 2 * MOST_LOOKS, instances)
-    assert found[50] == pytest.approx(-100.0 + 200.0 / MOST_LOOKS) and found[-1] > 70.0
+    found = gains([drop(-100.0)] * 50 + [drop(100.0)] * 5, instances)
+    assert found[50:] == pytest.approx([-60.0, -20.0, 20.0, 60.0, 100.0])
 
 
-def test_a_mean_ends_with_its_queue() -> None:
+def test_a_queue_ends_where_nothing_waits() -> None:
     _, queue = look()
     _, rest = look(waiting=0)
-    _, means = steadied((drop(-100.0),), {}, queue, 0.0)
-    (at_rest,), means = steadied((drop(40.0),), means, rest, TICK_S)
-    assert (at_rest.gain_s, at_rest.num_looks, means) == (40.0, 1, {})
+    queues: Queues = {}
+    for tick in range(10):
+        _, queues = steadied((drop(-100.0),), queues, queue, tick * TICK_S)
+    assert set(queues) == {DROP.what}
+    (at_rest,), queues = steadied((drop(40.0),), queues, rest, 10 * TICK_S)
+    assert (at_rest.gain_s, at_rest.num_looks, queues) == (40.0, 1, {})
 
 
-@pytest.mark.parametrize(("gap_s", "expected"), [(KEPT_S, -30.0), (KEPT_S + TICK_S, 40.0)])
-def test_a_change_that_some_looks_do_not_price_keeps_its_mean_for_a_while(gap_s: float, expected: float) -> None:
+def test_a_queue_that_looks_have_not_priced_for_a_while_has_just_begun() -> None:
     _, instances = look()
-    assert gains([drop(-100.0), drop(40.0)], instances, gap_s)[1] == pytest.approx(expected)
+    assert gains([drop(-100.0), drop(40.0)], instances, STANDS_S)[1] == pytest.approx(-30.0)
+    assert gains([drop(-100.0), drop(40.0)], instances, STANDS_S + TICK_S)[1] == 40.0
 
 
 @pytest.mark.parametrize("change", [DROP._replace(is_spare=True), DROP._replace(verb="merge")])
@@ -89,5 +93,5 @@ def test_one_look_that_pays_does_not_decide_while_a_queue_stands(monkeypatch: py
 
     least_s = config.least(100.0)
     assert judged([2 * least_s]), "the queue has just begun"
-    assert not judged([-least_s] * 20 + [2 * least_s]) and "(mean of 8 looks)" in told[-1]
+    assert not judged([-least_s] * 20 + [2 * least_s]) and "(mean of 5 looks)" in told[-1]
     assert judged([-least_s] * 20 + [2 * least_s] * 12)
