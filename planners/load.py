@@ -76,6 +76,11 @@ class ClusterView:
         """Load of a group that is in the layout, with all members READY."""
         return self.loads[group.leader]
 
+    def is_known(self, group: Group) -> bool:
+        """Whether the load of such a group is known, see `GroupLoad.is_known`: as `load` says, and cheaper."""
+        leader = self.instances[group.members[0]]
+        return leader.stats.shape == group.shape and lane_capacity(leader, group.shape) is not None
+
     def groups(self) -> Iterator[Group]:
         """The layout's groups whose members are all READY."""
         return (group for group in self.snapshot.layout.groups if group.members[0] in self.loads)

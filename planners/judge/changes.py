@@ -132,7 +132,7 @@ def pp_changes(
         count = 0
         for goal in (groups[bucket.start + at] for at in fullest.tolist()):
             step = next_step(view, goal, may_split) if goal not in planned else None
-            if step is not None and all(view.load(part).is_known for part in view.groups_over(goal.members)):
+            if step is not None and all(map(view.is_known, view.groups_over(goal.members))):
                 group, is_merge = step
                 why = f"the stages of {goal} read prompts side by side, and share their memory"
                 before = view.groups_over(goal.members)

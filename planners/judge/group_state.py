@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from operator import add
+from operator import add, attrgetter
 
 import numpy as np
 
@@ -27,10 +27,16 @@ class GroupState:
     @property
     def figures(self) -> tuple[float, ...]:
         """In the order above."""
-        return tuple(getattr(self, name) for name in self.__slots__)
+        found: tuple[float, ...] = _FIGURES(self)
+        return found
 
     def __add__(self, other: "GroupState") -> "GroupState":
-        return GroupState(*map(add, self.figures, other.figures))
+        return GroupState(*map(add, _FIGURES(self), _FIGURES(other)))
+
+    @classmethod
+    def total(cls, states: "Sequence[GroupState]") -> "GroupState":
+        """Of all of `states` together."""
+        return cls(*map(sum, zip(*map(_FIGURES, states), strict=True)))
 
     def share(self, part: float) -> "GroupState":
         """So much of everything."""
@@ -42,6 +48,9 @@ class GroupState:
         moved = GroupState(self.running * part, self.held_tokens * part)
         rest = replace(self, running=self.running - moved.running, held_tokens=self.held_tokens - moved.held_tokens)
         return rest, moved
+
+
+_FIGURES = attrgetter(*GroupState.__slots__)
 
 
 class GroupStates:

@@ -187,7 +187,7 @@ class Pricing:
         if len(before) < len(change.before) or not before:
             return None
         states = [self._table.state(row) for row in before]
-        whole, num_members = sum(states[1:], states[0]), sum(group.degree for group in change.before)
+        whole, num_members = GroupState.total(states), sum(group.degree for group in change.before)
         there_s, back_s = self._stalls(change, whole)
         num_routes = self._num_routes + len(change.after) - len(change.before)
         after = []

@@ -65,9 +65,11 @@ class RowTable:
         cost, lane = self._costs.of(group.shape), self._lane(group)
         if cost is None or lane is None:
             return None
-        self._terms_of[group.shape] = cost.terms
+        shape = group.shape
+        if shape not in self._terms_of:
+            self._terms_of[shape] = cost.terms
         row = _Row(
-            shape=group.shape,
+            shape=shape,
             num_servers=group.degree if group.kind is GroupKind.PP else 1,
             kv_tokens=lane.num_tokens,
             slots=lane.max_num_seqs,

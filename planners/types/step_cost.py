@@ -8,6 +8,7 @@ token costs. `extra_s` is that difference; on a CPU it is about 0. `planners.cos
 """
 
 from dataclasses import dataclass, fields
+from operator import attrgetter
 
 STEP_TOKENS = 2048
 """New tokens of a full step, as vLLM's default is (`max_num_batched_tokens`)."""
@@ -30,7 +31,8 @@ class StepCost:
     @property
     def terms(self) -> tuple[float, ...]:
         """The coefficients, in the order of `TERMS`."""
-        return tuple(getattr(self, name) for name in TERMS)
+        found: tuple[float, ...] = _TERMS(self)
+        return found
 
     def step_s(self, tokens: float, seqs: float, context: float, pairs: float = 0.0) -> float:
         """Seconds of one step."""
@@ -43,6 +45,7 @@ NOMINAL = StepCost(load_s=0.02, token_s=5e-5, extra_s=6e-5, seq_s=5e-5, context_
 """Of a 14B model on a fast GPU. Its proportions stand for those of others until they were profiled or measured."""
 
 TERMS = tuple(f.name for f in fields(StepCost))
+_TERMS = attrgetter(*TERMS)
 
 
 @dataclass(slots=True)

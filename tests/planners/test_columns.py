@@ -208,6 +208,7 @@ def test_projected_loads_are_those_of_the_view(
     assert found == {
         group: (load.load, load.is_known) for group, load in expected.items() if load.load < below or not load.is_known
     }
+    assert [view.is_known(group) for group in view.groups()] == [view.load(group).is_known for group in view.groups()]
     # Where only some are asked for, the idlest of each degree are there.
     some = list(projected_loads(view, max_degree, below, 2))
     assert {group: (load, is_known) for group, load, is_known in some}.items() <= found.items()
