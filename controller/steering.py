@@ -123,8 +123,16 @@ class Steering:
             if plan is not None and not check_switch(plan, snapshot):
                 return plan, ()
         strategy = self._target.strategy if self._target is not None else SwitchStrategy.CARRY
-        merge, drop = self._config.merge, self._config.drop
-        plan, self._history, decision = select(snapshot, merge, drop, self._history, strategy, self._config.judge)
+        config = self._config
+        plan, self._history, decision = select(
+            snapshot,
+            config.merge,
+            config.drop,
+            self._history,
+            strategy,
+            config.judge,
+            redirects=config.migrate.redirects,
+        )
         news = self._news(decision, snapshot.time_s)
         if plan is None or not set(plan.group.members).isdisjoint(leaving):
             return None, news

@@ -13,6 +13,7 @@ from pengserve.planners.judge.urgency import Urgency
 from pengserve.planners.merge.history import LoadHistory
 from pengserve.planners.merge.propose import Proposal, propose
 from pengserve.planners.overload import DemandHistory, MemoryDemand, predict_demand
+from pengserve.planners.redirect import relieved
 from pengserve.planners.steps import make_plan, next_step
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.ids import InstanceId
@@ -29,6 +30,7 @@ class Configs:
     merge: MergeConfig
     drop: DropConfig
     judge: JudgeConfig
+    redirects: bool = False  # what waits without KV is sent on to where it can begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,9 +90,11 @@ def _changes(
 ) -> Iterator[Change]:
     """All that could be done now."""
     look, planned = proposal.look, set[Group]()
+    sent_on = relieved(snapshot) if configs.redirects and verdict.plan is not None else frozenset[InstanceId]()
     for change in drop_changes(demand, verdict):
         planned.add(change.group)
-        yield change
+        if sent_on.isdisjoint(change.group.members):
+            yield change
     if look is not None:
         yield from tp_changes(look.view, configs.merge, claimed, look.may_split, look.tp_groups())
         if configs.drop.max_stages > 1 and configs.drop.is_auto:

@@ -66,6 +66,14 @@ def plan_redirects(
     )
 
 
+def relieved(snapshot: ClusterSnapshot) -> frozenset[InstanceId]:
+    """Leaders of the stuck groups that can send on all that waits there: they need no more memory."""
+    instances = ready_instances(snapshot.instances)
+    orders = plan_redirects(snapshot, name="", excluded=snapshot.busy)
+    sources = ((order.source.instance_id, order.max_tokens) for order in orders)
+    return frozenset(leader for leader, room in sources if instances[leader].stats.queued_tokens <= room)
+
+
 def choose_redirected(waiting: Iterable[tuple[R, int, int]], max_tokens: int) -> list[R]:
     """Which requests leave, of so many tokens at most: the next ones first.
 

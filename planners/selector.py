@@ -64,17 +64,19 @@ def select(
     history: SelectorHistory,
     strategy: SwitchStrategy = SwitchStrategy.CARRY,
     judge_config: JudgeConfig = JUDGE,
+    *,
+    redirects: bool = False,
 ) -> tuple[SwitchPlan | None, SelectorHistory, Decision]:
     """The next switch or None, what to remember for the next call, and why.
 
     A function of its arguments alone; it must see the cluster regularly, as the planners under it must. `strategy` is
-    that of a pinned layout.
+    that of a pinned layout. With `redirects` no drop is made for a queue that can begin elsewhere.
     """
     if not snapshot.policy.is_auto:
         # The judge watches all the same: it must know the load when the layout is released.
         watched = history.judge.seen(snapshot, ready_instances(snapshot.instances), judge_config).settled()
         return _towards_target(snapshot, drop, replace(history, judge=watched), strategy)
-    configs = Configs(merge=merge, drop=drop, judge=judge_config)
+    configs = Configs(merge=merge, drop=drop, judge=judge_config, redirects=redirects)
     if history.judge.is_same_look(snapshot):
         plan, judged, decision = next_of_same_look(snapshot, configs, history.judge)
         return plan, replace(history, judge=judged), decision

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pengserve.planners.redirect import choose_redirected, plan_redirects
+from pengserve.planners.redirect import choose_redirected, plan_redirects, relieved
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.layout import Group, GroupKind, Layout
 from pengserve.planners.types.orders import Redirect
@@ -112,3 +112,11 @@ def test_the_next_ones_leave_first_but_for_those_whose_prefix_is_here() -> None:
     assert choose_redirected(waiting, 200) == ["a", "d"]
     assert choose_redirected(waiting, 240) == ["a", "d", "e"]
     assert choose_redirected(waiting, 49) == []
+
+
+def test_a_queue_that_can_begin_elsewhere_as_a_whole_needs_no_memory() -> None:
+    full, roomy = instance(0, BLOCKS, waiting=3), instance(1, BLOCKS // 2)
+    assert relieved(cluster(full, roomy)) == {0}
+    assert not relieved(cluster(instance(0, BLOCKS, waiting=30), roomy)), "only some of them can"
+    assert not relieved(cluster(full, instance(1, BLOCKS - 2)))
+    assert not relieved(cluster(instance(0, BLOCKS), roomy)), "nothing waits"

@@ -115,6 +115,21 @@ def test_where_memory_is_short_a_drop_wins() -> None:
     assert what(plan) == "drop pp2@(0,1)"
 
 
+@pytest.mark.parametrize(("waiting", "redirects", "expected"), [(2, False, True), (2, True, False), (8, True, True)])
+def test_no_drop_is_made_for_a_queue_that_can_begin_elsewhere(waiting: int, redirects: bool, expected: bool) -> None:
+    """One of two instances is nearly empty, and takes some requests but not many."""
+    history, verb = SelectorHistory(), ""
+    for seen in served(2, rate=2.0, prompt=1000, output=500, running=6, waiting=waiting, blocks=256, seconds=10.0):
+        full, roomy = seen.instances
+        stats = replace(roomy.stats, kv_blocks_used=10, num_running=1, num_waiting=0, queued_tokens=0)
+        seen = replace(seen, instances=(full, replace(roomy, stats=stats)))
+        plan, history, _ = select(seen, MERGE, DROP, history, redirects=redirects)
+        if plan is not None:
+            verb = plan.verb
+            break
+    assert (verb == "drop") is expected, verb
+
+
 def test_a_burst_that_begins_at_once_is_met_by_a_drop_before_memory_is_full() -> None:
     """All of its requests grow alike. It is all there is to see, and began as the layout was released."""
     history, used = SelectorHistory(), 0.0
