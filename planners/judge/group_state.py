@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from operator import add, attrgetter
+from operator import attrgetter
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class GroupState:
         return found
 
     def __add__(self, other: "GroupState") -> "GroupState":
-        return GroupState(*map(add, _FIGURES(self), _FIGURES(other)))
+        return GroupState.total((self, other))
 
     @classmethod
     def total(cls, states: "Sequence[GroupState]") -> "GroupState":

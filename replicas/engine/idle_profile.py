@@ -59,7 +59,7 @@ class IdleProfile:
             self._dp.abort([request.request_id for request in self._dp.requests()])
             self._is_given_up = True
         finally:
-            self._dp.put_back_totals(totals)
+            self._dp.count_on_from(totals)
             self.spent_s += time.perf_counter() - started_s
 
     @property

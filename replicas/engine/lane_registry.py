@@ -74,7 +74,7 @@ class LaneRegistry:
         del self._lanes[group]
         self._try_to_make(group, lane.rank, lane)
         if group in self._lanes:
-            self._lanes[group].count_on_from(lane)
+            self._lanes[group].count_on_from(lane.kept_totals())
         else:
             self._gone.update(lane.totals())
 

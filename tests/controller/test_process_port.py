@@ -86,6 +86,12 @@ async def test_calls_and_values_arrive(tmp_path: Path) -> None:
         assert (report.plan_id, report.epoch, report.cutover_s) == ("7:merge", 8, 0.25)
 
 
+def test_a_directory_that_is_missing_is_made(tmp_path: Path) -> None:
+    directory = tmp_path / "not" / "there"
+    ProcessPort(InstanceConfig(app="test", model="none"), python=sys.executable, directory=directory)
+    assert (directory / "config.json").exists()
+
+
 @pytest.mark.parametrize("kind", [StepError, FenceError, EngineError])
 async def test_deliberate_errors_arrive_as_what_they_are(tmp_path: Path, kind: type[Exception]) -> None:
     async with port(tmp_path) as ports:

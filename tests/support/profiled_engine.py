@@ -51,10 +51,10 @@ def use_idle_time(lane: DpLane) -> dict[str, Any]:
     """Profiles in idle time, called away after every second step; the answers in between, and what changed."""
     totals, free = lane.kept_totals(), lane.num_free()
     untimely = IdleProfile(lane)
-    lane.put_back_totals(LaneTotals(departures=totals.departures))
+    lane.count_on_from(LaneTotals(departures=totals.departures))
     untimely.advance(lambda: False)  # nothing was served, and its patience has just begun
     began_at_once = untimely.spent_s > 0
-    lane.put_back_totals(totals)
+    lane.count_on_from(totals)
     profile_, num_rounds, answers = IdleProfile(lane), 0, None
     while not profile_.is_over:
         steps = count()

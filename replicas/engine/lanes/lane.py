@@ -414,21 +414,19 @@ class Lane(ABC):
         """Counts that only grow, by their names in `InstanceStats`."""
         return self._totals.named()
 
-    def count_on_from(self, other: "Lane") -> None:
-        """Takes over the totals of the lane that this one replaces."""
-        self._totals.count_from(other._totals)
-
     @property
     def has_served(self) -> bool:
         """Whether the lane has made a step that counts."""
         return self._totals.steps > 0
 
     def kept_totals(self) -> LaneTotals:
-        """The totals as they are, for `put_back_totals`."""
+        """The totals as they are, for `count_on_from`."""
         return self._totals.copy()
 
-    def put_back_totals(self, totals: LaneTotals) -> None:
-        """Counts on from `totals`: the steps since then belonged to no client's request."""
+    def count_on_from(self, totals: LaneTotals) -> None:
+        """Takes over `totals`: of the lane that this one replaces, or its own, where the steps since then belonged to
+        no client's request.
+        """
         self._totals.count_from(totals)
 
     def _queue(self, num_waiting: int) -> Mapping[str, int]:
