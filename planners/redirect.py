@@ -6,19 +6,29 @@ elsewhere it costs what it would cost here, and begins at once. So no price is a
 """
 
 from collections.abc import Collection, Iterable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 
-from pengserve.planners.columns import GroupTable, Ints, ReadyInstances, ready_instances, whole_groups
+from pengserve.planners.columns import GroupTable, Ints, ReadyInstances, ready_instances, rows, whole_groups
 from pengserve.planners.types.ids import InstanceId
 from pengserve.planners.types.orders import Redirect
 from pengserve.planners.types.snapshot import ClusterSnapshot
 
 R = TypeVar("R")
 
+
 RESERVE = 0.1  # of a target's blocks, that stay free for what runs there
 MOST_CACHED = 0.5  # of a request's tokens, that its instance may have in its prefix cache: more are worth a wait
+
+
+class _Pair(NamedTuple):
+    """A group that is stuck and one with room, by their leaders."""
+
+    source: InstanceId
+    target: InstanceId
+    queued_tokens: int  # of all that waits at the source
+    room_tokens: int  # for what the target may be sent
 
 
 def plan_redirects(
@@ -26,14 +36,32 @@ def plan_redirects(
 ) -> tuple[Redirect, ...]:
     """One order for each pair of a group that is stuck and one with room; ids begin with `name`.
 
-    A group is stuck where requests without KV wait, and the mean one of them finds no blocks or no slot. It has room
-    where none waits, a slot is free, and so is more than what its running requests may soon need: a block each, and
-    `RESERVE` of all. Else they would be preempted for what it is sent. The longest queue goes to the most room.
-
     Args:
         excluded: instances that neither give nor get any, since they change their shape or leave.
     """
     instances = ready_instances(snapshot.instances)
+    return tuple(
+        Redirect(
+            order_id=f"{name}-{pair.source}",
+            source=instances[pair.source].key,
+            target=instances[pair.target].key,
+            max_tokens=pair.room_tokens,
+        )
+        for pair in _pairs(snapshot, instances, excluded)
+    )
+
+
+def relieved(snapshot: ClusterSnapshot) -> frozenset[InstanceId]:
+    """Leaders of the stuck groups that can send on all that waits there: they need no more memory."""
+    pairs = _pairs(snapshot, ready_instances(snapshot.instances), snapshot.busy)
+    return frozenset(pair.source for pair in pairs if pair.queued_tokens <= pair.room_tokens)
+
+
+def _pairs(snapshot: ClusterSnapshot, instances: ReadyInstances, excluded: Collection[InstanceId]) -> Iterable[_Pair]:
+    """A group is stuck where requests without KV wait, and the mean one of them finds no blocks or no slot. It has room
+    where none waits, a slot is free, and so is more than what its running requests may soon need: a block each, and
+    `RESERVE` of all. Else they would be preempted for what it is sent. The longest queue goes to the most room.
+    """
     table = whole_groups(snapshot.layout.groups, instances)
     at = table.leader_ids
     all_waiting = instances.stat("num_waiting")[at]
@@ -53,25 +81,12 @@ def plan_redirects(
     is_stuck = is_able & (waiting > 0) & (~has_slot | (used + needed > total))
     free = total - used - np.maximum(running, (RESERVE * total).astype(np.int64))
     room = np.where(is_able & has_slot & (all_waiting == 0), free * block, 0)
-    queues = [i for i in np.lexsort((at, -queued)).tolist() if is_stuck[i]]
-    roomy = [i for i in np.lexsort((at, -room)).tolist() if room[i] > 0]
-    return tuple(
-        Redirect(
-            order_id=f"{name}-{table.leaders[source]}",
-            source=instances[table.leaders[source]].key,
-            target=instances[table.leaders[target]].key,
-            max_tokens=int(room[target]),
-        )
-        for source, target in zip(queues, roomy, strict=False)
-    )
-
-
-def relieved(snapshot: ClusterSnapshot) -> frozenset[InstanceId]:
-    """Leaders of the stuck groups that can send on all that waits there: they need no more memory."""
-    instances = ready_instances(snapshot.instances)
-    orders = plan_redirects(snapshot, name="", excluded=snapshot.busy)
-    sources = ((order.source.instance_id, order.max_tokens) for order in orders)
-    return frozenset(leader for leader, room in sources if instances[leader].stats.queued_tokens <= room)
+    queues, roomy = np.flatnonzero(is_stuck), np.flatnonzero(room > 0)
+    queues = queues[np.lexsort((at[queues], -queued[queues]))]
+    roomy = roomy[np.lexsort((at[roomy], -room[roomy]))]
+    num = min(len(queues), len(roomy))
+    queues, roomy = queues[:num], roomy[:num]
+    return rows(_Pair, at[queues].tolist(), at[roomy].tolist(), queued[queues].tolist(), room[roomy].tolist())
 
 
 def choose_redirected(waiting: Iterable[tuple[R, int, int]], max_tokens: int) -> list[R]:

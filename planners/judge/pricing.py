@@ -130,6 +130,17 @@ class Pricing:
         self._rows_after = {plan.change: plan.after for plan in plans}
         return tuple(map(self._priced, plans, _figures(plans, self._fates)))
 
+    def costs_s(self, changes: Sequence[Change]) -> list[tuple[Change, float, float]]:
+        """Request-seconds without and with each of those of `changes` that can be predicted, at the expected rate of
+        requests: what `price` finds, but for what switches cost, and in less time.
+        """
+        plans = [plan for change in changes if (plan := self._plan_of(change)) is not None]
+        if not plans:
+            return []
+        rows = list(dict.fromkeys(row for plan in plans for row in (*plan.before, *plan.after)))
+        cost_of = dict(zip(rows, self._expected(rows).cost_s.tolist(), strict=True)).__getitem__
+        return [(plan.change, sum(map(cost_of, plan.before)), sum(map(cost_of, plan.after))) for plan in plans]
+
     def moves(self, wanted: Sequence[tuple[Group, Group, float]]) -> list[PricedMove | None]:
         """Running requests with so many tokens of KV would go from one group to another: each of these moves by itself.
         None where it cannot be predicted.

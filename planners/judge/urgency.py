@@ -13,7 +13,7 @@ from pengserve.planners.judge.changes import Change, with_rest
 from pengserve.planners.judge.judge import JudgeHistory, pricing_of
 from pengserve.planners.judge.pricing import SOONER, Pricing
 from pengserve.planners.judge.watch import costs_of, traffic_of
-from pengserve.planners.load import ClusterView
+from pengserve.planners.load import ClusterView, formable_groups
 from pengserve.planners.types.config import DropConfig, JudgeConfig
 from pengserve.planners.types.layout import Group, GroupKind, alone
 from pengserve.planners.types.snapshot import ClusterSnapshot
@@ -45,11 +45,10 @@ class Urgency:
             return frozenset()
         changes = [_split(g) if view.group_of.get(g.leader) == g else _merge(view, g) for g in groups]
         found = set[Group]()
-        for priced in self._pricing.price(changes):
-            kept_s, then_s = priced.keep.cost_s, priced.then.cost_s
-            without_s, with_s = (then_s, kept_s) if priced.change.verb == "split" else (kept_s, then_s)
+        for change, kept_s, then_s in self._pricing.costs_s(changes):
+            without_s, with_s = (then_s, kept_s) if change.verb == "split" else (kept_s, then_s)
             if with_s - without_s > self._config.least(without_s):
-                found.add(priced.change.group)
+                found.add(change.group)
         return frozenset(found)
 
     @cached_property
@@ -74,7 +73,7 @@ class Urgency:
             return inf if cost is None else cost.step_s(batch, batch, held)
 
         most_s = SOONER * token_s(GroupKind.DP)
-        degrees = {group.degree for group in self._snapshot.groups if group.kind is GroupKind.TP}
+        degrees = formable_groups(self._snapshot.groups).tp_degrees
         return frozenset(degree for degree in degrees if most_s < token_s(f"{GroupKind.TP}{degree}") < inf)
 
 

@@ -33,7 +33,8 @@ def _claim_running(look: Look, degrees: set[int], *, is_urgency: bool = False) -
     the first few of many are asked for what they cost others.
     """
     running_groups = look.history.running_groups
-    able = [g for g in look.view.groups() if g.tensor_degree in degrees and not _is_needed_by_all(look, g)]
+    groups = look.view.groups() if 1 in degrees else look.tp_groups()  # few of a thousand are wide
+    able = [g for g in groups if g.tensor_degree in degrees and not _is_needed_by_all(look, g)]
     for_others = [g.kind is GroupKind.TP and running_groups[g].reason is not Reason.PRIORITY for g in able]
     holds_up = [_holds_up(look, g) for g in able]
     ranked = zip(holds_up, for_others, able, strict=True)

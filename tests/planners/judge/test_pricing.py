@@ -135,3 +135,21 @@ def test_groups_that_are_alike_are_one_row() -> None:
     others += [table.add(seen.layout.groups[0], idle, 0.5, 8), table.add(seen.layout.groups[0], idle, 0.0, 7)]
     assert first == [0] * 8 and others == [1, 2, 3, 4]
     assert all(len(fate.cost_s) == 5 for fate in table.fates())
+
+
+def test_costs_alone_are_those_of_prices() -> None:
+    """Of two changes of the same groups, and of one that cannot be predicted: nothing is known of a third instance."""
+    history = JudgeHistory()
+    for seen in served(2, rate=2.0, running=3):
+        instances = ready_instances(seen.instances)
+        history = history.seen(seen, instances, JudgeConfig())
+    unknown = Group.parse("tp2@(1,2)")
+    changes = [Change("merge", goal, (), seen.layout.groups, (goal,)) for goal in (WIDE, PIPELINE)]
+    changes.append(Change("merge", unknown, (), (unknown,), (unknown,)))
+    pricing, beside = (pricing_of(seen, instances, JudgeConfig(), DropConfig(max_stages=2), history) for _ in range(2))
+    prices = [(priced.change, priced.keep.cost_s, priced.then.cost_s) for priced in pricing.price(changes)]
+    costs = beside.costs_s(changes)
+    assert [change for change, *_ in costs] == [change for change, *_ in prices] == changes[:2]
+    for (_, *kept_and_then), (_, *expected) in zip(costs, prices, strict=True):
+        assert kept_and_then == pytest.approx(expected)
+    assert beside.costs_s(changes[2:]) == []
