@@ -39,6 +39,7 @@ class Change(NamedTuple):
     after: tuple[Group, ...]  # what they will be, perhaps some switches later
     why: str = ""
     is_spare: bool = False  # only where compute is plentiful: it costs throughput, and no memory is short
+    can_wait: bool = False  # for memory that is nearly full: so far its members together hold what is needed
 
     @property
     def what(self) -> What:
@@ -153,7 +154,8 @@ def drop_changes(demand: MemoryDemand, verdict: Verdict) -> Iterator[Change]:
     for pipeline in verdict.plan.pipelines[:MOST] if verdict.plan is not None else ():
         group = pipeline.group
         before = tuple(dict.fromkeys(demand.by_member[m].group for m in group.members))
-        yield Change("drop", group, (), before, with_rest(group, before), pipeline.why)
+        can_wait = pipeline.demand_blocks <= pipeline.held_blocks
+        yield Change("drop", group, (), before, with_rest(group, before), pipeline.why, can_wait=can_wait)
 
 
 def restore_changes(

@@ -8,7 +8,7 @@ from pengserve.planners.judge.changes import Change, What
 from pengserve.planners.judge.forecasts import KEEP, MOST_GROUPS, Forecast, Forecasts, Outcome
 from pengserve.planners.judge.prediction import Prediction, Priced
 from pengserve.planners.judge.pricing import Pricing
-from pengserve.planners.judge.standing import Queues, steadied
+from pengserve.planners.judge.standing import Needs, steadied
 from pengserve.planners.judge.switch_costs import SwitchPrices, first_link
 from pengserve.planners.judge.watch import Watched, costs_of, traffic_of
 from pengserve.planners.types.config import DropConfig, JudgeConfig
@@ -44,7 +44,7 @@ class JudgeHistory:
     forecasts: Forecasts = field(default_factory=Forecasts)
     ranked: Ranked | None = None  # of the newest look
     owed: Mapping[What, float] = field(default_factory=dict)  # request-seconds that would have been saved so far
-    queues: Queues = field(default_factory=dict)  # that changes would make room for
+    needs: Needs = field(default_factory=dict)  # for room, that changes would make
     judged_s: float = 0.0  # when changes were last priced
     outcomes: tuple[Outcome, ...] = ()  # of the forecasts whose time was over at the newest look
 
@@ -187,9 +187,9 @@ def judge(
     priced = pricing.price(changes, beside=stands)
     history = replace(history, forecasts=pricing.forecasts, outcomes=pricing.outcomes)
     now_s = snapshot.time_s
-    priced, queues = steadied(priced, history.queues, instances, now_s)
+    priced, needs = steadied(priced, history.needs, instances, now_s)
     owed = history.owed_now(priced, now_s, pricing.horizon_s)
-    history = replace(history, owed=owed, queues=queues, judged_s=now_s)
+    history = replace(history, owed=owed, needs=needs, judged_s=now_s)
     paying, rest = list[Priced](), list[Priced]()
     for p in priced:
         (paying if pays(p, owed, config) else rest).append(p)

@@ -1,8 +1,9 @@
-"""What makes room for a queue that stands is judged by the mean of its newest looks.
+"""What makes room is judged by the mean of its newest looks, unless a queue has just begun.
 
 One look's gain is noisy: with 22 requests waiting, looks half a second apart were measured to differ by a fifth of all
-that was predicted, since one answer had ended. The best of twenty such looks is over any margin sooner or later. A
-queue that has just begun is judged by the newest look, so a burst is met at once.
+that was predicted, since one answer had ended. The best of twenty such looks is over any margin sooner or later. So a
+queue that stands is judged by the mean of some, and so is memory that is nearly full where nothing waits yet. A queue
+that has just begun is judged by the newest look, and so is memory that will not do: a burst is met at once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,43 +26,48 @@ class Look(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
-    """Requests that have waited without a break at the members of a change."""
+class Need:
+    """Since when the members of a change have needed room without a break."""
 
     since_s: float
+    is_queue: bool  # requests wait, or else memory is nearly full
     looks: tuple[Look, ...] = ()  # the newest ones
 
-    def with_look(self, look: Look) -> "Queue":
+    def with_look(self, look: Look) -> "Need":
         """With a newer look, and without those that are too old."""
         recent = (one for one in self.looks if look.at_s - one.at_s <= STANDS_S)
-        return Queue(self.since_s, (*recent, look))
+        return replace(self, looks=(*recent, look))
 
     def judged(self, priced: Priced) -> Priced:
         """`priced` at the newest look, with what it is to be judged by."""
-        num_looks = len(self.looks)
-        if self.looks[-1].at_s - self.since_s < STANDS_S:
+        num_looks, age_s = len(self.looks), self.looks[-1].at_s - self.since_s
+        if self.is_queue and age_s < STANDS_S:
             return priced
-        gain_s = sum(look.gain_s for look in self.looks) / num_looks
+        # Of memory that is nearly full, the time before the first look counts as time without any gain.
+        gain_s = min(1.0, age_s / STANDS_S) * sum(look.gain_s for look in self.looks) / num_looks
         kept_s = sum(look.kept_s for look in self.looks) / num_looks
         return replace(priced, gain_s=gain_s, kept_s=kept_s, num_looks=num_looks)
 
 
-Queues = Mapping[What, Queue]
+Needs = Mapping[What, Need]
 
 
 def steadied(
-    priced: Sequence[Priced], queues: Queues, instances: ReadyInstances, now_s: float
-) -> tuple[tuple[Priced, ...], Queues]:
-    """`priced`, with the mean gain of what makes room for a queue that stands; and `queues` with this look."""
+    priced: Sequence[Priced], needs: Needs, instances: ReadyInstances, now_s: float
+) -> tuple[tuple[Priced, ...], Needs]:
+    """`priced`, with the mean gain of what makes room and is not urgent; and `needs` with this look."""
     waiting = instances.stat("num_waiting")
     found = list[Priced]()
-    after = {what: queue for what, queue in queues.items() if now_s - queue.looks[-1].at_s <= STANDS_S}
+    after = {what: need for what, need in needs.items() if now_s - need.looks[-1].at_s <= STANDS_S}
     for one in priced:
         change = one.change
         if change.makes_room:
-            queue = after.pop(change.what, Queue(now_s))
-            if waiting[[member for group in change.before for member in group.members]].any():
-                after[change.what] = queue = queue.with_look(Look(now_s, one.gain_s, one.kept_s))
-                one = queue.judged(one)
+            is_queue = bool(waiting[[member for group in change.before for member in group.members]].any())
+            need = after.pop(change.what, None)
+            if is_queue or change.can_wait:
+                if need is None or need.is_queue is not is_queue:
+                    need = Need(now_s, is_queue)
+                after[change.what] = need = need.with_look(Look(now_s, one.gain_s, one.kept_s))
+                one = need.judged(one)
         found.append(one)
     return tuple(found), after

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from pengserve.planners.check import check_switch
 from pengserve.planners.drop import Pipeline, Verdict, plan_drop
+from pengserve.planners.judge.changes import drop_changes
 from pengserve.planners.overload import DemandHistory, MemoryDemand, predict_demand
 from pengserve.planners.steps import make_plan
 from pengserve.planners.types.config import DropConfig
@@ -143,6 +144,15 @@ def test_a_drop_leaves_less_short_than_it_found(blocks: list[int]) -> None:
 
 
 # Cases
+
+
+@pytest.mark.parametrize(("blocks", "can_wait"), [((62, 61), True), ((62, 70), False)])
+def test_a_drop_can_wait_while_its_members_hold_what_is_needed(
+    blocks: tuple[int, ...], can_wait: bool
+) -> None:
+    seen = loaded(*blocks)
+    (change,) = drop_changes(demand_of(seen), verdict(seen))
+    assert change.makes_room and change.can_wait == can_wait
 
 
 def test_an_overloaded_instance_merges_with_its_buddy() -> None:

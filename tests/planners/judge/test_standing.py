@@ -1,4 +1,4 @@
-"""A drop for a queue that stands is judged by the mean of its newest looks, and one for a queue that begins by one."""
+"""A drop for a queue that begins is judged by the newest look; one that can wait, by the mean of some."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from pengserve.planners.judge.changes import Change
 from pengserve.planners.judge.judge import JudgeHistory, judge
 from pengserve.planners.judge.prediction import Prediction, Priced
 from pengserve.planners.judge.pricing import Pricing
-from pengserve.planners.judge.standing import STANDS_S, Queues, steadied
+from pengserve.planners.judge.standing import STANDS_S, Needs, steadied
 from pengserve.planners.types.config import DropConfig, JudgeConfig
 from pengserve.planners.types.layout import Group, alone
 from pengserve.planners.types.snapshot import ClusterSnapshot
@@ -18,6 +18,7 @@ from tests.planners.judge.watching import served
 
 PIPELINE = Group.parse("pp2@(0,1)")
 DROP = Change("drop", PIPELINE, (), tuple(alone((0, 1))), (PIPELINE,))
+EARLY = DROP._replace(can_wait=True)
 TICK_S = 0.5
 
 
@@ -34,9 +35,9 @@ def drop(gain_s: float, change: Change = DROP) -> Priced:
 def gains(priced: Sequence[Priced], instances: ReadyInstances, every_s: float = TICK_S) -> list[float]:
     """What each of these looks, one after another, is judged by."""
     found: list[float] = []
-    queues: Queues = {}
+    needs: Needs = {}
     for tick, one in enumerate(priced):
-        (judged,), queues = steadied((one,), queues, instances, tick * every_s)
+        (judged,), needs = steadied((one,), needs, instances, tick * every_s)
         found.append(judged.gain_s)
     return found
 
@@ -56,18 +57,41 @@ def test_a_load_that_has_changed_is_believed_as_soon_as_all_looks_are_of_it() ->
 def test_a_queue_ends_where_nothing_waits() -> None:
     _, queue = look()
     _, rest = look(waiting=0)
-    queues: Queues = {}
+    needs: Needs = {}
     for tick in range(10):
-        _, queues = steadied((drop(-100.0),), queues, queue, tick * TICK_S)
-    assert set(queues) == {DROP.what}
-    (at_rest,), queues = steadied((drop(40.0),), queues, rest, 10 * TICK_S)
-    assert (at_rest.gain_s, at_rest.num_looks, queues) == (40.0, 1, {})
+        _, needs = steadied((drop(-100.0),), needs, queue, tick * TICK_S)
+    assert set(needs) == {DROP.what}
+    (at_rest,), needs = steadied((drop(40.0),), needs, rest, 10 * TICK_S)
+    assert (at_rest.gain_s, at_rest.num_looks, needs) == (40.0, 1, {})
 
 
 def test_a_queue_that_looks_have_not_priced_for_a_while_has_just_begun() -> None:
     _, instances = look()
     assert gains([drop(-100.0), drop(40.0)], instances, STANDS_S)[1] == pytest.approx(-30.0)
     assert gains([drop(-100.0), drop(40.0)], instances, STANDS_S + TICK_S)[1] == 40.0
+
+
+def test_memory_that_is_nearly_full_waits_for_looks_that_agree() -> None:
+    """The two seconds before the first look count as seconds without any gain."""
+    _, rest = look(waiting=0)
+    assert gains([drop(80.0, EARLY)] * 6, rest) == pytest.approx([0.0, 20.0, 40.0, 60.0, 80.0, 80.0])
+    mixed = [drop(gain_s, EARLY) for gain_s in (80.0, -40.0, -40.0, -40.0, -40.0, 140.0)]
+    assert gains(mixed, rest)[-1] == pytest.approx(-4.0)
+
+
+def test_memory_that_will_not_do_is_met_at_once() -> None:
+    _, rest = look(waiting=0)
+    assert gains([drop(-80.0), drop(40.0)], rest) == [-80.0, 40.0]
+
+
+def test_a_queue_that_begins_where_memory_was_nearly_full_is_met_at_once() -> None:
+    _, queue = look()
+    _, rest = look(waiting=0)
+    needs: Needs = {}
+    for tick in range(5):
+        _, needs = steadied((drop(-80.0, EARLY),), needs, rest, tick * TICK_S)
+    (judged,), needs = steadied((drop(40.0, EARLY),), needs, queue, 5 * TICK_S)
+    assert (judged.gain_s, judged.num_looks, needs[EARLY.what].since_s) == (40.0, 1, 5 * TICK_S)
 
 
 @pytest.mark.parametrize("change", [DROP._replace(is_spare=True), DROP._replace(verb="merge")])
