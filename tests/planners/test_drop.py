@@ -147,9 +147,7 @@ def test_a_drop_leaves_less_short_than_it_found(blocks: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("blocks", "can_wait"), [((62, 61), True), ((62, 70), False)])
-def test_a_drop_can_wait_while_its_members_hold_what_is_needed(
-    blocks: tuple[int, ...], can_wait: bool
-) -> None:
+def test_a_drop_can_wait_while_its_members_hold_what_is_needed(blocks: tuple[int, ...], can_wait: bool) -> None:
     seen = loaded(*blocks)
     (change,) = drop_changes(demand_of(seen), verdict(seen))
     assert change.makes_room and change.can_wait == can_wait
