@@ -17,7 +17,6 @@ from pengserve.planners.types.snapshot import ClusterSnapshot
 
 R = TypeVar("R")
 
-
 RESERVE = 0.1  # of a target's blocks, that stay free for what runs there
 MOST_CACHED = 0.5  # of a request's tokens, that its instance may have in its prefix cache: more are worth a wait
 
