@@ -117,7 +117,7 @@ class Pricing:
         What `keep` will be asked of the groups `beside` is predicted together with them, and what the model gives for
         forecasts whose time is over: that takes hardly longer. Then `forecasts` have learned of these `outcomes`.
         """
-        plans = [plan for change in changes if (plan := self._plan_of(change)) is not None]
+        plans = self._plans_of(changes)
         if not plans:
             return ()
         for group in beside:
@@ -134,7 +134,7 @@ class Pricing:
         """Request-seconds without and with each of those of `changes` that can be predicted, at the expected rate of
         requests: what `price` finds, but for what switches cost, and in less time.
         """
-        plans = [plan for change in changes if (plan := self._plan_of(change)) is not None]
+        plans = self._plans_of(changes)
         if not plans:
             return []
         rows = list(dict.fromkeys(row for plan in plans for row in (*plan.before, *plan.after)))
@@ -192,6 +192,10 @@ class Pricing:
         return [replace(fate, cost_s=fate.cost_s * factors) for fate in fates]
 
     # Rows -------------------------------------------------------------------------------------------------------------
+
+    def _plans_of(self, changes: Sequence[Change]) -> list[_Plan]:
+        """Of those that can be predicted, in their order."""
+        return [plan for change in changes if (plan := self._plan_of(change)) is not None]
 
     def _plan_of(self, change: Change) -> _Plan | None:
         before = [row for group in change.before if (row := self._row_now(group)) is not None]
