@@ -13,7 +13,7 @@ from tests.system.test_shape_exactness import MEMORY_BYTES
 
 pytestmark = [pytest.mark.slow, pytest.mark.shapes]
 
-STEP_TOKENS, LONG, NUM_LATE, NUM_NEW = 64, 900, 16, 4  # a prompt takes 15 steps
+STEP_TOKENS, LONG, NUM_LATE, NUM_NEW = 64, 900, 32, 4  # a prompt takes 15 steps; 16 late ones were few on fast cores
 PAUSE_S = 0.15  # until the late ones are very late, and the time of an order is there
 ENGINE = {"max_num_batched_tokens": STEP_TOKENS, "max_num_seqs": 32, "enable_prefix_caching": False}
 ENDS_WITHIN_S = 120.0
