@@ -24,6 +24,10 @@ class KnownContracts:
         """Requests here that have an SLO for the time between tokens."""
         return self._requests.num_paced
 
+    def is_paced(self, request_id: str) -> bool:
+        """Whether a request has an SLO for the time between its tokens."""
+        return self._requests.is_paced(request_id)
+
     @property
     def num_hurried(self) -> int:
         """Requests here that have an SLO for their first token."""

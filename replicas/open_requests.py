@@ -82,6 +82,10 @@ class OpenRequests:
         """Requests here that have an SLO for the time between tokens."""
         return len(self._paced)
 
+    def is_paced(self, request_id: str) -> bool:
+        """Whether a request has an SLO for the time between its tokens; any thread may ask."""
+        return request_id in self._paced
+
     @property
     def num_hurried(self) -> int:
         """Requests here that have an SLO for their first token."""

@@ -118,6 +118,7 @@ def machine_of(config: SimulationConfig, setup: Setup) -> Machine:
             preemption=setup.preemption,
             short_prompts=setup.short_prompts,
             late_prompts=setup.late_prompts,
+            long_answers=setup.long_answers,
             short_first_steps=setup.short_first_steps,
         ),
         activation_bytes=named.model.activation_bytes_per_token,

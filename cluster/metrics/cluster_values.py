@@ -42,6 +42,7 @@ _BY_LABEL: tuple[tuple[MetricSpec, dict[str, str], str], ...] = (  # metric, lab
     (catalog.DEPARTURES, {"rule": "band"}, "total_departures_by_band"),
     (catalog.DEPARTURES, {"rule": "length"}, "total_departures_by_length"),
     (catalog.DEPARTURES, {"rule": "lateness"}, "total_departures_by_lateness"),
+    (catalog.DEPARTURES, {"rule": "memory"}, "total_departures_by_memory"),
     (catalog.DEPARTURES, {"rule": "first_step"}, "total_short_first_steps"),
 )
 _COUNTERS = (*((spec, dict[str, str](), field) for spec, field in _TOTALS), *_BY_LABEL)

@@ -179,6 +179,7 @@ ATTRIBUTES: dict[type, tuple[str, ...]] = {
         "_make_cached_request_data",  # what it builds is for a runner, and no decision stands on it
         "_update_request_with_output",  # appends tokens, and says whether the request has ended
         "_free_request",
+        "_preempt_request",  # (request, timestamp), of one that `running` has no more: it waits, and holds nothing
         "_enqueue_waiting_request",  # puts a request that holds KV where it is scheduled first
     ),
     RequestQueue: ("add_request", "remove_requests", "prepend_request", "peek_request"),

@@ -21,6 +21,7 @@ from pengserve.planners.short_steps import first_step_tokens, meeting_step_token
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.planners.types.units import blocks_for
 from pengserve.simulator.engine.draft import Draft, draft_ahead
+from pengserve.simulator.engine.fast_answers import FastAnswers
 from pengserve.simulator.engine.fast_state import FastState
 from pengserve.simulator.engine.formation import Formation
 from pengserve.simulator.engine.options import SchedulerOptions
@@ -52,6 +53,9 @@ class FastScheduler:
         self.capacity, self._clock, self._lates = capacity, clock, LateOrder()
         self.options = options = options or SchedulerOptions()
         self._state = FastState(capacity, options)
+        self._answers = (
+            FastAnswers(self._state, options.long_answers, clock) if options.long_answers is not None else None
+        )
         self._begun_short = ""  # whose first step was kept short last
         self._is_meeting = False
         self._unfinished: UnfinishedSteps[Any] = UnfinishedSteps(options.most_in_flight)
@@ -149,7 +153,7 @@ class FastScheduler:
         if blocks > self._state.free:
             return False
         entry = self._state.entries[request] = Entry(request)
-        entry.computed = computed_tokens
+        entry.computed, entry.preemptions = computed_tokens, 1
         self._state.take(entry, blocks)
         self._state.holding.append(entry)
         return True
@@ -172,8 +176,6 @@ class FastScheduler:
     def schedule(self, max_steps: int = 1) -> SimStep | None:
         """The next step, or up to `max_steps` equal ones as one; None where there is nothing to compute now."""
         self._unfinished.require_room()
-        if self.options.late_prompts and self._state.waiting:
-            self._hurry()
         step = self._schedule_decodes(max_steps) if self.options.num_stages == 1 else None
         step = step or self._schedule_mixed()
         if step is not None:
@@ -191,7 +193,7 @@ class FastScheduler:
     def _hurry(self) -> None:
         """As `replicas/engine/scheduling/late_prompts.py`."""
         queue, lates, now_s = self._state.waiting, self._lates, self._clock()
-        if not lates.is_due(now_s, _gone(queue.head(), now_s)):
+        if not (self.options.late_prompts and queue) or not lates.is_due(now_s, _gone(queue.head(), now_s)):
             return
         entries, by_priority = list(queue), self.options.policy == "priority"
         waiting = [Waiting(e.order[2], _gone(e, now_s), e.order[1], e.order[0], e.has_begun) for e in entries]
@@ -217,6 +219,9 @@ class FastScheduler:
         count = len(running)
         if not count or state.num_prefilling or count > self.options.max_num_batched_tokens:
             return None
+        if self._answers is not None and (max_steps := int(min(max_steps, self._answers.calm_steps()))) < 1:
+            return None
+        self._hurry()
         full = [entry for entry in running if entry.computed == entry.room]
         free = state.free - len(full)
         if free < 0 or (count < self.options.max_num_batched_tokens and self._can_begin(free)):
@@ -257,15 +262,15 @@ class FastScheduler:
     # All other steps -------------------------------------------------------------------------------------------------
 
     def _schedule_mixed(self) -> SimStep | None:
-        draft = self._draft()
-        preempted, swapped_out = draft.preempted, draft.swapped_out
+        draft, preempted = self._form()
+        swapped_out, made_room = draft.swapped_out, bool(preempted)
         while not draft.tokens:
             # Either those that ran have made room for others than themselves, or nothing ran at all.
-            given_up = [] if draft.preempted else self._state.give_up()
-            if not (draft.preempted or given_up):
+            given_up = [] if made_room else self._state.give_up()
+            if not (made_room or given_up):
                 return None
-            draft = self._draft()
-            preempted = preempted + given_up + draft.preempted
+            draft, more = self._form()
+            made_room, preempted = bool(more), preempted + given_up + more
             swapped_out += draft.swapped_out
         chunks: list[Chunk] = []
         num_decodes = context = 0
@@ -292,6 +297,18 @@ class FastScheduler:
                 tuple(draft.tokens.items()), tuple(due), self._cost_s(num_decodes, context, chunks, draft.overtakes)
             ),
         )
+
+    def _form(self) -> tuple[Draft, list[Entry]]:
+        """The next step, and all that was preempted for it."""
+        if self._answers is None or (answers := self._answers.stepping()) is None:
+            self._hurry()
+            draft = self._draft()
+            return draft, draft.preempted
+        with answers:
+            self._hurry()
+            draft = self._draft()
+        gave_way, self._answers.preempted = self._answers.preempted, []
+        return draft, gave_way + draft.preempted
 
     def _draft(self) -> Draft:
         if self._formation is None:

@@ -80,6 +80,7 @@ class FastState:
         if not self._swap_out(entry):
             entry.computed = 0
         entry.stale = entry.in_flight
+        entry.preemptions += 1
         self._wait_again(entry)
         return entry
 

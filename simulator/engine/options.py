@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from pengserve.planners.cost_model import CostModel
+from pengserve.planners.long_answers import GivingWay
 from pengserve.planners.types.errors import ConfigError
 
 
@@ -25,6 +26,7 @@ class SchedulerOptions:
     )
     short_prompts: bool = False  # overtake long ones, as in PengServe; vLLM alone reads prompts as they come
     late_prompts: bool = False  # yield to those that can have their first tokens in time, as in PengServe
+    long_answers: GivingWay | None = None  # give way to prompts that wait for memory, as in PengServe
     short_first_steps: bool = False  # of long prompts, where the lane was idle, as in PengServe
     num_stages: int = 1  # of a pipeline
     max_in_flight: int = 0  # steps that may be unfinished at once; 0: one a stage

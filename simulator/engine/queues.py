@@ -20,6 +20,7 @@ class Entry:
         "left",
         "live",
         "order",
+        "preemptions",
         "room",
         "stale",
         "tokens",
@@ -36,6 +37,7 @@ class Entry:
         self.stale = 0  # ... that were scheduled before it was preempted: it waits until they have come back
         self.blocks = 0
         self.room = 0  # tokens that its blocks hold
+        self.preemptions = int(live.num_generated > 0)  # as vLLM counts: to come from elsewhere is one
         self.host_blocks = 0  # that were swapped out
         self.has_begun = False  # it was preempted, or came from elsewhere
         self.is_decoding = False  # computes one token a step from now on

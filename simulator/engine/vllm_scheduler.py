@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from pengserve.planners.cost_model import Chunk
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.replicas.engine.scheduling.late_prompts import LatePrompts
+from pengserve.replicas.engine.scheduling.long_answers import LongAnswers
 from pengserve.replicas.engine.scheduling.microbatches import Microbatches
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.scheduling.short_prompts import ShortPrompts
@@ -39,8 +40,8 @@ class _Handle(NamedTuple):
     sampled: list[list[int]]  # by request, in the order of `output.num_scheduled_tokens`
 
 
-class _FirstTokens:
-    """When requests are to have their first tokens."""
+class _Promises:
+    """Which SLOs requests have."""
 
     def __init__(self, lives: Mapping[str, LiveRequest], clock: Callable[[], float]) -> None:
         self._lives, self._clock = lives, clock
@@ -53,6 +54,10 @@ class _FirstTokens:
     def gone(self, request_id: str) -> float:
         """Share of the time to its first token that is gone."""
         return self._lives[request_id].gone(self._clock())
+
+    def is_paced(self, request_id: str) -> bool:
+        """Whether it has an SLO for the time between its tokens."""
+        return self._lives[request_id].arrival.tbt_s is not None
 
 
 class VllmScheduler:
@@ -89,8 +94,20 @@ class VllmScheduler:
         self._prefix_queries = self._prefix_hits = 0
         self._short_steps = ShortSteps(self._scheduler, begins_short=options.short_first_steps)
         self._shorts = ShortPrompts(self._scheduler, capacity.block_size) if options.short_prompts else None
-        known = _FirstTokens(self._lives, clock)
+        known = _Promises(self._lives, clock)
         self._lates = LatePrompts(self._scheduler, known, clock) if options.late_prompts else None
+        self._answers = (
+            LongAnswers(
+                self._scheduler,
+                known,
+                capacity.block_size,
+                self._scheduler.num_free,
+                rules=options.long_answers,
+                clock=clock,
+            )
+            if options.long_answers is not None
+            else None
+        )
         self._microbatches = (
             Microbatches(self._scheduler, options.num_stages, options.lookahead, shorts=self._shorts)
             if options.lookahead is not None and options.num_stages > 1
@@ -231,6 +248,11 @@ class VllmScheduler:
         return step
 
     def _form(self) -> SchedulerOutput:
+        answers = self._answers.stepping() if self._answers is not None else None
+        with answers or contextlib.nullcontext():
+            return self._choose()
+
+    def _choose(self) -> SchedulerOutput:
         if self._lates is not None:
             self._lates.renew()
         if self._microbatches is not None:

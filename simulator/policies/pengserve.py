@@ -4,6 +4,7 @@ from typing import Any
 
 from pydantic import Field
 
+from pengserve.planners.long_answers import GivingWay
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.errors import ConfigError
 from pengserve.simulator.dispatcher import Dispatch
@@ -42,5 +43,6 @@ class PengServePolicy(Policy):
             redirects=self.redirect,
             short_prompts=True,
             late_prompts=True,
+            long_answers=None if facts.has_host else GivingWay(),
             short_first_steps=bool(facts.degrees) or facts.max_stages > 1,
         )

@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict
 
 from pengserve.planners.groups import groups_for
+from pengserve.planners.long_answers import GivingWay
 from pengserve.planners.types.config import DropConfig, JudgeConfig, MergeConfig
 from pengserve.planners.types.errors import ConfigError
 from pengserve.planners.types.ids import InstanceId
@@ -56,6 +57,7 @@ class Setup:
     redirects: bool = False  # what waits where there is no room goes on to where it can begin
     short_prompts: bool = False  # overtake long ones
     late_prompts: bool = False  # yield to those that can be in time
+    long_answers: GivingWay | None = None  # give way to prompts that wait for memory
     short_first_steps: bool = False  # of long prompts, of instances alone that were idle
     companion: Companion | None = None
 

@@ -382,12 +382,12 @@ class PpLane(PpBlocks):
         """The next microbatch; with a host tier, of what the devices can hold."""
         assert self._microbatches is not None
         in_flight = [other.output for other in self._in_flight]
-        self._hurry()
-        if self._slo_placement is not None and self._slo_placement.is_on:
-            self._slo_placement.before()
-        may_step = self.residency.may_step if self.residency is not None else ANY
-        with self._resident(), self._limiting():
-            return self._microbatches.schedule(in_flight, self.max_in_flight, may_step)
+        with self._hurrying():
+            if self._slo_placement is not None and self._slo_placement.is_on:
+                self._slo_placement.before()
+            may_step = self.residency.may_step if self.residency is not None else ANY
+            with self._resident(), self._limiting():
+                return self._microbatches.schedule(in_flight, self.max_in_flight, may_step)
 
     def _uses_to_tell(self) -> bytes:
         if self._lane_tiers is None or self.residency is None:

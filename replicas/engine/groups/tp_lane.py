@@ -215,8 +215,7 @@ class TpLane(GroupLane):
     def step(self) -> Mapping[int, EngineCoreOutputs]:
         """Leader: one step of the group."""
         started_s = time.perf_counter()
-        self._hurry()
-        with self._gating(), self._shortening(), self._choosing(), self._chunking():
+        with self._hurrying(), self._gating(), self._shortening(), self._choosing(), self._chunking():
             outputs = self._step()
         self._count(outputs.values(), time.perf_counter() - started_s)
         return outputs

@@ -382,7 +382,15 @@ class DpLane(Lane):
         """Around a step that vLLM schedules: what it may choose from."""
         if self._pins is not None and self._pins.num_sessions:
             self._pins.make_room(self._most_blocks_of_a_step())
-        self._hurry()
+        hurrying = self._hurrying()
+        return self._choices(gate) if hurrying is FREE else self._within(hurrying, gate)
+
+    @contextlib.contextmanager
+    def _within(self, hurrying: AbstractContextManager[None], gate: SloGate | None) -> Iterator[None]:
+        with hurrying, self._choices(gate):
+            yield
+
+    def _choices(self, gate: SloGate | None) -> AbstractContextManager[None]:
         short = self._shortening()
         if gate is None and short is FREE and self._chunking() is FREE:
             return self._choosing()

@@ -17,6 +17,7 @@ from pengserve.replicas.engine.placement.slo_placement import SloPlacement
 from pengserve.replicas.engine.scheduling.chunk_shares import ChunkShares
 from pengserve.replicas.engine.scheduling.departures import Departures
 from pengserve.replicas.engine.scheduling.late_prompts import LatePrompts
+from pengserve.replicas.engine.scheduling.long_answers import LongAnswers
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle, is_prefilling
 from pengserve.replicas.engine.scheduling.short_prompts import ShortPrompts
 from pengserve.replicas.engine.scheduling.short_steps import ShortSteps
@@ -34,6 +35,7 @@ class Lane(ABC):
 
     _slo_gate: SloGate | None = None  # where contracts are known, and this member schedules
     _lates: LatePrompts | None = None  # ...
+    _answers: LongAnswers | None = None  # ... and KV is on the device alone
     _slo_placement: SloPlacement | None = None  # ... and KV is on device and host, layer by layer
     _short_steps: ShortSteps | None = None  # where this member schedules
 
@@ -157,7 +159,10 @@ class Lane(ABC):
             places: KV is placed so, too, where there is a host tier.
         """
         self._slo_gate, self._lates = SloGate(self.scheduler, contracts), LatePrompts(self.scheduler, contracts)
-        if not places or self.residency is None:
+        if self.residency is None:
+            self._answers = LongAnswers(self.scheduler, contracts, self.capacity.block_size, self.num_available)
+            return
+        if not places:
             return
         early = EarlyOffload(self.scheduler, self.residency, contracts, self._slo_gate.prefill_s)
         self._slo_placement = SloPlacement(self.scheduler, self.residency, contracts, notes, early, shape=self.shape)
@@ -168,8 +173,21 @@ class Lane(ABC):
             self._slo_placement.close()
         self._slo_placement = None
 
+    def _hurrying(self) -> AbstractContextManager[None]:
+        """Around all that chooses a step: what may begin in it waits, in the order in which it begins."""
+        answers = self._answers.stepping() if self._answers is not None else None
+        if answers is not None:
+            return self._giving_way(answers)
+        self._hurry()
+        return FREE
+
+    @contextmanager
+    def _giving_way(self, answers: AbstractContextManager[None]) -> Iterator[None]:
+        with answers:
+            self._hurry()
+            yield
+
     def _hurry(self) -> None:
-        """Before a step: puts what waits in the order in which it begins."""
         if self._lates is not None:
             self._lates.renew()
 

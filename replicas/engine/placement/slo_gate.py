@@ -13,7 +13,7 @@ from typing import Protocol
 
 from pengserve.planners.slo_admission import Decoding, PrefillCost, num_prefills, worth_waiting_for
 from pengserve.planners.types.contract import Contract
-from pengserve.replicas.engine.scheduling.late_prompts import FirstTokens
+from pengserve.replicas.engine.scheduling.long_answers import Paces
 from pengserve.replicas.engine.scheduling.scheduler_handle import SchedulerHandle
 from pengserve.replicas.engine.vllm_seam import Request
 
@@ -21,7 +21,7 @@ MAX_HELD_S = 10.0  # no prompt is held back longer: none starves
 LEARN = 0.2  # weight of the newest step
 
 
-class Contracts(FirstTokens, Protocol):
+class Contracts(Paces, Protocol):
     """Who knows the contracts of requests, and what they have in store: `replicas/contracts.py`."""
 
     def contract(self, request_id: str) -> Contract:

@@ -10,6 +10,7 @@ class Departures:
     by_band: int = 0  # steps in which a prompt gave way to a more urgent one: `chunk_shares.py`
     by_length: int = 0  # steps in which a short prompt overtook a long one: `short_prompts.py`
     by_lateness: int = 0  # times that what waits was put in order because some are late: `late_prompts.py`
+    by_memory: int = 0  # times that a long answer gave way to a prompt that waited for memory: `long_answers.py`
     first_steps: int = 0  # that were kept short: `short_steps.py`
 
     def named(self) -> dict[str, int]:
@@ -18,6 +19,7 @@ class Departures:
             "total_departures_by_band": self.by_band,
             "total_departures_by_length": self.by_length,
             "total_departures_by_lateness": self.by_lateness,
+            "total_departures_by_memory": self.by_memory,
             "total_short_first_steps": self.first_steps,
         }
 

@@ -59,12 +59,13 @@ class LatePrompts:
             gone=self._gone(request),
             time_s=request.arrival_time,
             band=request.priority,
-            has_begun=_has_begun(request),
+            has_begun=has_begun(request),
         )
 
     def _gone(self, request: Request) -> float:
-        return 0.0 if _has_begun(request) else self._known.gone(request.request_id)
+        return 0.0 if has_begun(request) else self._known.gone(request.request_id)
 
 
-def _has_begun(request: Request) -> bool:
+def has_begun(request: Request) -> bool:
+    """Whether a request that waits was preempted, here or elsewhere."""
     return bool(request.status is RequestStatus.PREEMPTED)

@@ -13,6 +13,7 @@ Requests of a scheduler are in one of these queues:
 
 import contextlib
 import itertools
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
@@ -262,6 +263,14 @@ class SchedulerHandle(SchedulerBlocks):
         request.num_preemptions += 1
         request.record_event(EngineCoreEventType.PREEMPTED)
         self._scheduler.waiting.prepend_request(request)
+
+    def give_way(self, request: Request) -> None:
+        """A running request gives up its KV and waits for all of it to be computed again, before all others that wait.
+
+        As vLLM preempts: steps that are under way bring its tokens, and the next step's output names it.
+        """
+        self._scheduler.running.remove(request)
+        self._scheduler._preempt_request(request, time.monotonic())
 
     def give_up_one(self) -> Request | None:
         """Where requests that came with their KV leave no block for any of them, one gives up its own and waits.

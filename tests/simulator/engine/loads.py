@@ -8,12 +8,16 @@ from typing import Any
 from hypothesis import strategies as st
 
 from pengserve.planners.cost_model import CostModel
+from pengserve.planners.long_answers import GivingWay
 from pengserve.planners.types.snapshot import KvCapacity
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.requests import Arrival, LiveRequest
 from pengserve.simulator.timing.steps import Batch
 
 MODEL = CostModel(prefix_attention_s=1e-9, self_attention_s=1e-9, kv_read_s=1e-8, ffn_s=2e-5, other_s=1e-5, load_s=5e-3)
+
+# Answers of some tokens are long: the loads are small.
+GIVING_WAY = GivingWay(gone=0.5, min_tokens=3, max_preemptions=2, worth=1.0, spare=0.1, wait_s=0.02)
 
 
 class LinearTimes:
@@ -97,6 +101,7 @@ def loads(
             "watermark": draw(st.sampled_from([0.0, 0.0, 0.1])),
             "short_prompts": draw(st.booleans()),
             "late_prompts": draw(st.booleans()),
+            "long_answers": draw(st.sampled_from([None, GIVING_WAY, GIVING_WAY])),
             "short_first_steps": draw(st.booleans()),
             "num_stages": num_stages,
             "lookahead": draw(st.sampled_from([None, MODEL])) if num_stages > 1 else None,
