@@ -25,10 +25,11 @@ class FastAnswers:
         """So many steps of decodes can follow each other in which no answer gives way or goes on."""
         if self._aside:
             return 0
-        if (prompt := self._prompt()) is None or (missing := self._num_missing(prompt)) <= 0:
+        if (prompt := self._prompt()) is None:
             return inf
         rules, size = self._rules, self._state.block_size
-        # What is missing becomes more with each step, and what an answer has.
+        # With each step more is missing, as is where nothing was before, and an answer has more.
+        missing = max(1, self._num_missing(prompt))
         least = int((rules.worth * missing - 1) * size) + 1  # tokens that fill so many blocks
         steps = [
             max(rules.min_tokens + 1 - entry.live.num_generated, least - entry.computed)

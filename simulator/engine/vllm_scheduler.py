@@ -102,6 +102,7 @@ class VllmScheduler:
                 known,
                 capacity.block_size,
                 self._scheduler.num_free,
+                lambda: self._num_blocks,
                 rules=options.long_answers,
                 clock=clock,
             )

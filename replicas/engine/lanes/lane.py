@@ -160,7 +160,9 @@ class Lane(ABC):
         """
         self._slo_gate, self._lates = SloGate(self.scheduler, contracts), LatePrompts(self.scheduler, contracts)
         if self.residency is None:
-            self._answers = LongAnswers(self.scheduler, contracts, self.capacity.block_size, self.num_available)
+            self._answers = LongAnswers(
+                self.scheduler, contracts, self.capacity.block_size, self.num_available, lambda: self.num_held
+            )
             return
         if not places:
             return

@@ -34,6 +34,7 @@ class LongAnswers:
         known: Paces,
         block_size: int,
         num_free: Callable[[], int],
+        num_blocks: Callable[[], int],
         *,
         rules: GivingWay = DEFAULT,
         clock: Callable[[], float] = time.monotonic,
@@ -42,9 +43,11 @@ class LongAnswers:
         Args:
             block_size: tokens of a block.
             num_free: blocks that are free, or that the lane can get while it runs.
+            num_blocks: all that it may hand out.
             clock: seconds.
         """
-        self._scheduler, self._known, self._block_size, self._num_free = scheduler, known, block_size, num_free
+        self._scheduler, self._known, self._block_size = scheduler, known, block_size
+        self._num_free, self._num_blocks = num_free, num_blocks
         self._rules, self._clock = rules, clock
         self._aside: dict[Request, float] = {}  # answers that gave way, and since when they wait
 
@@ -87,7 +90,7 @@ class LongAnswers:
             return False
         if not (scheduler.running or scheduler.holding or scheduler.waiting):
             return True
-        return goes_on(self._num_free(), self._blocks_of(request), scheduler.num_blocks - 1, self._rules)
+        return goes_on(self._num_free(), self._blocks_of(request), self._num_blocks(), self._rules)
 
     def _victim(self) -> Request | None:
         """Who gives way now."""

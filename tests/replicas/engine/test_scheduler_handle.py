@@ -44,6 +44,21 @@ def step(handle: SchedulerHandle, output: SchedulerOutput | None = None) -> Sche
     return output
 
 
+def test_a_running_request_gives_way_and_is_computed_again(handle: SchedulerHandle) -> None:
+    handle.add(scheduled_request("a", 20))
+    handle.add(scheduled_request("b", 20))
+    step(handle)
+    output = handle.schedule()
+    request = handle.request("a")
+    handle.give_way(request)
+    assert (request.status, request.num_preemptions) == (RequestStatus.PREEMPTED, 1)
+    assert handle.running == [handle.request("b")] and handle.next_waiting is request and not handle.block_ids("a")
+    step(handle, output)
+    assert request.num_output_tokens == 2, "the token that was on its way has come"
+    output = step(handle)
+    assert output.preempted_req_ids == {"a"} and output.num_scheduled_tokens == {"b": 1, "a": 22}
+
+
 def test_a_prompt_in_chunks_shows_what_no_step_has_computed(handle: SchedulerHandle) -> None:
     handle.add(scheduled_request("long", 100))
     assert handle.prefilling_tokens() == 0, "it only waits"

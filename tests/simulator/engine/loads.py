@@ -85,13 +85,15 @@ def loads(
     max_stages: int = 1,
     kinds: Sequence[str] = ("add",),
     meets: bool = False,
+    hurries: bool = False,
     **fixed: Any,
 ) -> Load:
     """Small pools, so that requests are preempted; small budgets, so that prompts are cut.
 
-    Where it `meets`, other members of a switch wait for the ends of some steps.
+    Where it `meets`, other members of a switch wait for the ends of some steps. Where it `hurries`, each request has an
+    SLO for its first token, and prompts come while long answers run.
     """
-    max_num_seqs = draw(st.integers(1, 8))
+    max_num_seqs = draw(st.integers(4 if hurries else 1, 8))
     num_stages = draw(st.integers(min_stages, max_stages))
     room = capacity(draw(st.integers(4, 40)), draw(st.sampled_from([1, 4, 16])), max_num_seqs)
     options = SchedulerOptions(
@@ -112,8 +114,14 @@ def loads(
     for index in range(draw(st.integers(1, 14))):
         prompt = draw(st.integers(1, min(60, room.num_tokens - 1)))
         output = draw(st.integers(1, min(40, room.num_tokens - prompt)))
-        requests.append((prompt, output, draw(st.integers(-1, 1)), draw(st.sampled_from([None, 0.02, 0.06]))))
-        events.append((draw(st.integers(0, 30)), draw(st.sampled_from(kinds)), index))
+        if hurries and index % 3 == 0:
+            prompt, output = max(1, prompt // 4), min(40, room.num_tokens - prompt)
+        elif hurries:
+            output = min(output, 3)
+        slos = [0.02, 0.06] if hurries else [None, 0.02, 0.06]
+        requests.append((prompt, output, draw(st.integers(-1, 1)), draw(st.sampled_from(slos))))
+        tick = draw(st.integers(0, 30)) + (10 if hurries and index % 3 else 0)
+        events.append((tick, draw(st.sampled_from(kinds)), index))
     if "add" not in kinds or len(kinds) > 1:
         events += [(draw(st.integers(0, 60)), "remove", index) for index in range(len(requests)) if draw(st.booleans())]
     for begin in draw(st.lists(st.integers(0, 60), max_size=3)) if meets else ():

@@ -15,7 +15,7 @@ from pengserve.simulator.engine.fast_scheduler import FastScheduler
 from pengserve.simulator.engine.scheduler import KeepsStepsShort, LaneScheduler, SimStep
 from pengserve.simulator.engine.vllm_scheduler import VllmScheduler
 from pengserve.simulator.requests import LiveRequest
-from tests.simulator.engine.loads import MODEL, Load, loads
+from tests.simulator.engine.loads import GIVING_WAY, MODEL, Load, loads
 from tests.support.effort import examples
 
 pytestmark = pytest.mark.slow
@@ -133,6 +133,12 @@ def test_several_unfinished_steps(load: Load) -> None:
 @MANY
 @given(loads(min_stages=2, max_stages=4, lookahead=MODEL))
 def test_microbatches_of_the_lookahead(load: Load) -> None:
+    agree(load)
+
+
+@MANY
+@given(loads(max_stages=4, kinds=("add", "add", "add", "resumed"), hurries=True, long_answers=GIVING_WAY))
+def test_long_answers_that_give_way(load: Load) -> None:
     agree(load)
 
 

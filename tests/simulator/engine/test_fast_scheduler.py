@@ -13,10 +13,11 @@ from pengserve.simulator.engine.fast_scheduler import FastScheduler
 from pengserve.simulator.engine.options import SchedulerOptions
 from pengserve.simulator.engine.scheduler import SimStep
 from pengserve.simulator.requests import LiveRequest
-from tests.simulator.engine.loads import MODEL, Load, capacity, live, loads
+from tests.simulator.engine.loads import GIVING_WAY, MODEL, Load, capacity, live, loads
 from tests.support.effort import examples
 
 MANY = settings(max_examples=examples(150))
+TICK_S = 0.004
 
 
 def held(scheduler: FastScheduler) -> int:
@@ -35,11 +36,14 @@ def check_blocks(scheduler: FastScheduler) -> None:
 
 def ends(load: Load, most: int) -> dict[str, Any]:
     """When each request ended, in steps, and how often it was preempted; at most `most` steps at once."""
-    scheduler, requests, events = FastScheduler(load.capacity, load.options), load.lives(), deque(load.events)
+    requests, events = load.lives(), deque(load.events)
     tick, ended = 0, dict[str, Any]()
+    scheduler = FastScheduler(load.capacity, load.options, lambda: TICK_S * tick)
     while events or scheduler.running or scheduler.waiting:
         while events and events[0][0] <= tick:
-            scheduler.add(requests[events.popleft()[2]])
+            request = requests[events.popleft()[2]]
+            request.came_s = TICK_S * tick
+            scheduler.add(request)
         step = scheduler.schedule(min(most, events[0][0] - tick) if events else most)
         if step is None:
             tick = events[0][0]
@@ -52,8 +56,14 @@ def ends(load: Load, most: int) -> dict[str, Any]:
 
 
 @MANY
-@given(loads())
+@given(loads(late_prompts=False))  # which are put in order by time, and steps take none here
 def test_many_steps_at_once_are_what_they_are_one_by_one(load: Load) -> None:
+    assert ends(load, 1 << 30) == ends(load, 1)
+
+
+@MANY
+@given(loads(hurries=True, late_prompts=False, long_answers=GIVING_WAY))
+def test_so_are_they_where_long_answers_give_way(load: Load) -> None:
     assert ends(load, 1 << 30) == ends(load, 1)
 
 
