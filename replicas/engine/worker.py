@@ -14,7 +14,6 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
-from vllm import SamplingParams
 from vllm.sampling_params import SamplingType
 
 from pengserve.planners.types.errors import ConfigError, PengServeError, one_line
@@ -71,15 +70,18 @@ class ReplayGenerator(torch.Generator):
         """Undoes the draw after the last output token."""
         self.replay()
 
-    def bind(self, seed: int, output_token_ids: list[int]) -> "ReplayGenerator":
-        """Names the seed and the list whose length is the number of draws made."""
-        self._seed, self._output_token_ids = seed, output_token_ids
+    def bind(self, seed: int, state: CachedRequestState) -> "ReplayGenerator":
+        """Names the seed and the request, which has drawn once for each of its output tokens.
+
+        Not their list: a runner that is a step ahead makes another one where a request goes on that was preempted.
+        """
+        self._seed, self._state = seed, state
         return self.replay()
 
     def replay(self) -> "ReplayGenerator":
         """Puts the state where it stands before the next output token is drawn."""
         self.manual_seed(self._seed)
-        for _ in self._output_token_ids:
+        for _ in self._state.output_token_ids:
             torch.randint(0, 2**31, (1,), generator=self, dtype=torch.long)  # as vLLM's CPU sampler draws
         return self
 
@@ -294,7 +296,7 @@ def half_decoded(request: Request, num_kv_groups: int) -> CachedRequestState:
 
 def adopt_state(runner: Any, state: CachedRequestState) -> None:
     """As `adopt_request`; of what `half_decoded` made."""
-    state.generator = _generator(runner, state.sampling_params, state.output_token_ids)
+    state.generator = _generator(runner, state)
     if runner.uses_mrope:
         runner._init_mrope_positions(state)
     runner.requests[state.req_id] = state
@@ -320,16 +322,17 @@ def place_blocks(runner: Any, moved: Mapping[int, int]) -> None:
                 batch.block_table.add_row(state.block_ids, batch.req_id_to_index[request_id])
 
 
-def _generator(runner: Any, sampling_params: SamplingParams, output_token_ids: list[int]) -> torch.Generator | None:
-    if sampling_params.sampling_type is not SamplingType.RANDOM_SEED:
+def _generator(runner: Any, state: CachedRequestState) -> torch.Generator | None:
+    sampling_params = state.sampling_params
+    if sampling_params is None or sampling_params.sampling_type is not SamplingType.RANDOM_SEED:
         return None
     assert sampling_params.seed is not None
     if runner.device.type == "cpu":
-        return ReplayGenerator().bind(sampling_params.seed, output_token_ids)
+        return ReplayGenerator().bind(sampling_params.seed, state)
     generator = torch.Generator(device=runner.device)
     generator.manual_seed(sampling_params.seed)
     noise = torch.empty(runner.input_batch.vocab_size, device=runner.device)
-    for _ in output_token_ids:
+    for _ in state.output_token_ids:
         noise.exponential_(generator=generator)  # as vLLM's sampler draws, one row per token
     return generator
 
@@ -342,7 +345,7 @@ def replayable(update_states: Callable[[Any], Any], runner: Any) -> Callable[[An
         for new in scheduler_output.scheduled_new_reqs:
             state = runner.requests[new.req_id]
             if state.generator is not None and not isinstance(state.generator, ReplayGenerator):
-                state.generator = ReplayGenerator().bind(state.sampling_params.seed, state.output_token_ids)
+                state.generator = ReplayGenerator().bind(state.sampling_params.seed, state)
                 runner.input_batch.generators[runner.input_batch.req_id_to_index[new.req_id]] = state.generator
         return result
 
