@@ -7,7 +7,7 @@ again when it goes on: by then its client has more to read than most others have
 time that its answer takes.
 
     1. only for a prompt with an SLO for its first token: without one nothing is changed
-    2. only an answer that frees much more than is missing: a prompt must not cost a long answer its place for nothing
+    2. only an answer that frees much more than is missing, and that has no long prompt, which would be read again
     3. it goes on when no prompt waits and there is room for it and for what others will generate, or when it has waited
        for as long as its answer may take longer: it is before all prompts then
     4. none gives way more than some times, and none to a prompt of a less urgent band
@@ -26,6 +26,7 @@ class GivingWay:
     min_tokens: int = 1000  # no answer with fewer gives way
     max_preemptions: int = 2  # nor one that was preempted more often
     worth: float = 2.0  # times the missing blocks, that it must hold
+    again: float = 5.0  # times the tokens of its answer, above 1, that are computed again: no long prompt is
     spare: float = 0.02  # share of all blocks that must stay free when it goes on
     wait_s: float = 0.007  # that it waits at most, for each token of its answer
 
@@ -37,6 +38,7 @@ class Answer(NamedTuple):
     """A running request that could give way."""
 
     num_tokens: int  # of its answer
+    num_computed: int  # tokens whose KV it has, its prompt's among them
     num_blocks: int  # that it holds
     num_preemptions: int  # so far
 
@@ -53,6 +55,8 @@ def gives_way(answers: Sequence[Answer], num_missing: int, rules: GivingWay = DE
 
 def _is_able(answer: Answer, num_missing: int, rules: GivingWay) -> bool:
     if answer.num_tokens <= rules.min_tokens or answer.num_preemptions > rules.max_preemptions:
+        return False
+    if answer.num_computed > rules.again * answer.num_tokens:
         return False
     return answer.num_blocks >= rules.worth * num_missing
 

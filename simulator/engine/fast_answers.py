@@ -4,7 +4,7 @@ in vLLM's scheduler.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from math import inf
+from math import ceil, inf
 
 from pengserve.planners.long_answers import Answer, GivingWay, gives_way, goes_on, has_waited
 from pengserve.planners.types.units import blocks_for
@@ -31,12 +31,15 @@ class FastAnswers:
         # With each step more is missing, as is where nothing was before, and an answer has more.
         missing = max(1, self._num_missing(prompt))
         least = int((rules.worth * missing - 1) * size) + 1  # tokens that fill so many blocks
-        steps = [
-            max(rules.min_tokens + 1 - entry.live.num_generated, least - entry.computed)
-            for entry in self._state.running
-            if self._may_give_way(entry, prompt)
-        ]
-        return max(0, min(steps, default=inf))
+        return min(
+            [self._steps_until(e, least) for e in self._state.running if self._may_give_way(e, prompt)], default=inf
+        )
+
+    def _steps_until(self, entry: Entry, least: int) -> float:
+        """Decodes until a request could give way, where it must have the KV of so many tokens."""
+        rules, generated, computed = self._rules, entry.live.num_generated, entry.computed
+        again = ceil((computed - rules.again * generated) / (rules.again - 1.0))  # each step adds to both
+        return max(0, rules.min_tokens + 1 - generated, least - computed, again)
 
     def stepping(self) -> contextlib.AbstractContextManager[None] | None:
         """Around the next step, and around all that orders what waits for it; None: it is as vLLM has it."""
@@ -104,4 +107,4 @@ class FastAnswers:
 
     def _answer(self, entry: Entry) -> Answer:
         num_blocks = blocks_for(entry.computed, self._state.block_size)
-        return Answer(entry.live.num_generated, num_blocks, entry.preemptions)
+        return Answer(entry.live.num_generated, entry.computed, num_blocks, entry.preemptions)

@@ -4,12 +4,12 @@ import pytest
 
 from pengserve.planners.long_answers import Answer, GivingWay, gives_way, goes_on, has_waited
 
-RULES = GivingWay(min_tokens=100, max_preemptions=2, worth=2.0, spare=0.1, wait_s=0.01)
+RULES = GivingWay(min_tokens=100, max_preemptions=2, worth=2.0, again=4.0, spare=0.1, wait_s=0.01)
 MISSING = 10
 
 
-def answer(num_tokens: int = 500, num_blocks: int = 40, num_preemptions: int = 0) -> Answer:
-    return Answer(num_tokens, num_blocks, num_preemptions)
+def answer(num_tokens: int = 500, num_blocks: int = 40, num_preemptions: int = 0, num_computed: int = 400) -> Answer:
+    return Answer(num_tokens, num_computed, num_blocks, num_preemptions)
 
 
 def test_the_longest_answer_gives_way() -> None:
@@ -26,11 +26,12 @@ def test_of_equal_ones_the_first() -> None:
         pytest.param(answer(num_tokens=100), id="short"),
         pytest.param(answer(num_blocks=19), id="frees little more than is missing"),
         pytest.param(answer(num_preemptions=3), id="was preempted too often"),
+        pytest.param(answer(num_computed=2001), id="has a long prompt"),
     ],
 )
 def test_none_gives_way_for_little(kept: Answer) -> None:
     assert gives_way([kept], MISSING, RULES) is None
-    assert gives_way([kept, answer(101, 20, 2)], MISSING, RULES) == 1, "at the limits"
+    assert gives_way([kept, answer(101, 20, 2, 404)], MISSING, RULES) == 1, "at the limits"
 
 
 def test_no_answer_no_victim() -> None:

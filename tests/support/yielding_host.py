@@ -9,7 +9,7 @@ from functools import partial
 
 from pengserve.planners.long_answers import GivingWay
 
-RULES = GivingWay(min_tokens=10, worth=1.0, wait_s=0.02)
+RULES = GivingWay(min_tokens=10, worth=1.0, again=100.0, wait_s=0.02)
 
 
 if __name__ == "__main__":

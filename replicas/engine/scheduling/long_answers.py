@@ -129,8 +129,9 @@ class LongAnswers:
         ]
 
     def _answer(self, request: Request) -> Answer:
-        num_blocks = blocks_for(request.num_computed_tokens, self._block_size)
-        return Answer(request.num_output_tokens, num_blocks, request.num_preemptions)
+        num_computed = request.num_computed_tokens
+        num_blocks = blocks_for(num_computed, self._block_size)
+        return Answer(request.num_output_tokens, num_computed, num_blocks, request.num_preemptions)
 
     def _blocks_of(self, request: Request) -> int:
         return blocks_for(request.num_tokens, self._block_size)

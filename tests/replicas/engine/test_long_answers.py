@@ -14,7 +14,7 @@ from tests.support.vllm_requests import scheduled_request
 from tests.support.vllm_schedulers import capacity_of, give_tokens, scheduler_handle
 
 BLOCK_SIZE, NUM_BLOCKS, SLO_S = 16, 20, 1.0
-RULES = GivingWay(gone=0.1, min_tokens=20, max_preemptions=2, worth=2.0, spare=0.1, wait_s=0.1)
+RULES = GivingWay(gone=0.1, min_tokens=20, max_preemptions=2, worth=2.0, again=10.0, spare=0.1, wait_s=0.1)
 POLICIES = pytest.mark.parametrize("policy", ["fcfs", "priority"])
 
 

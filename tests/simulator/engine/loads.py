@@ -17,7 +17,7 @@ from pengserve.simulator.timing.steps import Batch
 MODEL = CostModel(prefix_attention_s=1e-9, self_attention_s=1e-9, kv_read_s=1e-8, ffn_s=2e-5, other_s=1e-5, load_s=5e-3)
 
 # Answers of some tokens are long: the loads are small.
-GIVING_WAY = GivingWay(gone=0.5, min_tokens=3, max_preemptions=2, worth=1.0, spare=0.1, wait_s=0.02)
+GIVING_WAY = GivingWay(gone=0.5, min_tokens=3, max_preemptions=2, worth=1.0, again=3.0, spare=0.1, wait_s=0.02)
 
 
 class LinearTimes:
