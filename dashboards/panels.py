@@ -464,7 +464,8 @@ _INSTANCES = Row(
         ),
         Panel(
             title="Prompts read in another order",
-            help="Times, by rule: band (a more urgent one), length (a short one), lateness, first_step (a short step).",
+            help="Times, by rule: band (a more urgent one), length (a short one), lateness, memory (a long answer gave"
+            " way), first_step (a short step).",
             queries=(
                 Query(
                     promql="sum by (rule) (rate(pengserve_instance_departures_total{$where}[$__rate_interval]))",

@@ -26,7 +26,7 @@ class GivingWay:
     min_tokens: int = 1000  # no answer with fewer gives way
     max_preemptions: int = 2  # nor one that was preempted more often
     worth: float = 2.0  # times the missing blocks, that it must hold
-    again: float = 5.0  # times the tokens of its answer, above 1, that are computed again: no long prompt is
+    again: float = 5.0  # times the tokens of its answer that are computed again at most, above 1: no long prompt is
     spare: float = 0.02  # share of all blocks that must stay free when it goes on
     wait_s: float = 0.007  # that it waits at most, for each token of its answer
 

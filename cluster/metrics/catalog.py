@@ -300,7 +300,8 @@ DEPARTURES = _counter(
     "pengserve_instance_departures_total",
     _INSTANCES,
     "times",
-    "Times that prompts were not read in the order in which they came, by rule: band, length, lateness, first_step.",
+    "Times that requests were not served in the order in which they came, by rule: band, length, lateness, memory,"
+    " first_step.",
     "instance_id",
     "rule",
 )

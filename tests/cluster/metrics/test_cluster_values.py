@@ -112,10 +112,10 @@ def test_departures_from_the_order_of_arrival_are_told_by_rule(metrics: Metrics)
     values = ClusterValues(metrics)
     values.on_link_up(key(0), CAPACITY)
     for lateness in (3, 5):
-        departures = Departures(by_band=1, by_length=2, by_lateness=lateness, first_steps=4)
+        departures = Departures(by_band=1, by_length=2, by_lateness=lateness, by_memory=6, first_steps=4)
         values.on_batch(key(0), InstanceStats(**departures.named()))
         values.publish()
-    for rule, expected in (("band", 1), ("length", 2), ("lateness", 5), ("first_step", 4)):
+    for rule, expected in (("band", 1), ("length", 2), ("lateness", 5), ("memory", 6), ("first_step", 4)):
         assert sample(metrics, "pengserve_instance_departures_total", instance_id="0", rule=rule) == expected
 
 
