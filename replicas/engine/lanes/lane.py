@@ -57,7 +57,7 @@ class Lane(ABC):
         self._shorts = (
             ShortPrompts(self._handle, capacity.block_size, self.num_available) if self._handle is not None else None
         )
-        self._queued: tuple[tuple[int, int, int], Mapping[str, int]] = ((0, 0, 0), NOTHING)
+        self._queued: tuple[tuple[int, ...], Mapping[str, int]] = ((), NOTHING)
         self._added = 0
         self.residency: ResidentRequests | None = None  # where KV has a host tier, and this member schedules
 
@@ -190,6 +190,7 @@ class Lane(ABC):
             yield
 
     def _hurry(self) -> None:
+        """Puts what waits in the order in which it begins."""
         if self._lates is not None:
             self._lates.renew()
 
@@ -453,7 +454,8 @@ class Lane(ABC):
         """What is known of waiting requests; counted again only when the queue has changed."""
         if not num_waiting:
             return NOTHING
-        version = (num_waiting, self._added, self._totals.preempted)
+        # A long answer that gives way takes the place of the prompt that begins: as many wait as before.
+        version = (num_waiting, self._added, self._totals.preempted, self._totals.departures.by_memory)
         if self._queued[0] != version:
             self._queued = (version, self.scheduler.queued())
         return self._queued[1]
