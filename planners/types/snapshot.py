@@ -79,8 +79,8 @@ class InstanceStats:
     # How often prompts were not read in the order in which they came.
     total_departures_by_band: int = 0  # steps in which one gave way to a more urgent one
     total_departures_by_length: int = 0  # steps in which a short one overtook a long one
-    total_departures_by_memory: int = 0  # times that a long answer gave way to a prompt that waited for memory
     total_departures_by_lateness: int = 0  # times that those that wait were put in order, as some were late
+    total_departures_by_memory: int = 0  # times that a long answer gave way to a prompt that waited for memory
     total_short_first_steps: int = 0  # steps that read only the beginning of one, as the instance had been idle
     # What steps computed and took (`StepCost`); of a pipeline, what its stages took together, idle or not.
     total_costed_steps: int = 0

@@ -23,6 +23,27 @@ def capacity_of(
     )
 
 
+class Hurried:
+    """Requests whose first tokens were promised within `SLO_S` of `came_s`, by a clock of the test's own."""
+
+    SLO_S = 1.0
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.came_s: dict[str, float] = {}
+        self.num_asked = 0  # times that one was looked at
+
+    @property
+    def num_hurried(self) -> int:
+        """As `FirstTokens`."""
+        return len(self.came_s)
+
+    def gone(self, request_id: str) -> float:
+        """As `FirstTokens`."""
+        self.num_asked += 1
+        return (self.now_s - self.came_s[request_id]) / self.SLO_S if request_id in self.came_s else 0.0
+
+
 def scheduler_handle(capacity: KvCapacity, **options: Any) -> SchedulerHandle:
     """`options` are those of `SchedulerOptions`."""
     return SchedulerHandle(build_vllm_scheduler(capacity, SchedulerOptions(**options), is_terse=False))

@@ -7,30 +7,20 @@ pytest.importorskip("vllm")
 from pengserve.planners.late_prompts import LATE, PERIOD_S, TURN
 from pengserve.replicas.engine.scheduling.late_prompts import LatePrompts
 from tests.support.vllm_requests import scheduled_request
-from tests.support.vllm_schedulers import capacity_of, give_tokens, scheduler_handle
+from tests.support.vllm_schedulers import Hurried, capacity_of, give_tokens, scheduler_handle
 
-STEP_TOKENS, BLOCK_SIZE, PROMPT, SLO_S = 64, 16, 64, 1.0
+STEP_TOKENS, BLOCK_SIZE, PROMPT, SLO_S = 64, 16, 64, Hurried.SLO_S
 POLICIES = pytest.mark.parametrize("policy", ["fcfs", "priority"])
 
 
-class Engine:
+class Engine(Hurried):
     """Steps of a scheduler, each of which reads one prompt. Requests have an SLO of a second, but where told."""
 
     def __init__(self, policy: str, num_blocks: int = 400) -> None:
+        super().__init__()
         capacity = capacity_of(num_blocks, BLOCK_SIZE, max_num_seqs=32, max_model_len=1000)
         self.handle = scheduler_handle(capacity, max_num_batched_tokens=STEP_TOKENS, policy=policy)
-        self.now_s = 0.0
-        self.came_s: dict[str, float] = {}
         self.lates = LatePrompts(self.handle, self, lambda: self.now_s)
-        self.num_asked = 0
-
-    @property
-    def num_hurried(self) -> int:
-        return len(self.came_s)
-
-    def gone(self, request_id: str) -> float:
-        self.num_asked += 1
-        return (self.now_s - self.came_s[request_id]) / SLO_S if request_id in self.came_s else 0.0
 
     def add(self, *names: str, has_slo: bool = True, band: int = 0) -> None:
         for name in names:

@@ -11,37 +11,28 @@ from pengserve.replicas.engine.scheduling.late_prompts import LatePrompts
 from pengserve.replicas.engine.scheduling.long_answers import LongAnswers
 from pengserve.replicas.engine.vllm_seam import RequestStatus
 from tests.support.vllm_requests import scheduled_request
-from tests.support.vllm_schedulers import capacity_of, give_tokens, scheduler_handle
+from tests.support.vllm_schedulers import Hurried, capacity_of, give_tokens, scheduler_handle
 
-BLOCK_SIZE, NUM_BLOCKS, SLO_S = 16, 20, 1.0
+BLOCK_SIZE, NUM_BLOCKS = 16, 20
 RULES = GivingWay(gone=0.1, min_tokens=20, max_preemptions=2, worth=2.0, again=10.0, spare=0.1, wait_s=0.1)
 POLICIES = pytest.mark.parametrize("policy", ["fcfs", "priority"])
 
 
-class Engine:
+class Engine(Hurried):
     """Steps of a scheduler. Prompts of `add` have an SLO of a second, those of `begin` have none."""
 
-    def __init__(self, policy: str = "fcfs", **options: object) -> None:
+    def __init__(self, policy: str = "fcfs") -> None:
+        super().__init__()
         capacity = capacity_of(NUM_BLOCKS, BLOCK_SIZE, max_num_seqs=8)
-        self.handle = scheduler_handle(capacity, max_num_batched_tokens=512, policy=policy, **options)
-        self.now_s, self.came_s = 0.0, dict[str, float]()
+        self.handle = scheduler_handle(capacity, max_num_batched_tokens=512, policy=policy)
         self.paced = set[str]()
         self.answers = LongAnswers(
             self.handle, self, BLOCK_SIZE, self.handle.num_free, lambda: NUM_BLOCKS, rules=RULES, clock=self.clock
         )
         self.lates = LatePrompts(self.handle, self, self.clock)
-        self.num_asked = 0
 
     def clock(self) -> float:
         return self.now_s
-
-    @property
-    def num_hurried(self) -> int:
-        return len(self.came_s)
-
-    def gone(self, request_id: str) -> float:
-        self.num_asked += 1
-        return (self.now_s - self.came_s[request_id]) / SLO_S if request_id in self.came_s else 0.0
 
     def is_paced(self, request_id: str) -> bool:
         return request_id in self.paced
@@ -69,9 +60,9 @@ class Engine:
         return [request.request_id for request in self.handle.waiting]
 
 
-def crowded(policy: str = "fcfs", **options: object) -> Engine:
+def crowded(policy: str = "fcfs") -> Engine:
     """Three blocks are free: a long answer has 12, a short one 5. A prompt waits that needs 6."""
-    engine = Engine(policy, **options)
+    engine = Engine(policy)
     engine.begin("long", 160, steps=30)
     engine.begin("short", 70, steps=2)
     engine.add("prompt", 96)
